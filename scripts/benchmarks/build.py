@@ -3,14 +3,15 @@
 The decoder has about 2 GB, and takes 7 GB of disk and 8 GB of memory. With `--small` it is built in seconds, to try
 the benchmark; the ratios mean little then.
 
-Both sides start a new Python, read the same model with its weights in external data, use two optimization profiles
+All sides start a new Python, read the same model with its weights in external data, use two optimization profiles
 (prefill and decode) of the same sizes, and write the engine to a file. Ours also plans, rewrites and checks the model,
-hashes it and the engine, waits until the engine is on disk, and writes the manifest. The bare side does none of that,
-and its engine gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
+hashes it and the engine, waits until the engine is on disk, and writes the manifest; once without a proof, and once
+with the proof that is the default, for which the original decodes on the CPU. The bare side does none of that, and its
+engine gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
 Time is from start to end of the process; memory is the largest sum of resident memory over the whole process tree,
-looked at every 50 ms (pages that parent and child share count twice). The two builds of a pair follow each other, now
-one first and now the other; a pair gives one ratio, so that a machine that slows down for a while moves few of them.
+looked at every 50 ms (pages that parent and child share count twice). The builds of a turn follow each other, now in
+one order and now in the other; a turn gives one ratio, so that a machine that slows down for a while moves few of them.
 The table has the median of these ratios and their quartiles, and where the time goes: of ours, "planning" ends when
 TensorRT begins to parse; "finishing" begins when it has handed over the engine. Where the machine does other work too,
 processor times say more, and a line says so.
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +51,19 @@ SMALL = DecoderConfig(
 )  # fmt: skip
 
 OPTIONS = {
-    "small": (False, "a decoder of a few megabytes"), "turns": (9, "pairs of builds, at most"),
-    "minutes": (10, "no pair begins later"),
+    "small": (False, "a decoder of a few megabytes"), "turns": (9, "turns, at most"),
+    "minutes": (10, "no turn begins later"),
     "model": (Path, "a model of your own that the native parser takes"),
-    "keep": (Path, "a folder: write the decoder there and keep it"), "max-batch": (4, "of both"),
-    "max-chunk": (128, "of both"), "bare": (Path, argparse.SUPPRESS), "ours": (Path, argparse.SUPPRESS),
+    "keep": (Path, "a folder: write the decoder there and keep it"), "max-batch": (4, "of all"),
+    "max-chunk": (128, "of all"), **dict.fromkeys(("bare", "ours", "proven"), (Path, argparse.SUPPRESS)),
 }  # fmt: skip
 _INTERVAL = 0.05  # seconds between two looks at the memory, which cost a processor about 1 ms each
 _MOST_BUSY = 0.2  # processors that others use
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-SIDES = {"ours": "trt-kvcache build", "bare": "bare parser, builder"}
+SIDES = {
+    "ours": "trt-kvcache build --proof off", "proven": "trt-kvcache build", "bare": "bare parser, builder",
+}  # fmt: skip
+OURS = ("ours", "proven")
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> Non
     stages.tell()
 
 
-def our_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> None:
+def our_build(model: Path, output: Path, max_batch: int, max_chunk: int, proof: str = "off") -> None:
     """The command, listened to."""
     from unittest.mock import patch
 
@@ -151,6 +156,7 @@ def our_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> None
 
     sizes = ["--max-batch", str(max_batch), "--max-chunk", str(max_chunk)]
     sys.argv = ["trt-kvcache", "build", str(model), "-o", str(output), "--backend", "tensorrt-rtx", *sizes]
+    sys.argv += ["--proof", proof]
     with patch("trt_kvcache.cli.build.build_progress", listening):
         try:
             main()
@@ -221,27 +227,28 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def compare(model: Path, turns: int, minutes: float, sizes: Sequence[str]) -> list[dict[str, Sample]]:
-    """Pairs of builds, as many as there is time for; of those that follow each other, another side begins."""
+def compare(model: Path, most: int, minutes: float, sizes: Sequence[str]) -> list[dict[str, Sample]]:
+    """One build of each side a turn, as many turns as there is time for, each in the other order than the last."""
     ends = time.perf_counter() + 60 * minutes
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         output = Path(folder) / "model.engine"
         bench = str(Path(__file__).resolve().parents[1] / "bench.py")
         common = ["--model", str(model), *sizes]
         commands = {side: [sys.executable, bench, "build", f"--{side}", str(output), *common] for side in SIDES}
-        pairs: list[dict[str, Sample]] = []
+        turns: list[dict[str, Sample]] = []
         longest = 0.0
-        while len(pairs) < turns and (not pairs or time.perf_counter() + longest < ends):
+        while len(turns) < most and (not turns or time.perf_counter() + longest < ends):
             began = time.perf_counter()
-            order = [*SIDES][:: 1 if len(pairs) % 2 else -1]
-            pairs.append({side: measure(commands[side], output) for side in order})
+            order = [*SIDES][:: 1 if len(turns) % 2 else -1]
+            turns.append({side: measure(commands[side], output) for side in order})
             longest = max(longest, time.perf_counter() - began)
-        return pairs
+        return turns
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
     """See the module."""
-    for output, build in ((given.bare, bare_build), (given.ours, our_build)):
+    builds = (given.bare, bare_build), (given.ours, our_build), (given.proven, partial(our_build, proof="auto"))
+    for output, build in builds:
         if output is not None:
             build(given.model, output, given.max_batch, given.max_chunk)
             raise SystemExit(0)
@@ -254,36 +261,41 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
             if not model.exists():
                 write_decoder(model, SMALL if given.small else LARGE, 1024)
         sizes = ["--max-batch", str(given.max_batch), "--max-chunk", str(given.max_chunk)]
-        pairs = compare(model, given.turns, given.minutes, sizes)
+        turns = compare(model, given.turns, given.minutes, sizes)
         weights = sum(p.stat().st_size for p in model.parent.glob(f"{model.name}*") if p.is_file())
     finally:
         if folder is not None and folder != given.keep:
             shutil.rmtree(folder)
-    return report(pairs, weights)
+    return report(turns, weights)
 
 
-def report(pairs: Sequence[dict[str, Sample]], weights: int) -> Report:
-    """The table of some pairs.
+def report(turns: Sequence[dict[str, Sample]], weights: int) -> Report:
+    """The table of some turns.
 
     Args:
-        pairs: at least one.
+        turns: at least one.
         weights: bytes of the model.
     """
     kinds = {"seconds": "seconds", "cpu_seconds": "cpu", "peak_bytes": "memory"}
-    numbers = {side: {kind: [getattr(p[side], name) for p in pairs] for kind, name in kinds.items()} for side in SIDES}
-    each = {kind: [getattr(p["ours"], name) / getattr(p["bare"], name) for p in pairs] for kind, name in kinds.items()}
+    numbers = {side: {kind: [getattr(t[side], name) for t in turns] for kind, name in kinds.items()} for side in SIDES}
+    ratios = {
+        side: {k: [a / b for a, b in zip(numbers[side][k], numbers["bare"][k], strict=True)] for k in kinds}
+        for side in OURS
+    }
     stages = {
-        side: {name: statistics.median(p[side].stages[name] for p in pairs) for name in pairs[0][side].stages}
+        side: {name: statistics.median(t[side].stages[name] for t in turns) for name in turns[0][side].stages}
         for side in SIDES
     }
     rows = [
         [title, spread(numbers[side]["seconds"]), spread(numbers[side]["cpu_seconds"]),
-         spread([b / 1e6 for b in numbers[side]["peak_bytes"]], 0), f"{pairs[0][side].engine / 1e6:,.0f}"]
+         spread([b / 1e6 for b in numbers[side]["peak_bytes"]], 0), f"{turns[0][side].engine / 1e6:,.0f}"]
         for side, title in SIDES.items()
     ]  # fmt: skip
-    rows.append(["ratio of a pair", *(spread(ratios, 3) for ratios in each.values()), ""])
-    rows.append(["least and most", *(f"{min(ratios):.3f} to {max(ratios):.3f}" for ratios in each.values()), ""])
-    others = statistics.median(p[side].others for p in pairs for side in SIDES)
+    for side in OURS:
+        each = ratios[side].values()
+        rows.append([f"{SIDES[side]}, over bare", *(spread(ratio, 3) for ratio in each), ""])
+        rows.append(["  least and most", *(f"{min(ratio):.3f} to {max(ratio):.3f}" for ratio in each), ""])
+    others = statistics.median(t[side].others for t in turns for side in SIDES)
     notes = [
         f"{title}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages[side].items())
         for side, title in SIDES.items()
@@ -291,10 +303,11 @@ def report(pairs: Sequence[dict[str, Sample]], weights: int) -> Report:
     if others > _MOST_BUSY:
         notes.append(f"others used {others:.1f} processors meanwhile: these times are no benchmark")
     return Report(
-        [f"{weights / 1e9:.2f} GB of model, {len(pairs)} pairs of builds: median (quartiles)"],
+        [f"{weights / 1e9:.2f} GB of model, {len(turns)} turns: median (quartiles)"],
         ["", "seconds", "CPU s", "peak MB", "engine MB"], rows,
-        {"model_bytes": weights, "ratios": {kind: statistics.median(ratios) for kind, ratios in each.items()},
-         "quartiles": {kind: quartiles(ratios) for kind, ratios in each.items()}, "pairs": each, **numbers,
-         "stages": stages, "others": others},
+        {"model_bytes": weights,
+         "ratios": {s: {k: statistics.median(v) for k, v in r.items()} for s, r in ratios.items()},
+         "quartiles": {s: {k: quartiles(v) for k, v in r.items()} for s, r in ratios.items()}, "turn_ratios": ratios,
+         **numbers, "stages": stages, "others": others},
         notes=notes,
     )  # fmt: skip
