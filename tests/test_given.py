@@ -140,6 +140,7 @@ SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
     "add inputs_embeds": (lambda s, v: s.add([1], BRIEF, inputs_embeds=v), "None"),
     "add positions": (lambda s, v: s.add([1], BRIEF, positions=v), "None"),
     "remove": (lambda s, v: s.remove(v), SLOT),
+    "stop": (lambda s, v: s.stop(v), SLOT),
     "update": (lambda s, v: s.update(v), "dict"),
     "update of one": (lambda s, v: s.update({0: v}), "list, tuple, set, range, generator"),
     "update keep": (lambda s, v: s.update({0: [1]}, v), "int, huge, NumPy int"),

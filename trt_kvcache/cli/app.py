@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from trt_kvcache import __version__
 from trt_kvcache.cli.bench import bench
 from trt_kvcache.cli.build import build
+from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.check import check
 from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.generate import generate
@@ -76,5 +77,5 @@ def _root(
     """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
 
 
-for _command in (plan, rewrite, build, verify, generate, bench, inspect, check, plugins, doctor):
+for _command in (plan, rewrite, build, verify, generate, chat, bench, inspect, check, plugins, doctor):
     app.command()(with_flags(_command))

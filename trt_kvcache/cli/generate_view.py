@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trt_kvcache.cli.output import print_json, visible
+from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
@@ -93,7 +92,7 @@ def run(
     with open_session() as session:
         opened = time.perf_counter()
         made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
-        with _interruptible() as interrupted, closing(_events(session, prompts, config, beside(session))) as events:
+        with interruptible() as interrupted, closing(_events(session, prompts, config, beside(session))) as events:
             try:
                 for event in events:
                     made.total = time.perf_counter() - opened
@@ -222,23 +221,3 @@ def _events(
 ) -> Generator[TokenEvent]:
     """Yield from `DecodeSession.stream`: a generator can be closed."""
     yield from session.stream(prompts, config, **beside)
-
-
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Let Ctrl-C set the event, so that a step is completed; a second Ctrl-C interrupts at once, as usual."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    usual = signal.getsignal(signal.SIGINT) or signal.default_int_handler
-
-    def note(*_: object) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, usual)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, usual)

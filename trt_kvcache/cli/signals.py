@@ -8,6 +8,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 
@@ -61,6 +63,26 @@ def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
     if isinstance(error, Ended):
         return f"ended by {signal.Signals(error.number).name}", INTERRUPTED + error.number
     return "interrupted", INTERRUPTED + signal.SIGINT
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Let Ctrl-C set the event, so that a step is completed; a second Ctrl-C interrupts at once, as usual."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    usual = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+
+    def note(*_: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

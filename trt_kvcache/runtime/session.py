@@ -498,6 +498,18 @@ class DecodeSession:
                 self._streams.cancel(slot)
             self.cache.release(slot)
 
+    def stop(self, slot: int) -> None:
+        """End a sequence that runs; its slot stays, with its tokens and caches, as after `add` with `keep`.
+
+        Nothing where it has ended. A stream that it belongs to says that it was cancelled.
+
+        Raises:
+            SlotError: the slot is not in use.
+        """
+        with self._guard.lock, self._guard.idle:
+            if self.cache.slot(slot).running:
+                self._streams.cancel(slot)
+
     def update(
         self,
         tokens: Mapping[int, Sequence[int]],

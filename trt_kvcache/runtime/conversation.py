@@ -1,0 +1,99 @@
+"""A conversation whose caches stay from turn to turn: each turn computes what is new of it, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import suppress
+from typing import Any
+
+from trt_kvcache.errors import CapacityError, SlotError
+from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.session import DecodeSession
+
+__all__ = ["Conversation"]
+
+
+class Conversation:
+    """One chat in one slot of a session.
+
+    The chat template writes the whole conversation at each turn. Tokens that the slot holds already stay; where the
+    template writes earlier turns in another way, as those that leave out what a model thought, the slot goes back to
+    the first difference.
+
+    Args:
+        session: with a tokenizer that has a chat template.
+        system: the system message, or None.
+
+    Attributes:
+        messages: so far, as ``{"role": "user", "content": "..."}``.
+    """
+
+    def __init__(self, session: DecodeSession, system: str | None = None) -> None:
+        self._session, self._slot = session, -1
+        self.messages: list[dict[str, Any]] = []
+        self.reset(system)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the slot."""
+        cache = self._session.cache
+        return len(cache.tokens(self._slot)) if self._slot in cache else 0
+
+    def reset(self, system: str | None) -> None:
+        """Start anew, with a system message or None."""
+        self._free()
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str, config: GenerationConfig) -> Generator[TokenEvent]:
+        """Give the user's next message, and yield the answer as it comes. Closing the iterator ends the answer.
+
+        Both become part of the conversation, an answer that was ended too.
+
+        Raises:
+            CapacityError: the conversation is longer than the cache; it is as before the message then.
+            OptionError, PromptError, SessionError: see `DecodeSession.add`; the same.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            self._begin(self._session.render_chat(self.messages), config)
+        except BaseException:
+            self.messages.pop()
+            raise
+        answer = {"role": "assistant", "content": ""}
+        self.messages.append(answer)
+        try:
+            while self._slot in self._session.running:
+                for event in self._session.step():
+                    if event.sequence == self._slot:
+                        answer["content"] += event.text
+                        yield event
+        finally:
+            if self._slot in self._session.cache:  # a step that failed has freed it
+                self._session.stop(self._slot)
+
+    def _begin(self, tokens: list[int], config: GenerationConfig) -> None:
+        kept = self._keep(tokens)
+        slot = self._slot if kept else None
+        self._slot = self._session.add(tokens[kept:], config, slot=slot, keep=True)
+
+    def _keep(self, tokens: list[int]) -> int:
+        """Cut the slot to what it has in common with a conversation; return how many tokens these are."""
+        cache = self._session.cache
+        if self._slot not in cache:
+            return 0
+        held = cache.tokens(self._slot)
+        alike = next((at for at, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
+        kept = min(alike, len(tokens) - 1)  # one at least has to run
+        try:
+            if kept < len(held):
+                cache.crop(self._slot, kept)
+        except CapacityError:  # a ring or a state cannot go back
+            kept = 0
+        if kept <= 0:
+            self._free()
+        return max(kept, 0)
+
+    def _free(self) -> None:
+        with suppress(SlotError):
+            self._session.remove(self._slot)
