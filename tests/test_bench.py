@@ -69,6 +69,7 @@ def differences(data: Any) -> Iterator[float]:
             yield from differences(value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [pytest.param("build", 7, marks=pytest.mark.slow), pytest.param("decode", 4, marks=pytest.mark.slow),
@@ -148,6 +149,7 @@ def tokens(*given: int) -> Iterator[int]:
     return iter(given)
 
 
+@pytest.mark.slow
 def test_other_tokens_are_no_benchmark() -> None:
     ways = {"session": partial(tokens, 1, 2, 3), "rewritten": partial(tokens, 1, 2, 4)}
     with ExitStack() as stack:
@@ -216,6 +218,7 @@ def spinning() -> Iterator[int]:
     return process()
 
 
+@pytest.mark.slow
 def test_each_has_a_process_that_lives_from_turn_to_turn_and_no_longer() -> None:
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(name, process)) for name in ("a", "b")}
@@ -230,6 +233,7 @@ def test_each_has_a_process_that_lives_from_turn_to_turn_and_no_longer() -> None
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_what_follows_a_rest_is_not_measured() -> None:
     with Worker("a", slow_after_a_rest) as worker:
         given, times = take_turns({"a": worker}, 10, 3, 1)
@@ -238,6 +242,7 @@ def test_what_follows_a_rest_is_not_measured() -> None:
     assert max(times["a"]) < 0.3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("end", "words"),
     [(partial(int, "x"), "a: ValueError: invalid literal"), (partial(os._exit, 3), "a: its process ended, exit code 3"),

@@ -100,6 +100,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_lies_in_a_folder_is_taken_through(tmp_path: Path, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arch, form in (("llama", "concat"), ("qwen3", None)):
         folder = tmp_path / "optimum" / arch

@@ -31,6 +31,7 @@ def test_each_form_is_taken_and_keeps_its_numbers(tmp_path: Path, form: str) -> 
     verify_import(found, VerifyOptions(tokens=6)).check()
 
 
+@pytest.mark.slow
 def test_rows_of_a_long_static_cache_are_counted(tmp_path: Path) -> None:
     # The mask compares with arange(capacity), an initializer as long as the cache.
     onnx.save(make_foreign("scatter", DecoderConfig(layers=1, capacity=1100)), tmp_path / "m.onnx")
@@ -39,6 +40,7 @@ def test_rows_of_a_long_static_cache_are_counted(tmp_path: Path) -> None:
     assert plan.masks[0].causal
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path / "out.onnx"), "--form", "scatter", "--capacity", "24"])
     assert capsys.readouterr().out.strip().endswith("out.onnx")

@@ -89,7 +89,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(17)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -109,6 +109,7 @@ def test_names_in_configs_stay_in_the_folder(name: str, inside: bool) -> None:
     assert is_inside(name) is inside
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_templates_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (_saved_tokenizer(tmp_path) / "chat_template.jinja").write_text(TEMPLATES[kind])

@@ -35,7 +35,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **faults: Any) -> Machine:
     return machine
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "dtype"), [("mobius", "float16"), ("five-d", "float32"), ("concat", "float32")])
 def test_tokens_are_those_of_a_session(form: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model.onnx"

@@ -56,6 +56,7 @@ def test_a_wheel_has_them_inside_the_package(unpacked: Path, name: str) -> None:
     assert files_in(folder) == files_in(ROOT / name)
 
 
+@pytest.mark.slow
 def test_a_source_archive_gives_the_same_wheel(unpacked: Path, tmp_path: Path) -> None:
     """What archives leave out is the symbolic link of a source tree."""
     build = [sys.executable, "-m", "hatchling", "build", "--directory", str(tmp_path), "--target"]
@@ -91,6 +92,7 @@ def test_the_plugin_is_imported_from_a_source_tree() -> None:
     assert Path(source.__file__).resolve() == ROOT / "plugins" / "source.py"
 
 
+@pytest.mark.slow
 def test_the_commands_work_from_the_wheel(unpacked: Path, tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig())
     assert "caches in place" in run_unpacked(unpacked, "-m", "trt_kvcache", "plan", str(model))

@@ -33,6 +33,7 @@ def _check(plain: Plain, *, build_too: bool = False) -> str:
     return outcome.kind
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ODD)
 def test_one_odd_thing(name: str) -> None:
     """Each by itself, in two models."""
@@ -45,6 +46,7 @@ def test_one_odd_thing(name: str) -> None:
             assert REFUSALS.get(name, "single static assignment") in outcome.detail
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [50004, 50024])
 def test_int8_caches_of_two_attentions(seed: int) -> None:
     """TensorRT for RTX 1.7.1 dies of SIGSEGV as it builds them; for TensorRT they are taken."""
@@ -53,6 +55,7 @@ def test_int8_caches_of_two_attentions(seed: int) -> None:
     assert judge(replace(plain, options=replace(plain.options, target=Target.TENSORRT))).kind == EQUAL
 
 
+@pytest.mark.slow
 def test_queries_that_see_hidden_keys_alone_say_nothing() -> None:
     """A score that -10,000 was added to has few digits left."""
     assert judge(plain_model(44566)).kind == judge(plain_model(44650)).kind == EQUAL

@@ -16,7 +16,7 @@ from trt_kvcache.runtime.generation.sampling import Sampler
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_sequence_gets_the_tokens_that_it_gets_alone(name: str, tmp_path: Path) -> None:
     report = run_schedules(range(8), [name], tmp_path)
@@ -45,6 +45,7 @@ def test_numbers_drawn_for_another_position_are_found(tmp_path: Path) -> None:
     assert any("token" in line and "position" in line for line in report.failures)
 
 
+@pytest.mark.slow
 def test_a_copy_that_lacks_its_last_row_is_found(tmp_path: Path) -> None:
     real = OnnxRuntimeRunner.copy_rows
 

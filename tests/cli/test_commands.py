@@ -37,6 +37,7 @@ def run(*arguments: object) -> Result:
     return result
 
 
+@pytest.mark.slow
 def test_plan(model: Path) -> None:
     text = run("plan", model, "--max-batch", 4).stdout
     for part in ("4 of 4 caches in place", "key_cache.0..1", "4 native", "for a batch of 4"):
@@ -167,6 +168,7 @@ def test_rewrite(model: Path, tmp_path: Path) -> None:
     assert following == f"next       trt-kvcache verify {model} --rewritten {output}"
 
 
+@pytest.mark.slow
 def test_verify(model: Path) -> None:
     text = run("verify", model).stdout
     for part in ("logits", "updated_key_cache.0..1", "largest difference", "gives the original's numbers"):

@@ -38,6 +38,7 @@ def tokens(*arguments: str) -> list[list[int]]:
     return [s["tokens"] for s in json.loads(call("generate", *arguments, "--json").stdout)["sequences"]]
 
 
+@pytest.mark.slow
 def test_ids_and_embeddings(forms: Forms, tmp_path: Path) -> None:
     """The model beside it, or a table; prompts of ids before those of embeddings, each with its own positions."""
     rng = np.random.default_rng(2)

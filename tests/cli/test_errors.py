@@ -227,6 +227,7 @@ def test_what_help_rules_out_is_2(arguments: str) -> None:
     assert more[0] in result.stderr
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

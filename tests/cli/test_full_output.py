@@ -44,6 +44,7 @@ def test_a_closed_stderr_leaves_stdout_to_the_result(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("", 1)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     command = [sys.executable, "-m", "trt_kvcache", "plan", str(model), "--json"]
@@ -56,6 +57,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert process.wait() == 1
 
 
+@pytest.mark.slow
 def test_characters_that_an_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "模型.onnx", DecoderConfig(layers=1))
     command = [sys.executable, "-m", "trt_kvcache", "plan", str(model)]

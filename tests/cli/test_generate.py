@@ -46,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_caches_that_grow_become_as_long_as_the_texts_can(tmp_path: Path) -> None:
     """Unless a capacity is given: then that ends a text."""
     config = DecoderConfig(vocab=300, layers=2, head_size=8, query_heads=4, kv_heads=2)
@@ -92,6 +93,7 @@ def test_live_text_is_the_text(folder: Path) -> None:
     assert re.search(rf"{len(tokens)} new \(.*\), the first after .* s, .* tokens/s; ONNX Runtime", result.stderr)
 
 
+@pytest.mark.slow
 def test_ids_need_no_tokenizer(folder: Path) -> None:
     ((tokens, _),) = expected(folder, [[5, 6, 7]], max_new_tokens=6)
     result = call(folder, "--tokens", "5,6 7", "--max-new-tokens", "6")
@@ -100,6 +102,7 @@ def test_ids_need_no_tokenizer(folder: Path) -> None:
     assert (sequence["tokens"], sequence["text"]) == (tokens, None)
 
 
+@pytest.mark.slow
 def test_several_prompts_come_whole(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("the model", encoding="utf-8")
     ids = Tokenizer.load(folder).encode("naïve")
@@ -134,6 +137,7 @@ def test_a_prompt_from_a_closed_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         read_text(Path("-"))
 
 
+@pytest.mark.slow
 def test_sampling_can_be_repeated(folder: Path) -> None:
     arguments = ("--prompt", "the", "--temperature", "1.5", "--top-k", "0", "--max-new-tokens", "20", "--ignore-eos")
     first = report(folder, *arguments)
@@ -153,6 +157,7 @@ def test_a_chat(folder: Path) -> None:
     assert found["sequences"][0]["tokens"] == tokens
 
 
+@pytest.mark.slow
 def test_an_end_of_the_tokenizer_the_flag_and_the_file(folder: Path, tmp_path: Path) -> None:
     """The first tokens that greedy chooses tell what to forbid and where to end."""
     arguments = ("--tokens", "5,6,7", "--max-new-tokens", "8")
@@ -177,6 +182,7 @@ def test_an_end_of_the_tokenizer_the_flag_and_the_file(folder: Path, tmp_path: P
     assert re.match(r"warning: .*temperature=0.5 has no effect", warning)
 
 
+@pytest.mark.slow
 def test_what_a_model_was_trained_with_is_read_beside_it(folder: Path, tmp_path: Path) -> None:
     """Ends of a text and tokens that never come count where nothing else is said; ways of drawing do not."""
     (tmp_path / "model.onnx").symlink_to(folder / "model.onnx")
@@ -201,6 +207,7 @@ def test_what_a_model_was_trained_with_is_read_beside_it(folder: Path, tmp_path:
     assert again["tokens"] == plain["tokens"]
 
 
+@pytest.mark.slow
 def test_a_stop_string_and_a_forbidden_token(folder: Path) -> None:
     arguments = ("--prompt", "the cache", "--max-new-tokens", "12", "--ignore-eos")
     (plain,) = report(folder, *arguments)["sequences"]
@@ -223,6 +230,7 @@ def test_beams(folder: Path) -> None:
     assert times["tokens_per_second"] == pytest.approx(len(tokens) / times["total_seconds"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
     arguments = ("--tokens", "5,6,7,5,6,7,5,6", "--max-new-tokens", "30")
     plain = report(folder, *arguments)
@@ -238,6 +246,7 @@ def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
     assert ", no tokens proposed (a step takes one token: " in told
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_interrupted_shows_what_was_made(
@@ -286,6 +295,7 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
     assert (result.stdout, result.stderr) == ("", "error: interrupted\n")
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -334,6 +344,7 @@ def crossing(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return tmp_path, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+@pytest.mark.slow
 def test_constants_come_from_files(crossing: tuple[Path, dict[str, Any]]) -> None:
     folder, arrays = crossing
     np.savez(folder / "a.npz", **arrays)
@@ -349,6 +360,7 @@ def test_constants_come_from_files(crossing: tuple[Path, dict[str, Any]]) -> Non
     assert [s["tokens"] for s in two["sequences"]] == expected
 
 
+@pytest.mark.slow
 def test_constants_that_do_not_fit(crossing: tuple[Path, dict[str, Any]]) -> None:
     folder, arrays = crossing
     np.savez(folder / "a.npz", **arrays)

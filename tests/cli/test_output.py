@@ -38,6 +38,7 @@ def test_every_way_out_escapes(unsafe: str, capsys: pytest.CaptureFixture[str]) 
     assert len(printed.err.splitlines()) == 2
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_json_says_the_same(text: str) -> None:
     out = io.StringIO()

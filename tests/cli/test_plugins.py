@@ -61,6 +61,7 @@ def quantized_model(source: int) -> onnx.ModelProto:
     return graph.model(24)
 
 
+@pytest.mark.slow
 def test_it_lists_the_kernels_of_a_model(circular: Path, tmp_path: Path) -> None:
     assert listed(circular) == [PAIR, "choice_float32"]
     assert listed(write_decoder(tmp_path / "linear.onnx", DecoderConfig(dtype="float16"))) == ["choice_float16"]
@@ -98,6 +99,7 @@ def test_an_engine_carries_its_updates(tmp_path: Path) -> None:
     assert "--capacity plans a model, and" in run(engine, "--capacity", "9", code=1).stderr
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_it_compiles_ahead_and_shows_resources(circular: Path, kernels: Path) -> None:
     made = json.loads(run(circular, "--arch", "sm_80,sm_90", "--kernel", PAIR, "--json").stdout)

@@ -152,7 +152,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "at", "when", "number"),
     [
@@ -235,6 +235,7 @@ def test_an_extension_is_loaded_to_its_end(number: signal.Signals, tmp_path: Pat
     assert (stdout, stderr) == ("loaded\ninterrupted\n", "")
 
 
+@pytest.mark.slow
 def test_nohup_is_respected(model: Path, tmp_path: Path) -> None:
     """Who starts a command with SIGHUP ignored wants it to go on."""
     arguments = [

@@ -57,6 +57,7 @@ def test_features(folder: Path) -> None:
     assert tokens(folder, *sources, "--tokens=3", "--tokens=4") == [expected([3], 0), expected([4], 1)]
 
 
+@pytest.mark.slow
 def test_ids_and_an_encoder_elsewhere(folder: Path) -> None:
     (folder / "other").mkdir()
     encoder(folder / "other" / "encoder_model.onnx", ids=True, keys="present")
@@ -66,6 +67,7 @@ def test_ids_and_an_encoder_elsewhere(folder: Path) -> None:
     assert both[0] != both[1]
 
 
+@pytest.mark.slow
 def test_mistakes(folder: Path) -> None:
     source = ["--source-inputs", folder / "0.npz"]
     cases: list[tuple[list[object], str]] = [
@@ -88,6 +90,7 @@ def test_mistakes(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_encoder_on_the_gpu_and_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine that was built with the decoder's; where it is gone, stderr says so."""
     machine = Machine()
@@ -104,6 +107,7 @@ def test_an_encoder_on_the_gpu_and_none(folder: Path, monkeypatch: pytest.Monkey
     assert "was built with" in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_build_says_where_the_encoder_is(folder: Path) -> None:
     command = ["build", str(folder), "-o", str(folder / "m.engine"), "--max-encoder=12", "--max-chunk=8"]
     result = CliRunner().invoke(app, command)

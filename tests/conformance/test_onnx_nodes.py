@@ -19,7 +19,7 @@ TREATED = [case for case in CASES if not case.has_in_op_cache]
 TOLERANCE = {np.dtype(np.float16): 4e-3, np.dtype(ml_dtypes.bfloat16): 3e-2}
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("case", TREATED, ids=lambda case: case.name)
 def test_treated(case: NodeCase, tmp_path: Path) -> None:
     """Same outputs as ONNX stores; and an engine."""
@@ -56,6 +56,7 @@ def test_circular_under_a_contract(tmp_path: Path) -> None:
     assert build(result).stage == "built"
 
 
+@pytest.mark.slow
 def test_kinds_that_the_cases_cover(tmp_path: Path) -> None:
     """The node tests reach both treatments that are more than a mask: their head size, 8, has no fused kernel."""
     kinds = set()

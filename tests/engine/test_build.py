@@ -37,7 +37,7 @@ def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -79,6 +79,7 @@ def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: Deco
     assert all(e.step <= e.steps for e in events)
 
 
+@pytest.mark.slow
 def test_an_engine_far_from_its_export_knows_which_tokens_end_a_text(tmp_path: Path) -> None:
     """What a file beside the engine says counts more; a file beside the model that is none stops the build."""
     (tmp_path / "export").mkdir()
@@ -99,6 +100,7 @@ def test_an_engine_far_from_its_export_knows_which_tokens_end_a_text(tmp_path: P
     assert load_manifest(output) == manifest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_batch_of_one_stores_weights_once(tmp_path: Path, dtype: str) -> None:
     """A fact about TensorRT for RTX: for decode steps of exactly one row, weights have a layout of their own."""
@@ -112,6 +114,7 @@ def test_a_batch_of_one_stores_weights_once(tmp_path: Path, dtype: str) -> None:
     assert sizes["own"] - sizes["shared"] > 0.4 * weights, sizes
 
 
+@pytest.mark.slow
 def test_options_reach_tensorrt(model: Path, tmp_path: Path) -> None:
     build = BuildOptions(
         compute_capabilities=("sm86", "12.0"), workspace=1 << 30, profiling_verbosity="detailed", max_chunk=4
@@ -205,6 +208,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_output_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT itself does not notice that a write came back short."""
     monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", LIMITED))
@@ -257,6 +261,7 @@ def test_what_is_not_worth_a_line_is_the_reason_where_there_is_no_other() -> Non
     assert logger.words() == "no such layer"
 
 
+@pytest.mark.slow
 def test_the_working_folder_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "onnx.py").write_text("raise RuntimeError('a file of the user was imported')")
     write_decoder(tmp_path / "model.onnx", TINY, external_threshold=1024)

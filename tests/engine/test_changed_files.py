@@ -37,7 +37,7 @@ def remove(file: Path, aside: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", ["loading", "parsing", "building"])
 @pytest.mark.parametrize("change", [replace, link_out, write, move_and_return, remove], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("changed", ["model.onnx.data", "model.onnx"])

@@ -101,6 +101,7 @@ def full_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trt_kvcache.engine.build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_tensorrt")
 def test_the_build_takes_the_module_of_its_backend(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))

@@ -14,7 +14,7 @@ from trt_kvcache.importer.plan import Role
 HIDDEN = "encoder_hidden_states"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "mask"), [(k, m) for k in ("keys", "hidden") for m in ("none", "ones", "bool")])
 def test_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
     model = write(tmp_path / "m.onnx", cross_model(kind, mask))
@@ -29,6 +29,7 @@ def test_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
             assert (range_.min[axis], range_.opt[axis], range_.max[axis], range_.max[0]) == (1, 6, 24, 4)
 
 
+@pytest.mark.slow
 def test_shapes_given_by_name(tmp_path: Path) -> None:
     model = write(tmp_path / "m.onnx", cross_model("hidden"))
     shapes = {"min_shapes": {HIDDEN: (1, 24, 32)}, "opt_shapes": {HIDDEN: (4, 24, 32)}}

@@ -101,6 +101,7 @@ def nonzero(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_tensorrt_refuses_runs_on_the_cpu(tmp_path: Path) -> None:
     """The decoder is built all the same, and nothing of the encoder is left."""
     model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
@@ -114,6 +115,7 @@ def test_what_tensorrt_refuses_runs_on_the_cpu(tmp_path: Path) -> None:
         build(model, encoder=str(tmp_path / "encoder_model.onnx"), **shapes)
 
 
+@pytest.mark.slow
 def test_a_fault_of_ours_costs_the_engine_of_the_encoder_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the encoder is named: then it is shown as it is."""
 
@@ -131,6 +133,7 @@ def test_a_fault_of_ours_costs_the_engine_of_the_encoder_only(model: Path, monke
         build(model, encoder=str(model.with_name("encoder_model.onnx")))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("error", [BuildError("enough"), ValueError("enough"), KeyboardInterrupt()])
 def test_what_ends_a_build_is_no_fault_of_the_encoder(error: BaseException, model: Path) -> None:
     """What the caller's progress raises ends the build, also while the encoder is built; nothing is left."""
@@ -155,6 +158,7 @@ def run(model: onnx.ModelProto, feed: Mapping[str, Any], folder: Path) -> dict[s
     return dict(zip([v.name for v in session.get_outputs()], session.run(None, dict(feed)), strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("causal", [0, 1])
 def test_operators_of_onnx_runtime(causal: int, tmp_path: Path) -> None:
     """As onnxruntime-genai writes encoders: Attention projects its input, sums are normalized; large weights stay."""
@@ -250,6 +254,7 @@ def test_sources_longer_than_the_table_of_positions(counted: bool, offset: int, 
         job(12 + offset - 1)
 
 
+@pytest.mark.slow
 def test_pairs_of_positions(tmp_path: Path) -> None:
     """Looked up for every pair of as many positions as that takes no longer than the build."""
     model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
@@ -270,6 +275,7 @@ def test_pairs_of_positions(tmp_path: Path) -> None:
         find_job(model, plan, BuildOptions(max_encoder=5000))
 
 
+@pytest.mark.slow
 def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     """Of an encoder whose output has another length than what it reads; shapes of the decoder are not looked at."""
     g = Graph()
@@ -297,6 +303,7 @@ def fixed_length(path: Path, length: int) -> None:
     onnx.save(part, path)
 
 
+@pytest.mark.slow
 def test_an_encoder_says_how_much_it_makes_of_a_source(model: Path) -> None:
     """The decoder takes that much, unless the caller allows more; less would be found out behind the first source."""
     fixed_length(model.with_name("encoder_model.onnx"), 6)
@@ -313,6 +320,7 @@ def test_an_encoder_says_how_much_it_makes_of_a_source(model: Path) -> None:
         largest(max_encoder=5)
 
 
+@pytest.mark.slow
 def test_an_encoder_says_how_much_it_makes_of_the_longest_source(tmp_path: Path) -> None:
     model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
     strided_encoder(tmp_path / "encoder_model.onnx")

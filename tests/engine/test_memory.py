@@ -63,6 +63,7 @@ def test_who_knows_better_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_build_process_is_the_first_to_go(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     seen: list[str] = []

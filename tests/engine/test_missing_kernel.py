@@ -14,6 +14,7 @@ from trt_kvcache.importer import pipeline
 from trt_kvcache.importer.plan import AttentionKind
 
 
+@pytest.mark.slow
 def test_attention_is_decomposed_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pipeline.import_unchecked
 

@@ -89,6 +89,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return True
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -190,6 +191,7 @@ def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death
     assert wait_for(lambda: unchanged(output))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_signal_in_a_real_build(death: signal.Signals, tmp_path: Path) -> None:

@@ -71,10 +71,12 @@ def test_the_convolution_is_state_and_no_rolling_cache(hybrid):
     assert {t.name for t in plan.tensors if t.role is Role.STATE} == {"past_conv.0", "present_conv.0"}
 
 
+@pytest.mark.slow
 def test_the_rewritten_model_gives_the_numbers_of_the_original(hybrid):
     verify_model(hybrid, OPTIONS).check()
 
 
+@pytest.mark.slow
 def test_tensorrt_builds_it(hybrid, tmp_path):
     manifest = build_engine(hybrid, tmp_path / "model.engine", options=OPTIONS)
     assert len(manifest.aliases) == 4
@@ -89,6 +91,7 @@ def test_state_follows_its_sequence_in_a_ragged_batch(hybrid):
     assert together == alone
 
 
+@pytest.mark.slow
 def test_state_that_keeps_its_size_for_one_token_only(tmp_path):
     """As mobius-onnx writes Jamba's: all rows but the first."""
     words = "'past_conv.0' .* Slice 'conv_keep' moves its rows in every step"

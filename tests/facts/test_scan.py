@@ -40,6 +40,7 @@ def test_no_repeat_and_a_fixed_length() -> None:
     assert trt.build(scan("Tile"), STEPS | {"S": (4, 4, 4)}).stage == "built"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.FLOAT])
 def test_attention_before_a_scan(dtype: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = harness.imported(decoder(dtype), tmp_path)
@@ -59,6 +60,7 @@ def test_attention_before_a_scan_of_a_fixed_length(tmp_path: Path) -> None:
     assert harness.build(result).stage == "built"
 
 
+@pytest.mark.slow
 def test_what_still_fails_before_a_scan_is_named(tmp_path: Path) -> None:
     onnx.save(decoder(computed=True), tmp_path / "model.onnx")
     words = r"the model has a Scan over the tokens of an update \('node_new_state'\).*try max_chunk=1"

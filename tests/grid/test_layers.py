@@ -16,6 +16,7 @@ from trt_kvcache.errors import ModelError, UnsupportedModelError
 from trt_kvcache.importer.plan import AttentionKind, Fallback, PhysicalLayout, PlanOptions, Route
 
 
+@pytest.mark.slow
 def test_layers_share_one_mask_and_one_span(tmp_path: Path) -> None:
     graph = Layers()
     for i in range(3):
@@ -25,6 +26,7 @@ def test_layers_share_one_mask_and_one_span(tmp_path: Path) -> None:
     assert {a.mask for a in plan.attention} == {plan.masks[0].name}
 
 
+@pytest.mark.slow
 def test_layers_of_different_capacities(tmp_path: Path) -> None:
     """A mask and a span per capacity."""
     graph = Layers()
@@ -36,6 +38,7 @@ def test_layers_of_different_capacities(tmp_path: Path) -> None:
     assert len(plan.masks) == 2
 
 
+@pytest.mark.slow
 def test_layers_of_different_geometry(tmp_path: Path) -> None:
     """One causal, one not, one with a window."""
     graph = Layers()
@@ -65,7 +68,7 @@ def test_key_and_value_of_different_head_sizes(sequence_major: bool, tmp_path: P
     assert {c.physical_shape[3] for c in plan.caches} == {16, 32}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("shared", "readers"), [("caches", 2), ("caches", 16), ("query", 2), ("query", 5), ("both", 5)]
 )
@@ -85,6 +88,7 @@ def test_one_cache_read_by_several_attentions(
     assert {c.route for c in plan.caches} == {Route.NATIVE}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("span", [True, False])
@@ -109,7 +113,7 @@ def test_more_readers_of_one_query_are_refused(tmp_path: Path) -> None:
         imported(graph.model(), tmp_path)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("one_query", [True, False])
 @pytest.mark.parametrize("span", [True, False])
 @pytest.mark.parametrize("dtype", [HALF, FLOAT, BF16])

@@ -35,6 +35,7 @@ def test_the_user_is_not_argued_with(model: Path, tmp_path: Path) -> None:
     assert found["logits"].found_by == "graph: made by a product that widens 16 to 32"
 
 
+@pytest.mark.slow
 def test_patterns_match_whole_names_and_the_right_side(model: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"gives the role 'logits' to 'updated_key_cache\.0', which is a cache"):
         roles(model, tmp_path, "roles: {mask: 'input', logits: '.*'}")

@@ -66,6 +66,7 @@ def decoder(folder: Path, mixture: Mixture, dtype: str = "float32", layers: int 
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("bits", [0, 4, 8])
@@ -80,6 +81,7 @@ def test_a_model_with_canonical_caches(bits: int, dtype: str, tmp_path: Path) ->
     build_engine(path, tmp_path / "model.engine")
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_a_wrong_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts with the lowest scores instead of the highest."""
     path = decoder(tmp_path, Mixture())
@@ -90,6 +92,7 @@ def test_a_comparison_shows_a_wrong_choice(tmp_path: Path, monkeypatch: pytest.M
         verify_model(path)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_on_the_cpu(tmp_path: Path) -> None:
     """As the original's: verify has compared its logits."""
     path = decoder(tmp_path, Mixture())
@@ -122,6 +125,7 @@ def test_onnxruntime_genai(tmp_path: Path) -> None:
     assert len(manifest.aliases) == 4
 
 
+@pytest.mark.slow
 def test_sixteen_bits_without_normalized_shares(tmp_path: Path) -> None:
     """ONNX Runtime before 1.32 has products of zero there: a report that fails says so."""
     report = verify_model(decoder(tmp_path, Mixture(normalized=False), "float16"))

@@ -53,16 +53,19 @@ def loaded(path: Path, model: onnx.ModelProto) -> list[str]:
     return loaded_for(path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["concat", "concat-attention", "scatter", "gqa"])
 def test_a_plain_decoder_loads_no_extension(tmp_path: Path, form: str) -> None:
     assert loaded(tmp_path / "model.onnx", make_foreign(form, DecoderConfig(vocab=64, capacity=16))) == []
 
 
+@pytest.mark.slow
 def test_stacked_caches_are_loaded_for_stacked_caches(tmp_path: Path) -> None:
     model = stacked(make_foreign("concat-attention", DecoderConfig(vocab=64, capacity=16)), Stacking("L"))
     assert loaded(tmp_path / "model.onnx", model) == ["stacked_caches"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attend", [Latent(), Rope(), Rope(keys=True)], ids=["latents", "factors", "keys"])
 def test_latent_attention_is_loaded_for_what_is_computed_row_by_row(tmp_path: Path, attend: Any) -> None:
     is_rope = isinstance(attend, Rope)

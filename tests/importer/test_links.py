@@ -30,11 +30,13 @@ def snapshot(folder: Path, dtype: str = "float32") -> tuple[Path, Path]:
     return model, links / "model.onnx"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_verify(tmp_path: Path, dtype: str) -> None:
     verify_model(snapshot(tmp_path, dtype)[1]).check()
 
 
+@pytest.mark.slow
 def test_sessions(tmp_path: Path) -> None:
     tokens = []
     for model in snapshot(tmp_path):

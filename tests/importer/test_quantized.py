@@ -68,6 +68,7 @@ def types(model: onnx.ModelProto) -> Counter[int]:
     return Counter(t.data_type for t in model.graph.initializer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("external", [False, True])
 def test_a_model_with_canonical_caches(external: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "in", external)
@@ -109,6 +110,7 @@ def test_a_rewritten_model_has_signed_weights_in_a_file_of_their_own(elsewhere: 
     assert numbers / 2 <= (target.parent / "out.onnx.signed").stat().st_size < numbers / 2 + 4096 * len(signed)
 
 
+@pytest.mark.slow
 def test_weights_that_are_written_anew_are_not_copied_as_well(tmp_path: Path) -> None:
     rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)
     (original,) = GENAI.glob("*.data")
@@ -140,6 +142,7 @@ def test_inline_weights_stay_inline(tmp_path: Path) -> None:
     assert (tmp_path / "out.onnx").stat().st_size < path.stat().st_size + 20_000
 
 
+@pytest.mark.slow
 def test_a_file_that_stands_in_the_way_is_named(tmp_path: Path) -> None:
     source = tmp_path / "in"
     path = write(source, external=True)
@@ -163,6 +166,7 @@ def test_weights_that_end_too_early_are_named(tmp_path: Path) -> None:
         rewrite_model(tmp_path / "in", tmp_path / "out.onnx", OPTIONS)
 
 
+@pytest.mark.slow
 def test_the_engine_holds_4_bits(tmp_path: Path) -> None:
     """Of 3 million weights and their scales, for prefill and for decode; in float they take 12 MB each time."""
     large = DecoderConfig(layers=1, hidden=512, capacity=32)

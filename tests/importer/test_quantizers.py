@@ -241,7 +241,7 @@ def dynamic(model: onnx.ModelProto, form: str, kind: Any, columns: bool) -> onnx
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["concat", "canonical"])
 @pytest.mark.parametrize(("product", "kind", "columns"), [("spelled", np.int8, False), ("fused", np.uint8, True)])
 @pytest.mark.parametrize("external", [False, True])
@@ -332,6 +332,7 @@ def quantize_static(scale: Array, zero: Array) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.slow
 def test_a_decoder_by_quantize_static(tmp_path: Path) -> None:
     """Activations around another number, as it writes them by default: planned with a note, verified and built."""
     path = tmp_path / "model.onnx"
@@ -343,6 +344,7 @@ def test_a_decoder_by_quantize_static(tmp_path: Path) -> None:
     build_engine(path, tmp_path / "model.engine", build=BuildOptions(max_batch=2))
 
 
+@pytest.mark.slow
 def test_plan_refuses_rounding_that_rewrite_refuses_and_the_cpu_runs_it(tmp_path: Path) -> None:
     path, width = tmp_path / "model.onnx", SMALL.hidden
     onnx.save(quantize_static(np.full(width, 0.01, np.float32), np.full(width, 120, np.uint8)), path)

@@ -36,6 +36,7 @@ def stubs(folder: Path) -> Path:
     return folder / "stubs"
 
 
+@pytest.mark.slow
 def test_a_build_needs_a_gpu_to_compile_the_kernel_for(tmp_path: Path) -> None:
     """All the way through `build_engine` and its child process, with TensorRT's bindings, before anything is parsed."""
     if find_gpus()[2] == "":
@@ -56,7 +57,7 @@ MAJOR, MINOR = NVRTC = nvrtc_version()
 OLD = (MAJOR - 1, 8)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("gpu", "words"),
     [
@@ -80,6 +81,7 @@ def test_the_worker_registers_or_refuses(gpu: tuple[str, tuple[int, int]], words
     assert answer.get("kind") == ("OptionError" if words else None)
 
 
+@pytest.mark.slow
 def test_plans_without_the_plugin_do_not_register_it(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     assert not ask(NEWEST, SCRIPT, {"model": str(model), "gpu": ("none", (0, 0))}, stubs(tmp_path))["registered"]
@@ -97,7 +99,7 @@ WAYS_OUT = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", WAYS_OUT)
 def test_without_a_compiler_the_error_names_the_way_out(kind: str, tmp_path: Path) -> None:
     model, way_out = WAYS_OUT[kind]

@@ -80,7 +80,7 @@ def test_it_chooses_as_the_host_does(host: HostChoice) -> None:
     check(host, [case for dtype in CHOICE_DTYPES for case in some_cases(rng, dtype, 200)])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
 def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:
     """In every access of every thread, of one block and of several that come around three times."""
@@ -94,6 +94,7 @@ def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:
         check(host, [ChoiceCase(logits, 1, blocks, shift)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_number_against_its_neighbours(host: HostChoice, dtype: str) -> None:
     """Of two that follow each other the higher one wins, from either place: some, and all around the edges."""

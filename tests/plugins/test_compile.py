@@ -40,6 +40,7 @@ def check(config: KernelConfig, arch: str) -> None:
     assert use.occupancy >= 0.25, (config.name, arch, use)
 
 
+@pytest.mark.few(4)
 # A third of a second each.
 @pytest.mark.parametrize("arch", ARCHS)
 def test_one_kernel_compiles_without_local_memory(arch: str) -> None:

@@ -21,13 +21,14 @@ BUILT = [e for e in ENTRIES if not e[0].startswith("stored/")]
 RECORD = net.load()
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("entry", STORED, ids=lambda entry: entry[0])
 def test_the_plan_is_the_recorded_one(entry: Entry) -> None:
     """If this fails on purpose: ``python tests/net.py --write PATTERN``."""
     assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]
 
 
-@pytest.mark.few(220)
+@pytest.mark.few(64)
 @pytest.mark.parametrize("entry", BUILT, ids=lambda entry: entry[0])
 def test_the_plan_of_a_model_in_code_is_the_recorded_one(entry: Entry) -> None:
     assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]
@@ -37,7 +38,7 @@ TAKEN = [e for e in ENTRIES if "Error: " not in RECORD["plans"].get(e[0], ["Erro
 PLAIN = [e for e in TAKEN if e[0].startswith(("concat/", "slopes/", "sinks/"))]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("entry", TAKEN, ids=lambda entry: entry[0])
 def test_a_plan_is_the_dry_run_of_a_rewrite(entry: Entry, tmp_path: Path) -> None:
     """The same plan; its bytes are the same each time, and the source's stay."""

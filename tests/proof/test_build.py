@@ -30,6 +30,7 @@ def model(tmp_path: Path) -> Path:
     return write_decoder(tmp_path / "model.onnx", DecoderConfig())
 
 
+@pytest.mark.slow
 def test_a_proof_lies_beside_the_engine(model: Path) -> None:
     engine = model.with_name("model.engine")
     events: list[ProgressEvent] = []
@@ -56,6 +57,7 @@ def test_off_and_a_number_of_steps(model: Path) -> None:
     assert load_proof(manifest, engine).facts.steps == 4
 
 
+@pytest.mark.slow
 def test_auto_leaves_out_what_takes_too_long_and_shows_the_estimate(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +68,7 @@ def test_auto_leaves_out_what_takes_too_long_and_shows_the_estimate(
     assert "take about 0 s here, more than 0; --proof 5 records them all the same" in note
 
 
+@pytest.mark.slow
 def test_auto_ends_a_recording_that_takes_too_long(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_START", 0.01)
     scratch = model.parent / "scratch"
@@ -101,6 +104,7 @@ def test_an_interrupt_ends_the_recording(model: Path, monkeypatch: pytest.Monkey
     assert {p.name for p in model.parent.iterdir()} == {"model.onnx", "scratch"}
 
 
+@pytest.mark.slow
 def test_no_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = recording.Answer(b"", "verification takes 9.0 GB of memory", "OptionError")
     monkeypatch.setattr(recording.Recording, "_ask", lambda *_: answer)
@@ -111,6 +115,7 @@ def test_no_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(model.parent.glob("other*"))
 
 
+@pytest.mark.slow
 def test_a_model_that_no_session_runs_has_no_proof(tmp_path: Path) -> None:
     source = MODELS / "plain-torch" / "index_copy_dynamo_op18" / "model.onnx"
     manifest = build_engine(source, tmp_path / "model.engine")

@@ -91,6 +91,7 @@ def one_row_late(model: onnx.ModelProto) -> None:
     node.input[2] = "late"
 
 
+@pytest.mark.slow
 def test_the_first_open_replays_and_leaves_a_receipt(own: Path) -> None:
     engine, gpu = write_proved(own), Gpu()
     with gpu.open(engine) as session:
@@ -123,6 +124,7 @@ def test_a_wrong_engine_is_refused_by_output_step_row_and_size(own: Path, fault:
         assert session.vocab
 
 
+@pytest.mark.slow
 def test_a_batch_of_one(own: Path, model: Path) -> None:
     proof_engines.recorded = recorded
     with Gpu().open(write_proved(own, batch=1), check="always") as session:
@@ -134,6 +136,7 @@ def test_sizes_of_the_session_are_not_those_of_the_replay(own: Path) -> None:
         assert (session.max_batch, session.max_chunk) == (1, 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "gpu"),
     [
@@ -224,6 +227,7 @@ def of_more_rows(engine: Path, model: Path) -> None:
     bind(engine, replace(proof, facts=replace(proof.facts, episodes=episodes)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -287,6 +291,7 @@ def test_a_model_on_the_cpu_needs_no_proof(own: Path) -> None:
         assert session.vocab == 256
 
 
+@pytest.mark.slow
 def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu()
     monkeypatch.setattr("trt_kvcache.runtime.trt.load.load_tensorrt", lambda _: gpu.module)

@@ -39,6 +39,7 @@ def _check(name: str, folder: Path, few: int, missed: int = 0) -> None:
     assert len(outcomes["refused"]) == few
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_planted_faults_are_refused(name: str, tmp_path: Path) -> None:
     _check(name, tmp_path, FEW)

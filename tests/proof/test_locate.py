@@ -88,6 +88,7 @@ def test_the_first_wrong_layer_is_named(model: Path, build: Callable[..., None])
     assert "\n" not in found
 
 
+@pytest.mark.slow
 def test_layers_that_are_right_as_outputs(model: Path, build: Callable[..., None]) -> None:
     engine = write_proved(model, fault=fused_apart)
     build(fused_apart)
@@ -95,6 +96,7 @@ def test_layers_that_are_right_as_outputs(model: Path, build: Callable[..., None
     assert found.startswith("none of the ")
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     engine = write_proved(model, fault=doubled)
     other = tmp_path / "other"

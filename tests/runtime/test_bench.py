@@ -62,6 +62,7 @@ def test_sizes_that_do_not_fit(sizes: dict[str, Any], words: str) -> None:
         list(bench_session(session, **given))
 
 
+@pytest.mark.slow
 def test_command(model: Path) -> None:
     sizes = ["--lengths", "4,16", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1"]
     result = CliRunner().invoke(app, ["bench", str(model), *sizes])

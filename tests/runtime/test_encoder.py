@@ -56,7 +56,7 @@ def expected(index: int, mask: str = "none") -> list[int]:
     return greedy(lambda tokens: cross_logits(tokens, mask, LENGTHS[index], index), PROMPTS[index], 10)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", ["none", "ones"])
 def test_each_sequence_has_its_source(layout: str, mask: str, tmp_path: Path) -> None:
@@ -76,6 +76,7 @@ def test_each_sequence_has_its_source(layout: str, mask: str, tmp_path: Path) ->
     assert [result.tokens for result in results] == [expected(i, mask) for i in range(3)]
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_left_out_is_all_ones(tmp_path: Path) -> None:
     """With and without an axis of the batch; large weights stay in their files."""
     model = export(tmp_path, "keys of the first step", "ones", mask=True)
@@ -118,6 +119,7 @@ def test_float16_encoder_of_a_float32_decoder(tmp_path: Path) -> None:
     assert np.array_equal(made, (heard(6, 0) / 2).astype(np.float16))
 
 
+@pytest.mark.slow
 def test_an_encoder_elsewhere(tmp_path: Path) -> None:
     """Its file or its folder, where it does not lie beside the model; nothing is opened before it is used."""
     export(tmp_path / "there", "keys of the first step")
@@ -186,6 +188,7 @@ def test_a_mask_of_another_length(tmp_path: Path) -> None:
             session.encode({"input_features": heard(6, 0)})
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     source = {"input_features": heard(6, 0)}
 

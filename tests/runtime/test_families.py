@@ -39,7 +39,7 @@ def wanted(corpus: Corpus, name: str, i: int, count: int) -> list[int]:
     return Text.of(corpus.made(name), i).greedy(count)
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(3)
 @EACH
 def test_ragged_prompts_in_chunks_more_than_rows(corpus: Corpus, name: str, device: str) -> None:
     """Generated and streamed; drafts change nothing, and on a GPU nothing is allocated after the model was opened."""
@@ -62,7 +62,7 @@ def test_ragged_prompts_in_chunks_more_than_rows(corpus: Corpus, name: str, devi
     assert [streamed[i] for i in range(2)] == [results[i].tokens[:9] for i in range(2)]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 @EACH
 def test_sequences_join_and_leave(corpus: Corpus, name: str, device: str) -> None:
     """A row is not touched by the steps of its neighbours, whatever joins, ends or moves beside it."""
@@ -109,7 +109,7 @@ def put(session: DecodeSession, text: Text) -> int:
     return slot
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(2)
 @EACH
 def test_fork_reorder_crop_reset_and_save(corpus: Corpus, name: str, device: str, tmp_path: Path) -> None:
     """What is saved on one device goes on there and on the CPU."""
@@ -147,7 +147,7 @@ def test_fork_reorder_crop_reset_and_save(corpus: Corpus, name: str, device: str
             )
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(5)
 @EACH
 def test_beams(corpus: Corpus, name: str, device: str) -> None:
     """Beams copy rows: the log-probabilities are those of the text, and the best is no worse than the greedy text."""
@@ -167,6 +167,7 @@ def test_beams(corpus: Corpus, name: str, device: str) -> None:
     assert score(best.tokens) >= score(wanted(corpus, name, 0, 6)) - 1e-4
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "rows"), [("mobius", 48), ("four tokens", 45), ("growing", 64), ("hybrid", 64)])
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_to_the_last_row_of_the_cache(corpus: Corpus, name: str, rows: int, device: str) -> None:
@@ -187,7 +188,7 @@ def test_the_capacity_joins_the_other_options(corpus: Corpus) -> None:
     assert found == [wanted(corpus, "growing", i, 12) for i in range(3)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["hybrid, growing", "hybrid, no convolution", "cross, growing"])
 def test_models_whose_caches_grow_verify_and_build(corpus: Corpus, name: str, tmp_path: Path) -> None:
     """Normalization makes the caches fixed, and leaves states and constants as they are."""

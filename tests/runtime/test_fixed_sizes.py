@@ -87,6 +87,7 @@ def test_refusals(config: DecoderConfig, error: type[Exception], words: str, tmp
         runner(config, tmp_path, "cpu", max_batch=2)
 
 
+@pytest.mark.slow
 def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Caches in place once, others twice; a fixed batch as a whole; packed ones are not in place on ONNX Runtime."""
     from trt_kvcache.runtime.ort import runner as ort_runner
@@ -104,7 +105,7 @@ def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         admit(1 << 60, None)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

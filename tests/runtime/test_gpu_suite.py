@@ -232,6 +232,7 @@ keep("")
 """
 
 
+@pytest.mark.slow
 def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Path) -> None:
     out = tmp_path / "answers.json"
     limits = {"": 60.0, "hangs": 1.5}
@@ -284,6 +285,7 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
     assert {name for name, answer in answers.items() if answer.get("unexpected")} == {"late", "early", "other"}
 
 
+@pytest.mark.slow
 def test_decoders_that_are_given_more_than_tokens_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine from elsewhere may be one that reads an encoder's output, or takes embeddings."""
     monkeypatch.setattr("gpu_steps.TensorRTRunner", open_engine)

@@ -66,6 +66,7 @@ def test_scores_and_drafts_of_a_model_that_gives_the_last_ones_only(model: Path,
             np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("built", "opened", "words"),
     [({"max_logits": 1}, {}, "the engine gives the logits of one position: build it with max_logits=2 or more"),
@@ -83,6 +84,7 @@ def test_who_cannot_verify_drafts_says_so(
     assert bool(result.speculation.proposed) is not bool(words)
 
 
+@pytest.mark.slow
 def test_memory_of_logits_is_for_the_positions_that_are_given(model: Path) -> None:
     sizes = {}
     for most in (1, 8):
@@ -91,6 +93,7 @@ def test_memory_of_logits_is_for_the_positions_that_are_given(model: Path) -> No
     assert sizes[8] - sizes[1] >= 3 * 7 * 256 * 4
 
 
+@pytest.mark.slow
 def test_an_engine_of_before_gives_all(model: Path) -> None:
     """Its manifest knows nothing of logits of some positions."""
     path = write_engine(model, options=ALL)

@@ -130,7 +130,7 @@ def test_the_same_numbers(
                 assert np.isnan(held[:, count:]).all()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mobius/llama_static_f32", "mobius/llama_dynamic_f32", "optimum/llama",
                                   "ort-genai/llama_cpu_fp32", "ort-genai/llama_cpu_int4"])  # fmt: skip
 def test_what_exporters_write(name: str) -> None:
@@ -208,6 +208,7 @@ KEPT = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("why", KEPT)
 def test_what_stays(why: str, tmp_path: Path) -> None:
     path = write_decoder(tmp_path / "model.onnx", KEPT[why])
@@ -215,6 +216,7 @@ def test_what_stays(why: str, tmp_path: Path) -> None:
     assert fuse_attention(imported.model, imported.plan) is imported.model
 
 
+@pytest.mark.slow
 def test_circular_windows_and_other_layouts_stay(tmp_path: Path) -> None:
     path = write(tmp_path / "model.onnx", BASE, window=3)
     options = PlanOptions(sliding=Sliding.CIRCULAR, window_chunk=4)
@@ -249,7 +251,7 @@ GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
 SMALL = Mixture(experts=6, k=2, hidden=64, inner=32)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mixture",
     [
@@ -269,6 +271,7 @@ def test_the_same_numbers_of_experts(tmp_path: Path, mixture: Mixture) -> None:
     agree(OnnxRuntimeRunner(path, max_batch=2), plain(path, 2), [5, 1, 3, 1])
 
 
+@pytest.mark.slow
 def test_an_export_by_onnxruntime_genai() -> None:
     options = PlanOptions(capacity=64)
     assert operators(GENAI, options)["QMoE"] == 2
@@ -279,6 +282,7 @@ def test_float16_stays(tmp_path: Path) -> None:
     assert not operators(decoder(tmp_path, SMALL, "float16"))["MoE"]
 
 
+@pytest.mark.slow
 def test_shares_that_do_not_sum_to_one_stay(tmp_path: Path) -> None:
     assert not operators(decoder(tmp_path, replace(SMALL, normalized=False)))["MoE"]
 

@@ -35,6 +35,7 @@ def batch(first_row: int, tokens: np.ndarray, start: int = 0, keep: int | None =
     )
 
 
+@pytest.mark.slow
 def test_external_weights_are_read_by_onnx_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_decoder(tmp_path / "model.onnx", BASE, 64)
     inside = write_decoder(tmp_path / "inside.onnx", BASE)
@@ -45,6 +46,7 @@ def test_external_weights_are_read_by_onnx_runtime(tmp_path: Path, monkeypatch: 
     assert runner.identity() == OnnxRuntimeRunner(path).identity()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("file", ["model.onnx", "model.onnx.data"])
 def test_a_model_that_was_replaced_has_no_identity(tmp_path: Path, file: str) -> None:
     """Caches of the one would be saved as those of the other."""
@@ -58,6 +60,7 @@ def test_a_model_that_was_replaced_has_no_identity(tmp_path: Path, file: str) ->
     assert known.identity() == OnnxRuntimeRunner(path).identity()
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
     """ONNX Runtime warns at each TensorScatter whose past and present are two buffers: with its warnings on, none."""
     path = write_decoder(tmp_path / "model.onnx", replace(BASE, head_size=12))  # GroupQueryAttention copies silently
@@ -103,6 +106,7 @@ def test_out_of_memory_is_our_error_and_passes(model: Path, monkeypatch: pytest.
     assert runner.step(batch(0, TOKENS)).shape == (2, 4, 64)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("config", "options", "error", "words"),
     [
@@ -136,6 +140,7 @@ def test_an_input_without_a_role_is_refused_by_name(tmp_path: Path) -> None:
         OnnxRuntimeRunner(tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 def test_open_runner_chooses_by_file_and_says_what_does_not_fit(model: Path) -> None:
     assert isinstance(open_runner(model, "auto", {"max_batch": 2, "max_chunk": None}), OnnxRuntimeRunner)
     assert open_runner(model, "cpu", {"plan_options": PlanOptions(attention_span=False)}).plan.spans == ()

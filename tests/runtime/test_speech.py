@@ -57,6 +57,7 @@ def greedy(folder: Path, prompt: list[int], mel: Array) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_model_as_exported(folder: Path) -> None:
     """From what the encoder gives and from whole stacks; stacks that do not fit are refused."""
     prompts = [[1, 2, 3], [4]]
@@ -76,6 +77,7 @@ def test_tokens_are_those_of_the_model_as_exported(folder: Path) -> None:
                 session.generate([[1]], CONFIG, [given])
 
 
+@pytest.mark.slow
 def test_an_encoder_for_tensorrt_gives_what_the_decoder_takes(folder: Path) -> None:
     plan = plan_model(folder / "decoder.onnx")
     constants = [t for t in plan.tensors if t.role is Role.CONSTANT]

@@ -137,6 +137,7 @@ def test_what_is_missing_unknown_or_wrong_is_refused(device: str, tmp_path: Path
         assert cache.slots == (slot,)
 
 
+@pytest.mark.slow
 def test_models_and_lengths_that_do_not_fit(tmp_path: Path) -> None:
     plain = DecodeSession(OnnxRuntimeRunner(write(tmp_path / "m.onnx", hybrid_model())))
     words = "'x' is no input of the model that is given once per sequence; it takes none"

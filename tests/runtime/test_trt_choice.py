@@ -78,7 +78,7 @@ def test_greedy_decoding_fetches_no_scores(engine: Path, fetched: list[int]) -> 
     assert tokens == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), GREEDY)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "more",
     [{}, {"top_k": 1}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.3, "top_p": 0.9, "min_p": 0.02},
@@ -185,6 +185,7 @@ def test_without_the_kernel_the_host_chooses(
     assert tokens == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), GREEDY)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [({"missing_candidates": 1}, "the GPU finds others to be the highest"),

@@ -207,6 +207,7 @@ def test_without_an_engine_it_runs_on_the_cpu_and_says_so(machine: Machine, tmp_
         session.encode(source)
 
 
+@pytest.mark.slow
 def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> None:
     engine = built(tmp_path)
     source = {"input_features": heard(6, 0)}
@@ -356,6 +357,7 @@ def test_outputs_whose_sizes_tensorrt_does_not_know(machine: Machine, tmp_path: 
             session.encode(source)
 
 
+@pytest.mark.slow
 def test_what_is_heard_becomes_shorter(machine: Machine, tmp_path: Path) -> None:
     """As by the strides of a convolution: the length of what comes out has no name in the model."""
     g = Graph()

@@ -83,6 +83,7 @@ def test_rows_go_through_pinned_memory_in_pieces(built: Path, monkeypatch: pytes
         np.testing.assert_array_equal(np.from_dlpack(runner.view(cache.past))[1, :, :50], data)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_row_operations_touch_the_rows_that_they_name(name: str, tmp_path: Path) -> None:
     config, options = CONFIGS[name]
@@ -108,7 +109,7 @@ def test_row_operations_touch_the_rows_that_they_name(name: str, tmp_path: Path)
             np.testing.assert_array_equal(*(one.read_row(past, row, capacity) for one in both))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["heads-major", "two buffers"])
 @given(seed=st.integers(0, 2**32 - 1))
@@ -160,6 +161,7 @@ def test_span_inputs_count_from_zero(engine: Path) -> None:
         np.testing.assert_array_equal(held, np.arange(size))
 
 
+@pytest.mark.slow
 def test_threads_and_gpus(built: Path) -> None:
     """CUDA's current context is per thread: whoever uses another GPU, or another thread, leaves it as it was."""
     pairs = [pair_of(built), pair_of(built)]
@@ -179,6 +181,7 @@ def test_threads_and_gpus(built: Path) -> None:
             runner.step(StepBatch(0, np.zeros((1, 1), np.int64), np.zeros(1, np.int64)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupt_at_any_line_leaves_the_next_steps_right(backend: str, tmp_path: Path) -> None:
     """Shapes and addresses that are half set, a stream that records, copies on their way: none reaches another step."""

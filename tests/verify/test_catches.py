@@ -77,13 +77,13 @@ def fails(report: VerifyReport, outputs: set[str]) -> None:
         report.check()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("mistake", "config", "outputs"), CANONICAL)
 def test_a_wrong_model_fails(tmp_path: Path, mistake: m.Mistake, config: DecoderConfig, outputs: set[str]) -> None:
     fails(verify_mutated(tmp_path, config, mistake, original=True), outputs)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mistake", IN_ANY)
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_wrong_rewrite_of_another_interface_fails(tmp_path: Path, name: str, mistake: m.Mistake) -> None:
@@ -102,7 +102,7 @@ def test_rows_that_start_apart_are_refused_where_the_batch_is_fixed(tmp_path: Pa
         interface.groups({"write_indices": np.array([4, 0])})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mistake", [*m.IN_REWRITES, m.one_position_early])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_mistake_in_the_importers_model_fails(tmp_path: Path, dtype: str, mistake: m.Mistake) -> None:

@@ -48,6 +48,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """Prints KiB. What `resource.getrusage` knows as the peak of a process begins with that of the process it came from."""
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "external", "factor"),
@@ -91,6 +92,7 @@ def needed(path: Path) -> Needs:
     return needs(imported.plan, find_caches(imported.plan), [weigh(imported.model)], 5, twin=False)
 
 
+@pytest.mark.slow
 def test_fewer_rows_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_decoder(tmp_path / "m.onnx", DecoderConfig(capacity=4096))
     little(monkeypatch, needed(path).total(2))
@@ -100,6 +102,7 @@ def test_fewer_rows_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert "batch 2 instead of 3: more caches would not fit into memory" in report.notes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("batch", "dtype"), [("batch", "float32"), (3, "float32"), ("batch", "bfloat16")])
 def test_too_little_memory_is_refused_before_anything_is_opened_or_written(
     batch: str | int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +118,7 @@ def test_too_little_memory_is_refused_before_anything_is_opened_or_written(
         verify_model(path)
 
 
+@pytest.mark.slow
 def test_weights_are_converted_step_by_step_where_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +140,7 @@ def test_weights_larger_than_memory_are_read_from_their_files(tmp_path: Path, mo
     assert "weights do not fit into memory beside the rest: steps read them from their files" in report.notes
 
 
+@pytest.mark.slow
 def test_large_models_that_grow_take_fewer_steps_over_as_many_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +202,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inline_weights_are_moved_out_and_compared_all_the_same(
     dtype: str, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +215,7 @@ def test_inline_weights_are_moved_out_and_compared_all_the_same(
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OptionError])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_is_left_on_the_disk(
@@ -229,6 +236,7 @@ def test_nothing_is_left_on_the_disk(
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_decoder(tmp_path / "m.onnx", DecoderConfig())
     monkeypatch.setattr("trt_kvcache.verify.inline._MANY", 0)

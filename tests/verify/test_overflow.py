@@ -19,7 +19,7 @@ GROWING = MODELS / "optimum" / "llama_fp16" / "model.onnx"
 QUERIES = "val_39"  # the first layer's projection of FIXED
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stored", [STORED, SCATTERED])
 @pytest.mark.parametrize(("scale", "garbage"), [(0.25, 1e4), (10.0, 1e3)])
 def test_garbage_is_as_large_as_scores_allow(stored: Path, scale: float, garbage: float, tmp_path: Path) -> None:
@@ -45,6 +45,7 @@ def _sharp(folder: Path) -> Path:
     return folder / "model.onnx"
 
 
+@pytest.mark.slow
 def test_garbage_that_outweighs_the_mask_of_the_original_is_made_smaller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_garbage_that_outweighs_the_mask_of_the_original_is_made_smaller(
     assert any("garbage of 1000: that of 10000 gave" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_logits_of_float32_over_float16_caches_have_the_tolerance_of_float16(tmp_path: Path) -> None:
     model = onnx.load(GROWING)
     logits = next(v for v in model.graph.output if v.name == "logits")

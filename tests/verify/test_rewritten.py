@@ -81,6 +81,7 @@ def test_a_right_one_passes(tmp_path: Path, dtype: str) -> None:
     assert {s.episode for s in report.steps} >= {"decode", "full", "short"}
 
 
+@pytest.mark.slow
 def test_each_has_data_of_its_own(tmp_path: Path) -> None:
     source, _ = _written(tmp_path)
     onnx.save(onnx.load(source), source, save_as_external_data=True, location="m.data", size_threshold=64)
@@ -127,6 +128,7 @@ def _routed(plan: dict[str, Any]) -> None:
         cache["route"] = "functional"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("key", ["trt_kvcache.plan", "trt_kvcache.options"])
 @pytest.mark.parametrize("forge", [_swapped_caches, _swapped_roles, _longer, _routed])
 def test_a_plan_in_a_file_is_no_authority(tmp_path: Path, forge: Callable[[dict[str, Any]], None], key: str) -> None:
@@ -162,6 +164,7 @@ def test_forged_options_make_another_model(tmp_path: Path) -> None:
         _verify(source, made)
 
 
+@pytest.mark.slow
 def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
     """The CPU runs what the file defines, TensorRT the plugin of the same name."""
     plain = plain_model(3, ("ring",))
@@ -188,6 +191,7 @@ def test_no_record_is_refused(tmp_path: Path) -> None:
         _verify(source, made)
 
 
+@pytest.mark.slow
 def test_another_interface_is_refused(tmp_path: Path) -> None:
     _, made = _written(tmp_path)
     other = write_decoder(tmp_path / "other.onnx", replace(CONFIG, kv_heads=4))
@@ -198,6 +202,7 @@ def test_another_interface_is_refused(tmp_path: Path) -> None:
         _verify(tmp_path / "m.onnx", made)
 
 
+@pytest.mark.slow
 def test_options_of_the_caller_must_agree(tmp_path: Path) -> None:
     source, made = _written(tmp_path, PlanOptions(attention_span=False))
     _verify(source, made).check()

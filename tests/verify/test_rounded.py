@@ -48,6 +48,7 @@ def verify(folder: Path, model: ModelProto, factor: float = 1.0) -> VerifyReport
     return verify_import(ImportedModel(both.source, both.plan, wrong), VerifyOptions())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "factor"), [(np.float32, 1 + 2**-21), (np.float16, 1 + 2**-10)])
 def test_steps_that_decide_are_left_out(tmp_path: Path, dtype: Any, factor: float) -> None:
@@ -57,6 +58,7 @@ def test_steps_that_decide_are_left_out(tmp_path: Path, dtype: Any, factor: floa
     assert any("ways of rounding to 8 bits, which are the same in both" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "factor"), [(np.float32, 1.02), (np.float16, 1.1)])
 def test_mistakes_before_rounding_are_found(tmp_path: Path, dtype: Any, factor: float) -> None:

@@ -82,6 +82,7 @@ def verify(folder: Path, model: ModelProto, mistake: Mistake = lambda model: Non
     return verify_import(ImportedModel(imported.source, imported.plan, wrong), VerifyOptions(**options))
 
 
+@pytest.mark.slow
 def test_a_model_that_rounding_does_not_move_is_compared_as_it_is(tmp_path: Path) -> None:
     report = verify(tmp_path, sensitive(SMALL))
     report.check()
@@ -89,6 +90,7 @@ def test_a_model_that_rounding_does_not_move_is_compared_as_it_is(tmp_path: Path
     assert max(o.max_relative for o in report.outputs) > 0  # the function is not ONNX Runtime's operator
 
 
+@pytest.mark.slow
 def test_a_model_that_rounding_moves_is_compared_in_float32(tmp_path: Path) -> None:
     report = verify(tmp_path, sensitive())
     report.check()
@@ -98,6 +100,7 @@ def test_a_model_that_rounding_moves_is_compared_in_float32(tmp_path: Path) -> N
     assert {o.dtype for o in report.outputs} == {"float16"}
 
 
+@pytest.mark.slow
 def test_who_says_what_is_allowed_gets_that(tmp_path: Path) -> None:
     report = verify(tmp_path, sensitive(), tolerance=2e-2)
     assert not report.passed
@@ -135,22 +138,25 @@ def overflow(model: ModelProto) -> None:
     insert(model, node, 0, "Clip", *(constant(model, b, np.float16) for b in (-8.0, 8.0)))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mistake", [*IN_REWRITES, lose_bits, overflow])
 @pytest.mark.parametrize("factor", [SMALL, LARGE])
 def test_a_mistake_fails_whatever_rounding_does(tmp_path: Path, factor: float, mistake: Mistake) -> None:
     assert not verify(tmp_path, sensitive(factor), mistake).passed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("factor", [SMALL, LARGE])
 def test_a_function_that_is_another_than_the_operator_of_its_name_fails(tmp_path: Path, factor: float) -> None:
     assert not verify(tmp_path, sensitive(factor, epsilon=0.1)).passed
 
 
+@pytest.mark.slow
 def test_a_function_that_loses_what_the_operator_keeps_fails(tmp_path: Path) -> None:
     assert not verify(tmp_path, sensitive(SMALL, offset=1024.0)).passed
 
 
+@pytest.mark.slow
 def test_a_float32_model_that_rounding_moves_is_compared_in_float64(tmp_path: Path) -> None:
     report = verify(tmp_path, sensitive(WIDE, "float32"))
     report.check()
@@ -172,7 +178,7 @@ def shift(model: ModelProto) -> None:
     insert(model, nodes(model, "Sin")[0], 0, "Mul", constant(model, 1 + 2**-22, np.float32))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mistake", [*IN_REWRITES, lose_few_bits, shift])
 def test_a_mistake_in_float32_fails_whatever_rounding_does(tmp_path: Path, mistake: Mistake) -> None:
     assert not verify(tmp_path, sensitive(WIDE, "float32"), mistake).passed

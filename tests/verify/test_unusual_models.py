@@ -155,6 +155,7 @@ MODELS = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_report_says_what_was_run(tmp_path: Path, name: str) -> None:
     given = MODELS[name]

@@ -70,6 +70,7 @@ def test_updates_straddle_the_wrap_without_a_contract(tmp_path: Path) -> None:
     assert not any("contract" in note for note in report.notes)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", CacheLayout)
 @pytest.mark.parametrize("span", [True, False])
 def test_options(tmp_path: Path, span: bool, layout: CacheLayout) -> None:
@@ -88,6 +89,7 @@ def test_external_weights_in_a_read_only_folder(tmp_path: Path, dtype: str) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
 
 
+@pytest.mark.slow
 def test_schedule_follows_the_options_and_the_model(tmp_path: Path) -> None:
     report = verify(tmp_path, DecoderConfig(), VerifyOptions(batch=2, chunks=(6,), tokens=2, seed=3))
     assert [s.length for s in report.steps if s.episode == "decode"] == [6, 1, 1]
@@ -124,6 +126,7 @@ def with_extra_input(*shape: int | str) -> ModelProto:
     return model
 
 
+@pytest.mark.slow
 def test_unexplained_inputs_are_filled_or_given(tmp_path: Path) -> None:
     verified(with_extra_input(256), tmp_path, None).check()
     with pytest.raises(OptionError, match="axis 0 of input 'temperature_scale'"):
@@ -133,6 +136,7 @@ def test_unexplained_inputs_are_filled_or_given(tmp_path: Path) -> None:
     verify_model(tmp_path / "model.onnx", verify=wanted).check()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -249,6 +253,7 @@ def _odd(model: ModelProto) -> ModelProto:
     return model
 
 
+@pytest.mark.slow
 def test_only_the_thorough_schedule_sees_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_decoder(tmp_path / "m.onnx", DecoderConfig(form="heads-major"))
     verify_model(path, verify=VerifyOptions(thorough=True)).check()

@@ -118,6 +118,7 @@ FAULTS = {f.__name__: f for f in (
     shifted_mask, open_mask, wrong_index, swapped_caches, wrong_scale, unchanged_cache, other_present)}  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("source", SOURCES)
 def test_right_models_pass(source: str, tmp_path: Path) -> None:
     make, options = SOURCES[source]
@@ -125,6 +126,7 @@ def test_right_models_pass(source: str, tmp_path: Path) -> None:
     assert plan.caches
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("source", "fault"),
     [(s, f) for s in SOURCES for f in FAULTS if s != "circular" or "mask" not in f],  # it has no causal mask
@@ -343,6 +345,7 @@ def test_faults_that_cut_mutants_found_are_refused(edit: Edit, tmp_path: Path) -
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, edit)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [18, 90])
 def test_joins_of_other_shapes_and_types_than_inferred_are_no_foreign_error(seed: int) -> None:
     """A scalar in the place of rows, and bool in the place of numbers: refused or equal."""
@@ -475,6 +478,7 @@ def endless(graph: Graph, query: str) -> str:
     return graph.node("Mul", [graph.node("Mul", [last, graph.constant([[0.0]], np.float32)]), start])
 
 
+@pytest.mark.slow
 def test_a_mask_that_never_ends_is_refused(tmp_path: Path) -> None:
     onnx.save(hostile(endless), tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError) as refused:

@@ -35,6 +35,7 @@ def test_faults_of_a_rewritten_model(pair: Pair) -> None:
     assert words["refused"]
 
 
+@pytest.mark.slow
 def test_faults_in_the_cutting(pair: Pair) -> None:
     """What a wrong cut hides is found by the whole models; what the right one takes is right."""
     found = Counter(exposed(pair, seed)[1] for seed in range(10))
@@ -42,6 +43,7 @@ def test_faults_in_the_cutting(pair: Pair) -> None:
     assert found["whole models"]
 
 
+@pytest.mark.slow
 def test_other_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "torch/llama_static_wrap_op24"
     rewritten = import_model(MODELS / source / "model.onnx")
