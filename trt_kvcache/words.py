@@ -27,6 +27,7 @@ _WORDS = (
     "|own|preserve|sm[0-9]+[a-z]?(?:,sm[0-9]+[a-z]?)*|tensorrt|tensorrt-rtx"
 )
 _COMMAND = r"'(?:trt-kvcache |build |check |generate |plan |rewrite |verify )[^']*'"
+_USE = re.compile(" (is|are|above) ")
 _FLAG = re.compile(
     rf"{_COMMAND}|--(?P<no>no-)?(?P<flag>{'|'.join(sorted(FLAGS, key=len, reverse=True))})(?![\w-])"
     rf"(?:[ =](?P<value>(?:-?[0-9][\w.]*|[A-Z]+|{_WORDS})(?![\w-]))|\b)"
@@ -55,14 +56,14 @@ def as_arguments(message: str) -> str:
     return _FLAG.sub(argument, message)
 
 
-def as_flags(message: str, flags: Mapping[str, tuple[str, str]]) -> str:
+def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
     """Return a message with its arguments as the flags of a command: ``max_batch is 0`` becomes ``--max-batch is 0``.
 
-    Names of one word are arguments only before ``is`` or ``=``. What a file says, ``FILE.json: ...``, stays.
+    Names are arguments only before ``is``, ``are``, ``above`` or ``=``. What a file says, ``FILE.json: ...``, stays.
 
     Args:
         message: one line.
-        flags: by argument: the flag, and the one that says no, or nothing.
+        flags: by argument: the flag, and the one that says no, or nothing; None for flags that take a value.
     """
     if re.match(r"\S*\.json: ", message) or not flags:
         return message
@@ -71,9 +72,8 @@ def as_flags(message: str, flags: Mapping[str, tuple[str, str]]) -> str:
     def flag(found: re.Match[str]) -> str:
         name, value = found["name"], found["value"]
         if value is None:
-            alone = "_" in name or message.startswith(" is ", found.end())
-            return flags[name][0] if alone else found[0]
-        if value in ("True", "False"):
+            return flags[name][0] if _USE.match(message, found.end()) else found[0]
+        if value in ("True", "False") and flags[name][1] is not None:
             return flags[name][value == "False"] or found[0]
         return f"{flags[name][0]} {value.strip('[]').strip(chr(34))}"
 

@@ -97,7 +97,7 @@ def test_bench(forms: Forms, tmp_path: Path) -> None:
 
 
 def test_plan_calls_them_embeddings(forms: Forms) -> None:
-    lines = [line.split() for line in call("plan", str(forms.embeds)).stdout.splitlines()]
+    lines = [line.split() for line in call("plan", str(forms.embeds), "--all").stdout.splitlines()]
     assert next(line for line in lines if line[:1] == ["inputs_embeds"])[1] == "embeddings"
-    lines = [line.split() for line in call("plan", str(forms.ids)).stdout.splitlines()]
+    lines = [line.split() for line in call("plan", str(forms.ids), "--all").stdout.splitlines()]
     assert next(line for line in lines if line[:1] == ["input_ids"])[1] == "tokens"

@@ -42,8 +42,8 @@ def test_a_command_takes_the_fields_of_its_dataclasses() -> None:
         seen.extend((model, planning, json))
 
     made = with_flags(command)
-    names = ["model", *(f.name for f in fields(SessionPlanFlags)), "json"]
+    names = ["model", *(f.name for f in fields(SessionPlanFlags)), "json", "context"]
     assert (list(inspect.signature(made).parameters), made.__name__, made.__doc__) == (names, "command", "Do it.")
     given = {f.name: f.default for f in fields(SessionPlanFlags)} | {"capacity": 5}
-    made(model="m", json=True, **given)
+    made(context=None, model="m", json=True, **given)
     assert seen == ["m", SessionPlanFlags(capacity=5), True]

@@ -307,11 +307,11 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
         (["--tokens", "300"], "token id 300 is out of range"),
         (["--tokens", ",".join(["5"] * 65)], "65 tokens"),
         (["--tokens", "5", "--temperature", "0"], "temperature is 0.0"),
-        (["--tokens", "5", "--top-p", "2"], "top_p is 2.0; supported: above 0 and at most 1"),
+        (["--tokens", "5", "--top-p", "2"], "--top-p is 2.0; supported: above 0 and at most 1"),
         (["--tokens", "5", "--logit-bias", "7"], "'7' is not ID=BIAS"),
         (["--tokens", "5", "--eos", "3", "--ignore-eos"], "use one of them"),
         (["--tokens", "5", "--device", "cuda"], "a GPU runs engines"),
-        (["--tokens", "5", "--num-beams", "99"], "num_beams=99 needs as many rows, and 8 of 8 are free"),
+        (["--tokens", "5", "--num-beams", "99"], "--num-beams 99 needs as many rows, and 8 of 8 are free"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

@@ -115,7 +115,7 @@ def test_build_says_where_the_encoder_is(folder: Path) -> None:
     assert "m.encoder.engine: " in result.stdout
     assert "warning" not in result.stderr
     for engine, words in (
-        ("m.engine", "encoder     m.encoder.engine"),
+        ("m.engine", "encoder    m.encoder.engine"),
         ("m.encoder.engine", "of one source at a time"),
     ):
         assert words in CliRunner().invoke(app, ["inspect", str(folder / engine)]).stdout

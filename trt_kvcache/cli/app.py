@@ -15,6 +15,7 @@ from trt_kvcache.cli.bench import bench
 from trt_kvcache.cli.build import build
 from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.check import check
+from trt_kvcache.cli.command import Command
 from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.inspect import inspect
@@ -59,7 +60,13 @@ def _in_one_line() -> Iterator[None]:
         raise typer.Exit(status) from None
 
 
-app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose tables cut names at 80 columns
+)
 
 
 def _version(asked: bool) -> None:
@@ -78,4 +85,4 @@ def _root(
 
 
 for _command in (plan, rewrite, build, verify, generate, chat, bench, inspect, check, plugins, doctor):
-    app.command()(with_flags(_command))
+    app.command(cls=Command)(with_flags(_command))

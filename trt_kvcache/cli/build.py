@@ -27,6 +27,9 @@ _size_flag = partial(typer.Option, rich_help_panel="What the engine must hold")
 _build_flag = partial(typer.Option, rich_help_panel="How the engine is built")
 
 
+_LEAST = 1 << 20  # bytes of scratch memory; a number without a unit means another unit
+
+
 class BackendChoice(str, Enum):
     """The TensorRT package that builds the engine."""
 
@@ -172,7 +175,7 @@ class BuildFlags:
             OptionError: a value is illegal.
         """
         from trt_kvcache import BuildOptions, OptionError
-        from trt_kvcache.engine.options import parse_bytes, parse_shapes
+        from trt_kvcache.engine.options import parse_shapes
 
         if self.decode_weights is DecodeWeights.OWN and self.max_batch is not None and self.max_batch > 1:
             raise OptionError(
@@ -180,7 +183,7 @@ class BuildFlags:
             )
         parsers: dict[str, Callable[[str], object]] = {
             "min_shapes": parse_shapes, "opt_shapes": parse_shapes, "max_shapes": parse_shapes,
-            "compute_capabilities": lambda text: text.split(","), "workspace": parse_bytes,
+            "compute_capabilities": lambda text: text.split(","), "workspace": _workspace,
         }  # fmt: skip
         given = given_flags(self)
         for name in parsers.keys() & given.keys():
@@ -188,6 +191,16 @@ class BuildFlags:
             if text:
                 given[name] = parsers[name](text)
         return BuildOptions(**given)
+
+
+def _workspace(text: str) -> int:
+    from trt_kvcache.engine.options import parse_bytes
+    from trt_kvcache.errors import OptionError
+
+    size = parse_bytes(text)
+    if size < _LEAST:
+        raise OptionError(f"--workspace {text} is {size} bytes, and no kernel does with that; give a unit, as in 4GiB")
+    return size
 
 
 def build(

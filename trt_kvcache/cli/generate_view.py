@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trt_kvcache.cli.output import print_json, visible
+from trt_kvcache.cli.output import print_json, print_warnings, visible
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
@@ -111,6 +111,9 @@ def run(
             if sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.CANCELLED
         view.end(made)
+        if cut := sum(s.finish_reason is FinishReason.CAPACITY for s in made.sequences):
+            what = "text ends because its cache is" if cut == 1 else "texts end because their caches are"
+            print_warnings([f"{cut} {what} full at {session.cache.capacity} tokens; more need a larger --capacity"])
         return interrupted.is_set()
 
 

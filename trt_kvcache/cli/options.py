@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-import click
 import typer
 
 from trt_kvcache.engine.folder import is_model
@@ -259,12 +258,14 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
-    def run(**values: Any) -> None:
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
+    def run(context: typer.Context, **values: Any) -> None:
         try:
             made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
             command(**values, **made)
         except TrtKvCacheError as error:
-            error.args = (as_flags(error.message, _flags_of_this_command()),)
+            error.args = (as_flags(error.message, _flags_of(context)),)
             raise
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -273,11 +274,11 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _flags_of_this_command() -> dict[str, tuple[str, str]]:
-    """The long flags of the command that runs, by argument, each with the one that says no."""
-    context = click.get_current_context(silent=True)
-    options = [p for p in context.command.params if isinstance(p, click.Option) and p.name] if context else []
-    return {
-        str(option.name): (max(option.opts, key=len), max(option.secondary_opts, key=len, default=""))
-        for option in options
-    }
+def _flags_of(context: typer.Context) -> dict[str, tuple[str, str | None]]:
+    """The long flags of a command, by argument: each with the one that says no, or None where it takes a value."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for option in context.command.params:
+        if option.param_type_name == "option":
+            no = max(option.secondary_opts, key=len, default="")
+            found[str(option.name)] = (max(option.opts, key=len), no if getattr(option, "is_flag", False) else None)
+    return found
