@@ -493,6 +493,7 @@ def test_the_process_may_die(tmp_path: Path) -> None:
 
     onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
     before = plan_model(tmp_path / "model.onnx", PLAN)
-    process._current[0]._child.kill()
-    process._current[0]._child.wait()
+    (child,) = process._current.values()
+    child._process.kill()
+    child._process.wait()
     assert plan_model(tmp_path / "model.onnx", PLAN) == before

@@ -26,8 +26,9 @@ from pathlib import Path
 
 import onnx
 
+from trt_kvcache.child import ChildError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.process import CheckProcessError, check_in_process, start_process
+from trt_kvcache.importer.check.process import check_in_process, start_process
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.rewritten import misfit
 
@@ -70,7 +71,7 @@ def check_rewrite(
             original, rewritten, plan, weights, folder,
             seconds=options.check_seconds, memory=options.check_memory << 30, thorough=thorough,
         )  # fmt: skip
-    except CheckProcessError as error:
+    except ChildError as error:
         raise UnsupportedModelError(
             f"the rewritten model could not be compared with the original: {error}; the comparison may use "
             f"{options.check_seconds} s (--check-seconds) and {options.check_memory} GiB (--check-memory)"

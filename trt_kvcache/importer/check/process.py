@@ -5,14 +5,8 @@ One child process serves all checks of its parent, so that Python and ONNX Runti
 
 from __future__ import annotations
 
-import atexit
-import os
-import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +14,10 @@ import msgspec
 import onnx
 from onnx import TensorProto
 
-import trt_kvcache
+from trt_kvcache.child import Child, ChildError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import byte_size
 
-if sys.platform == "win32":
-    _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
-else:
-    _GROUP = 0
-_ROOT = Path(trt_kvcache.__file__).parents[1]
 _EACH = 8 << 20  # bytes of a weight that is sent; larger ones lie in files, which the process reads
 _ALL = 256 << 20
 
@@ -84,99 +73,21 @@ class Answer:
     bug: str = ""
 
 
-class CheckProcessError(Exception):
-    """The process gave no verdicts; the text says why, for the user."""
-
-
-class CheckProcess:
-    """A process that checks.
-
-    Args:
-        memory: bytes of address space that it may use.
-    """
-
-    def __init__(self, memory: int) -> None:
-        self.memory = memory
-        self.owner = os.getpid()
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "trt_kvcache.importer.check.worker", str(memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=_ROOT,  # where python -m finds this very package
-            start_new_session=True,
-            creationflags=_GROUP,
-        )
-        self._answers: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=self._listen, name="trt-kvcache-check", daemon=True).start()
-
-    @property
-    def alive(self) -> bool:
-        """It can take a request."""
-        return self.owner == os.getpid() and self._child.poll() is None
-
-    def _listen(self) -> None:
-        assert self._child.stdout is not None
-        with self._child.stdout as answers:
-            for line in answers:
-                self._answers.put(line)
-        self._answers.put(b"")
-
-    def ask(self, request: Request, parts: tuple[bytes, bytes, bytes], seconds: float) -> Answer:
-        """The answer to a request.
-
-        Raises:
-            CheckProcessError: it takes too long, or the process died.
-        """
-        assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(msgspec.json.encode(request) + b"\n")
-            for part in parts:
-                self._child.stdin.write(part)
-            self._child.stdin.flush()
-            line = self._answers.get(timeout=seconds)
-        except queue.Empty:
-            self.end()
-            raise CheckProcessError(f"took more than {seconds:g} s") from None
-        except OSError:  # it died before it had read everything
-            line = b""
-        except BaseException:  # an interrupt: nobody reads the answer
-            self.end()
-            raise
-        if not line:
-            self.end()
-            raise CheckProcessError(f"ended with exit code {self._child.returncode}, as for want of memory")
-        return msgspec.json.decode(line, type=Answer)
-
-    def end(self) -> None:
-        """Ends the process."""
-        if self.owner == os.getpid():
-            self._child.kill()
-            self._child.wait()
-            if self._child.stdin is not None:
-                with suppress(OSError):  # what it has not read is lost
-                    self._child.stdin.close()
-
-
 _lock = threading.Lock()
-_current: list[CheckProcess] = []
+_asking = threading.Lock()
+_current: dict[int, Child] = {}
+"""By bytes of address space; there is one at a time."""
 
 
-def start_process(memory: int) -> CheckProcess:
-    """The child process of this process; started if there is none. It loads while the caller goes on."""
+def start_process(memory: int) -> Child:
+    """The process that checks, with so many bytes of address space; it loads while the caller goes on."""
     with _lock:
-        if _current and (not _current[0].alive or _current[0].memory != memory):
-            old = _current.pop()
-            old.end()
-        if not _current:
-            _current.append(CheckProcess(memory))
-        return _current[0]
-
-
-@atexit.register
-def _end() -> None:
-    for process in _current:
-        process.end()
+        child = _current.get(memory)
+        if child is None or not child.alive:
+            while _current:
+                _current.popitem()[1].end()
+            child = _current[memory] = Child("trt_kvcache.importer.check.worker", str(memory))
+        return child
 
 
 def check_in_process(
@@ -193,7 +104,7 @@ def check_in_process(
     """The verdicts of `check_models`, from a process with limits.
 
     Raises:
-        CheckProcessError: the process exceeded a limit, ended, or refused the models.
+        ChildError: the process exceeded a limit, ended, or refused the models.
     """
     held = onnx.ModelProto()
     room = _ALL
@@ -204,15 +115,14 @@ def check_in_process(
             room -= size
     parts = (original.SerializeToString(), rewritten.SerializeToString(), held.SerializeToString())
     sizes = (len(parts[0]), len(parts[1]), len(parts[2]))
+    request = msgspec.json.encode(Request(sizes, plan, str(folder), thorough))
     with _asking:
-        answer = start_process(memory).ask(Request(sizes, plan, str(folder), thorough), parts, seconds)
+        line = start_process(memory).ask((request, b"\n", *parts), seconds)
+    answer = msgspec.json.decode(line, type=Answer)
     if answer.bug:
         raise RuntimeError(f"the check failed:\n{answer.bug}")
     if answer.exhausted:
-        raise CheckProcessError(f"needs more than {memory >> 20} MiB of memory")
+        raise ChildError(f"needs more than {memory >> 20} MiB of memory")
     if answer.refused:
-        raise CheckProcessError(answer.refused)
+        raise ChildError(answer.refused)
     return answer.verdicts
-
-
-_asking = threading.Lock()

@@ -10,13 +10,13 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import onnx
 
+from trt_kvcache.child import limit_memory
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer.check.process import Answer, Request
 from trt_kvcache.importer.planning.experts import exact_experts
@@ -25,7 +25,7 @@ from trt_kvcache.importer.planning.experts import exact_experts
 def main() -> None:
     """Answers requests until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the caller ends this process
-    _limit(int(sys.argv[1]))
+    limit_memory(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print there
     # Loaded while the caller still plans.
@@ -57,16 +57,6 @@ def _model(stdin: BinaryIO, size: int) -> onnx.ModelProto:
     model = onnx.ModelProto()
     model.ParseFromString(data)
     return model
-
-
-def _limit(memory: int) -> None:
-    if sys.platform != "win32":  # which has no such limit
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 if __name__ == "__main__":
