@@ -5,8 +5,9 @@ k = cache[i, :, :offset + S]; k[:, -S:] = new; attention over k; cache[i, :, :of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,16 @@ def odd_if_single() -> onnx.ModelProto:
     return model
 
 
+def one_sequence(make: Callable[[], onnx.ModelProto]) -> onnx.ModelProto:
+    """The same model with a batch of 1."""
+    model = make()
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in ("n_audio", "logits_dim_0"):
+                dim.dim_value = 1
+    return model
+
+
 def entries() -> Iterator[Entry]:
     how: tuple[dict[str, Any], ...] = (
         {}, {"write": "rows"}, {"mask": "all"}, {"first": 1}, {"back": 1}, {"scrambled": True}, {"later": 0.0},
@@ -216,3 +227,5 @@ def entries() -> Iterator[Entry]:
     )  # fmt: skip
     yield from built("speech", {str(h): (lambda h=h: make_decoder(Speech(**h))) for h in how})
     yield from built("speech", {f.__name__: f for f in (rows_added, one_row_more, odd_if_single)})
+    alone = {f"{f.__name__}, one sequence": partial(one_sequence, f) for f in (make_decoder, odd_if_single)}
+    yield from built("speech", alone)

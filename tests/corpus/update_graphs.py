@@ -272,6 +272,19 @@ def around(modulus: int, stride: int = 1, step: int = 1, offset: int = 0) -> Cal
     return rows
 
 
+def odd_after(tokens: int) -> Idiom:
+    """A circular cache whose new rows are doubled after so many tokens, by how many numbers a NonZero finds."""
+
+    def update(g: Graph, past: str, new: str) -> str:
+        far = g.node("Cast", [g.node("Greater", ["pos", g.constant(tokens)])], to=INT)
+        size = g.node("Unsqueeze", [g.node("Add", [far, g.constant(1)]), g.constant([0])])
+        found = g.node("Shape", [g.node("NonZero", [g.node("Expand", [g.constant(1), size])])], start=1)
+        scaled = g.node("Mul", [new, g.node("Cast", [found], to=FLOAT)])
+        return index_copy(around(CAPACITY))(g, past, scaled)
+
+    return update
+
+
 def clamped(g: Graph) -> str:
     return g.node("Min", [positions(g), g.constant(CAPACITY - 1)])
 
@@ -561,6 +574,7 @@ MISSES: dict[str, Case] = {
     "all other rows": (others, ONE),
     "swapped sequences": (where_backwards, ONE),
     "swapped sequences, many tokens": (scatter_elements(lambda g: by_sequence(g, backwards(g))), {"pos": ("B",)}),
+    "odd after 100 tokens": (odd_after(100), {}),
     "a mask": (by_a_mask, {"pos": None, "length": 1}),
     "two masks": (by_two_positions, ONE),
     "heads": (by_heads, ONE),

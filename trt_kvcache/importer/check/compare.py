@@ -91,6 +91,17 @@ def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array
     return values[(slice(None),) * axis + (slice(rows.start * size, rows.stop * size),)]
 
 
+def sequence_axis(shape: Sequence[Term]) -> int | None:
+    """The axis that the tokens of a step lie along; None: there is none."""
+    return next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1 and not t.batch), None)
+
+
+def token(values: Array, shape: Sequence[Term], place: int) -> Array:
+    """One token of a step; values without such an axis stay whole."""
+    axis = sequence_axis(shape)
+    return values if axis is None else np.take(values, [place], axis)
+
+
 def last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array:
     """The last positions of `length`, which the model may have fixed; values without such an axis stay whole."""
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]

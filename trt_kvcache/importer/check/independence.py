@@ -4,8 +4,9 @@
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
 Regions compare such operators with the original, row by row. Here everything outside of the regions of caches runs in
-two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. Large
-weights are not read: random ones of rank 1 stand in for them, and the dependences stay.
+two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. If the
+original takes tokens one by one, they have to be the same one by one as together. Large weights are not read: random
+ones of rank 1 stand in for them, and the dependences stay.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.check.compare import sequence_axis, token
 from trt_kvcache.importer.check.cut import Cut
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region
@@ -30,6 +32,7 @@ from trt_kvcache.importer.protos import is_op, names_read
 from trt_kvcache.importer.steps.contents import find_caches, find_states, first_contents
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.schedule import Step, read_limits
 
@@ -54,13 +57,15 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
         load: gives a model the data of its weights.
 
     Returns:
-        None if sequences do not depend on each other, as far as ONNX Runtime runs this part of the model.
+        None if neither sequences nor tokens depend on which come with them, as far as ONNX Runtime runs this part of
+        the model.
     """
     steps = read_limits(cut.plan, _BATCH)
     longest = steps.length or min(_LENGTH, steps.longest - 1)
     capacity = min((c.capacity for c in cut.plan.caches), default=0)
     batch = min((n for s in cut.plan.states if isinstance(n := s.shape[0], int)), default=steps.batch)
-    if batch < 2 or longest < 1 or capacity <= longest:
+    singly = any(t.singly for t in cut.plan.original)
+    if (batch < 2 and not singly) or longest < 1 or capacity <= longest:
         return None
     try:
         for length in dict.fromkeys((longest, steps.length or 1)):  # some models run in steps of one token only
@@ -78,6 +83,8 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
         for (own, other), row in product(starts, (0, batch - 1)):
             if name := outside.first_dependent(own, other, row, limits):
                 return Verdict(name, "dependent")
+        if singly and (name := outside.first_counted(last, limits)):
+            return Verdict(name, "counted")
     except (EngineError, OptionError, UnsupportedModelError):
         return None  # nothing was changed here: what does not run, no region vouches for either
     return None
@@ -107,8 +114,10 @@ class _Outside:
         made = [name for name in every if name not in after and name in graph.makes]
         if not made:
             raise EngineError("nothing is computed outside of the regions of caches")
+        shapes = {name: _shape(cut, name) for name in made}
+        self._shapes = {name: shape for name, shape in shapes.items() if shape and sequence_axis(shape) is not None}
         self._axes = {t.name: t.axes.index("batch") for t in cut.plan.tensors if t.name in made and "batch" in t.axes}
-        self._axes |= {name: axis for name in made if (axis := self._axis(_shape(cut, name))) is not None}
+        self._axes |= {name: axis for name, shape in shapes.items() if (axis := self._axis(shape)) is not None}
         nodes, self._fed, used = graph.cone(made, stops)
         nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, cut)
         self._exact = not any(node.op_type in _OF_ALL for node in nodes)
@@ -169,8 +178,23 @@ class _Outside:
                 return str(name)
         return ""
 
+    def first_counted(self, start: int, limits: IndexLimits) -> str:
+        """The first tensor in which tokens are not the same together as one by one; empty: there is none."""
+        feeds = self._feeds([start] * self._batch, limits, 0)
+        interface = OriginalInterface(self._plan, twin=True)
+        whole, given = self._engine.run(feeds), dict(feeds)
+        for place in range(self._length):
+            given |= interface.single(feeds, place)
+            given |= {name: token(feeds[name], shape, place) for name, shape in self._stops.items()}
+            alone = self._engine.run(given)
+            given |= interface.carried(alone)
+            for name, shape in self._shapes.items():
+                if not self._same(token(whole[name], shape, place), alone[name]):
+                    return str(name)
+        return ""
+
     def _same(self, a: Array, b: Array) -> bool:
-        if a.dtype.kind != "f":
+        if a.dtype.kind != "f" or a.shape != b.shape:
             return np.array_equal(a, b)
         allowed = (_EXACT if self._exact else _ROUNDED) * np.abs(a[np.isfinite(a)]).max(initial=0)
         return np.allclose(a, b, rtol=0, atol=float(allowed), equal_nan=True)

@@ -30,7 +30,8 @@ class Verdict:
         name: the tensor or the cache that the region makes.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared) or ``"undecided"`` (it cannot run);
             ``"dependent"``: a sequence of a batch changes it for another one; ``"ends"``: the model takes no more
-            tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch.
+            tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch; ``"counted"``:
+            how many tokens come at once changes it.
         why: the reason in words; empty for most equal regions.
         layer: see `Region`.
     """

@@ -8,7 +8,18 @@ from dataclasses import replace
 import numpy as np
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.compare import FAR, apart, both, cache_differs, hidden, last, said, take, tolerances
+from trt_kvcache.importer.check.compare import (
+    FAR,
+    apart,
+    both,
+    cache_differs,
+    hidden,
+    last,
+    said,
+    sequence_axis,
+    take,
+    tolerances,
+)
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.schedule import end_steps, plan_steps, rows_needed
@@ -133,15 +144,16 @@ class _Run:
         for step in self._steps:
             feeds = self.sides.feeds(step)
             try:
-                first = self.sides.original(step, feeds)
+                originals = list(self.sides.originals(step, feeds))
             except EngineError:  # a step that the original is not made for
                 continue
-            numbers = {n: np.nan_to_num(first[n], nan=0.0) for n in self.region.joins if first[n].size}
+            numbers = {n: np.nan_to_num(originals[0][n], nan=0.0) for n in self.region.joins if originals[0][n].size}
             self.alive |= {n for n, v in numbers.items() if v.max() != v.min()}
             for kept in self.sides.kept(step):
-                why = self._differ(step, first, self.sides.rewritten(step, feeds, kept), kept)
-                if why:
-                    return why, step
+                made = self.sides.rewritten(step, feeds, kept)
+                for original, how in zip(originals, ("", " (all sequences in one run)"), strict=False):
+                    if why := self._differ(step, original, made, kept):
+                        return why + how, step
             self.compared.append(step)
         return "", step
 
@@ -205,7 +217,7 @@ class _Run:
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], kept: int) -> str:
         """The query at which the sides differ, and a key that only one side sees, in words."""
-        axis = next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1), None)
+        axis = sequence_axis(shape)
         query = None if axis is None else at[axis] + (step.length - kept if name in self.region.kept else 0)
         words = "" if query is None else f"; query {query} of the step"
         first_new = step.starts[row]

@@ -11,6 +11,7 @@ _MOST_INTEGERS = 8
 _LARGEST_BATCH = 64
 _LONGEST_PROMPT = 2048  # tokens; masks have that squared
 _LONG = 1 << 14  # rows
+_FARTHEST = 1 << 20  # tokens of a text, where every cache is circular
 _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
 """Tokens before a step and new ones: short and long, from an empty past on."""
 _RAGGED = (((0, 5, 11), 2), ((12, 1), 1), ((3, 0), 3))
@@ -53,7 +54,8 @@ def _all(limits: Limits, integers: list[int], capacity: int, *, thorough: bool) 
         yield _even(1 + i % 2, past, length)
     for past, length in ((capacity - 1, 1), (capacity - 4, 4), (capacity - 2, 1)):
         yield _even(1, past, length)
-    near = [k for k in integers if 1 < k <= capacity][:_MOST_INTEGERS]
+    most = capacity if limits.linear is not None else max(capacity, _FARTHEST)
+    near = [k for k in integers if 1 < k <= most][:_MOST_INTEGERS]
     for k in near:
         for past, length in ((k - 2, 1), (k - 1, 1), (k, 1), (k + 1, 1), (k - 2, 4), (k, 3)):
             yield _even(1, past, length)

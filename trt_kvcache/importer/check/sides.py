@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.compare import joined, last, take
+from trt_kvcache.importer.check.compare import joined, last, sequence_axis, take, token
 from trt_kvcache.importer.check.region import Region, products_of, with_outputs
 from trt_kvcache.importer.check.shapes import UNKNOWN
 from trt_kvcache.importer.plan import CachePlan, OriginalRole
@@ -168,18 +169,39 @@ class Sides:
                 rows = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
                 rows[:, key % rows.shape[1]] += 3
         for number, b in enumerate(self.region.boundaries):
-            axis = next((i for i, t in enumerate(b.shape) if t.sequence == 1 and t.factor == 1), None)
+            axis = sequence_axis(b.shape)
             if key >= first_new and axis is not None:
                 np.moveaxis(feeds[f"boundary {number}"], axis, 0)[key - first_new] += 3
 
-    def original(self, step: Step, feeds: Feeds) -> Feeds:
+    def originals(self, step: Step, feeds: Feeds) -> Iterator[Feeds]:
+        """The original's joins and presents: of each sequence alone, and of all in one run, where it takes that.
+
+        Raises:
+            EngineError: it does not run the step.
+            UnsupportedModelError: see `original`.
+        """
+        yield self.original(step, feeds)
+        groups = self.interface.groups if self.interface is not None else None
+        if groups is not None and len(groups(feeds, together=True)) < len(groups(feeds)):
+            with suppress(EngineError):
+                yield self.original(step, feeds, together=True)
+
+    def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
         """The original's joins and presents.
+
+        Args:
+            step: the step.
+            feeds: its numbers.
+            together: as many sequences as one run can take run at once, and not one by one.
 
         Raises:
             EngineError: it does not run the step.
             UnsupportedModelError: a join has fewer axes than inference found.
         """
-        ran = [(rows, self.engines[0].run(given)) for rows, given in self._of_original(step, feeds)]
+        if self.interface is not None and (count := self.interface.singles(feeds)) > 1:
+            return self._singly(step, feeds, count, together=together)
+        given = self._of_original(step, feeds, together=together)
+        ran = [(rows, self.engines[0].run(one)) for rows, one in given]
         made: Feeds = {}
         for name, shape in self.region.joins.items():
             parts = [out[name] for _, out in ran]
@@ -188,9 +210,30 @@ class Sides:
             made[name] = joined(parts, shape)
         if self.interface is None:
             return made | {name: ran[0][1][name] for name in self.region.presents}
-        return made | self.interface.outputs(feeds, [(rows, step.starts[rows.start], out) for rows, out in ran])
+        return made | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
-    def _of_original(self, step: Step, feeds: Feeds) -> list[tuple[slice, Feeds]]:
+    def _singly(self, step: Step, feeds: Feeds, count: int, *, together: bool) -> Feeds:
+        """The same, of tokens that the original takes one by one."""
+        assert self.interface is not None
+        read = {c.role.name: c.output for c in self.caches if c.role.name in self._needed[1]}
+        if apart := [name for name, present in read.items() if present not in self.region.presents]:
+            raise UnsupportedModelError(f"nothing says what '{apart[0]}' holds after each token of a step")
+        given, parts = dict(feeds), []
+        for place in range(count):
+            starts = tuple(start + place for start in step.starts)
+            given |= self.interface.single(feeds, place)
+            for number, b in enumerate(self.region.boundaries):
+                given[f"boundary {number}"] = token(feeds[f"boundary {number}"], b.shape, place)
+            one = Step(1, starts, tuple(start + 1 for start in starts))
+            parts.append(self.original(one, given, together=together))
+            given |= self.interface.carried(parts[-1])
+        made = parts[-1]
+        for name, shape in self.region.joins.items():
+            if (axis := sequence_axis(shape)) is not None:
+                made[name] = np.concatenate([part[name] for part in parts], axis)
+        return made
+
+    def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
         """The original's inputs, for one or several runs of a part of the rows each."""
         batch = len(step.starts)
 
@@ -205,7 +248,7 @@ class Sides:
             return [(every, {n: feeds[n] for n in self._needed[0] if n in feeds} | boundaries(every))]
         return [
             (rows, self.interface.feeds(feeds, rows, past) | boundaries(rows))
-            for rows, past in self.interface.groups(feeds)
+            for rows, past in self.interface.groups(feeds, together=together)
         ]
 
     def kept(self, step: Step) -> tuple[int, ...]:

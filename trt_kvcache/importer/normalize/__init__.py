@@ -43,7 +43,7 @@ from trt_kvcache.importer.graph import (
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.search import find_cores
-from trt_kvcache.importer.normalize.attention.square_masks import SINGLY, hold_by_position, pad_square_masks
+from trt_kvcache.importer.normalize.attention.square_masks import SINGLY, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
@@ -163,8 +163,6 @@ def _recognize(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options
         return _recognize(graph, weights, options)
     if pad_square_masks(graph, samples):
         exported = _recognize(graph, weights, options)
-        if exported is not None:  # the check gives the original its tokens one by one
-            hold_by_position(exported.graph, exported.samples)
         return None if exported is None else replace(exported, singly=True)
     writes = tuple(read_update(candidate, samples) for candidate in candidates)
     cores, computed = _attention(graph, writes, interface, samples, options)
@@ -256,7 +254,10 @@ def _may_be_state(cache: Candidate) -> bool:
 
 
 def _is_read_before(cache: Candidate) -> bool:
-    """Whether more than its update reads the numbers of a past, as linear attention by the delta rule does."""
+    """Whether more than its update reads the numbers of a past, as linear attention by the delta rule does.
+
+    This proves nothing: the check passes a cache that is taken for state, which would be copied in every step.
+    """
     own, pending = {id(node) for node in cache.region}, [cache.past]
     while pending:
         for node in consumers(pending.pop()):

@@ -213,4 +213,4 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     left = [n for n in names if n in kept]
     values = values.transpose([left.index(n) for n in kept])
     spread = values.reshape([sizes[n] if n is not None else 1 for n in order])
-    return np.ascontiguousarray(np.broadcast_to(spread, shape))
+    return np.ascontiguousarray(np.broadcast_to(spread, shape)).reshape(shape)  # which makes an axis of a scalar

@@ -51,6 +51,7 @@ class OriginalInterface:
 
     Attributes:
         together: rows that one run of the original takes; None: one row, whatever the batch.
+        ragged: its inputs say where each row of a batch starts.
         kept: rows, at most, of pasts that are cut to the newest ones, by name.
         unseen: names of the original's outputs that the rewritten model does not have, such as counters.
 
@@ -72,13 +73,14 @@ class OriginalInterface:
         self._past_of = {c.output: c.role.name for c in find_caches(plan)}
         self._carried = {**self._past_of, **{c.output: c.role.name for c in find_states(plan)}}
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
-        starts = plan.tensor(Role.WRITE_INDICES)
+        starts, lengths = plan.tensor(Role.WRITE_INDICES), plan.tensor(Role.VALID_LENGTHS)
         if starts is None or tokens is None:
             raise UnsupportedModelError(
                 "the rewritten model has no single input for write indices, or the original none for tokens: nothing "
                 "says at which position a step of the original starts"
             )
         self._starts, self._tokens = starts.name, tokens
+        self._lengths = lengths.name if lengths is not None else ""
         self._room = next((t.room for t in self._inputs if t.role is OriginalRole.GROWING_CACHE), None)
         self._token_axis = tokens.axes.index("sequence") if "sequence" in tokens.axes else 1
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
@@ -87,6 +89,7 @@ class OriginalInterface:
             t.name for t in self._inputs if t.name in roles and roles[t.name] is COUNTED.get(t.role, roles[t.name])
         }
         self.together = rows_together(plan.original)
+        self.ragged = all(_is_of_rows(t, t.name in self._same) for t in self._inputs)
         kept = {t.name for t in plan.tensors if t.io == "output"}
         self.unseen = tuple(
             t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in kept
@@ -98,12 +101,14 @@ class OriginalInterface:
 
     def single(self, feeds: Mapping[str, Array], place: int) -> Feeds:
         """The inputs of a step for one of its tokens, without the caches."""
-        made = {}
+        made, length = {}, self._length(feeds)
         for name, values in feeds.items():
             axes = self._axes.get(name, ())
             if "sequence" in axes:
                 values = np.take(values, [place], axes.index("sequence"))
-            made[name] = values + np.asarray(place, values.dtype) if name == self._starts else values
+            if name in (self._starts, self._lengths):
+                values = values + np.asarray(place if name == self._starts else place + 1 - length, values.dtype)
+            made[name] = values
         return {name: values for name, values in made.items() if name not in self._carried.values()}
 
     def joined(self, steps: Sequence[Feeds]) -> Feeds:
@@ -120,9 +125,16 @@ class OriginalInterface:
         """Caches and states after a step, as inputs of the next."""
         return {past: outputs[present] for present, past in self._carried.items() if present in outputs}
 
-    def groups(self, feeds: Mapping[str, Array]) -> list[tuple[slice, int]]:
-        """Rows that the original runs together, and the number of tokens that each holds before the step."""
+    def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
+        """Rows that the original runs together, and the number of tokens that each holds before the step.
+
+        Args:
+            feeds: inputs of the rewritten model by name.
+            together: as many rows as one run can take, even if the original takes each alone.
+        """
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
+        if together and (self.ragged or len(set(starts)) == 1):
+            return [(slice(0, len(starts)), max(starts))]
         if self.together is None:
             return [(slice(row, row + 1), past) for row, past in enumerate(starts)]
         if len(set(starts)) > 1:
@@ -169,12 +181,14 @@ class OriginalInterface:
             )
         shape = self._shape(tensor, sizes)
         past, length = sizes["past"], sizes["sequence"]
+        starts = np.atleast_1d(feeds[self._starts])[rows]
+        starts = starts[:1] if (starts == past).all() else starts
         match tensor.role:
             case OriginalRole.POSITIONS:
-                values = past + np.arange(length)[None]
+                values = starts[:, None] + np.arange(length)
                 return arrange(values, ("batch", "sequence"), shape, tensor.axes).astype(dtype)
             case OriginalRole.PAST_LENGTH:
-                return np.full(shape, past, dtype)
+                return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
             case OriginalRole.PADDING_MASK:
                 places = np.arange(shape[-1])
                 held = places < past + length if self._room is None else (places < past) | (places >= self._room)
@@ -328,6 +342,14 @@ def _held(cache: Array, dtype: np.dtype[Any]) -> Array:
         largest = np.finfo(dtype).max
         cache = cache.clip(-largest, largest)
     return cache.astype(dtype, copy=False)
+
+
+def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
+    """True if an input may be given for rows of several lengths."""
+    if tensor.role not in COUNTED:
+        return tensor.role is not OriginalRole.GROWING_CACHE
+    open_axes = [a for d, a in zip(tensor.shape, tensor.axes, strict=True) if size_of(d) is None]
+    return "batch" in open_axes and (is_same or tensor.role in (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH))
 
 
 def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:

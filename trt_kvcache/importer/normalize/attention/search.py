@@ -20,7 +20,6 @@ from fractions import Fraction
 from math import prod
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -153,13 +152,6 @@ class _Finder:
                 f"the probabilities of '{softmax.name}', made of cache '{found[0].past.name}', do not go to one MatMul "
                 "with a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
-        for tensor, write in ((product.inputs[1], found[0]), (after[-1].inputs[1], values[0])):
-            if self._mixes(tensor, write, self._shape(product.outputs[0])[:-2]):
-                raise UnsupportedModelError(
-                    f"'{softmax.name}' brings rows of cache '{write.past.name}' of one sequence together with another "
-                    "sequence; supported are sequences that do not depend on each other, with heads after the batch "
-                    "where both share an axis"
-                )
         scale = self._scale(between, found[1])
         weights = (_rounding(node, "what the softmax makes of scores") for node in after)
         return _Site(
@@ -170,27 +162,6 @@ class _Finder:
             None if scale.rounding is None else replace(scale.rounding, factor=scale.scale),
             next((pair for pair in weights if pair is not None), None),
         )  # fmt: skip
-
-    def _mixes(self, tensor: gs.Tensor, write: Write, lead: Sequence[int]) -> bool:
-        """Whether keys or values of one sequence meet queries of another.
-
-        This is proven, since the check runs the original sequence by sequence, and would not see it.
-        """
-        probe, batch, given = self._small.probe, self._small.batch, {}
-        held = [*((t, 0) for t in (*_read(write), *write.fronts)), *((t, p.index(0)) for t, p in write.turned)]
-        for cache, axis in held:
-            if (shape := probe.shape(cache.name)) is not None:
-                numbers = np.arange(1, shape[axis] + 1).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-                kind = onnx.helper.tensor_dtype_to_np_dtype(elem_type(cache) or onnx.TensorProto.FLOAT)
-                given[cache.name] = np.broadcast_to(numbers, shape).astype(kind)
-        made = probe.given(given).value(tensor.name)
-        if made is None or prod(lead) % batch:
-            return False
-        try:
-            rows = np.abs(np.broadcast_to(made, (*lead, *made.shape[-2:]))).reshape(batch, -1).astype(np.float64)
-        except ValueError:
-            return False  # the shapes do not fit, as the check sees
-        return bool((rows != rows[:, :1]).any() or (np.diff(rows[:, 0]) <= 0).any())
 
     def _path(
         self,

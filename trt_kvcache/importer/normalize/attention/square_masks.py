@@ -4,32 +4,26 @@
 
 With P = 0 both are the same; with S = 1 the mask is a 0, that is added to all scores or to the last. In all other steps
 the sizes do not fit and the model as exported fails, so that nothing says otherwise: every token in the cache is
-visible there, as it is to a single one. OpenAI's Whisper masks so, and what is exported of it. That several tokens are
-what they are one by one holds if nothing else follows from how many come at once, which is proven.
+visible there, as it is to a single one. OpenAI's Whisper masks so, and what is exported of it. The check gives such an
+original its tokens one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import INT64, NAME_PREFIX, Emitter, is_op, producer
-from trt_kvcache.importer.normalize.evidence.probe import Array
+from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
-__all__ = ["SINGLY", "hold_by_position", "pad_square_masks"]
+__all__ = ["SINGLY", "pad_square_masks"]
 
 SINGLY = (
     "the masks of the model as exported fit several tokens only while nothing is in its caches; here every step may "
     "bring several, each of which sees those before it"
 )
-
-_HINT = "mask_of_all"
-_COMBINES = ("Where", "Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "MatMul")
 
 
 def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
@@ -48,55 +42,10 @@ def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
     found = [pair for node in graph.nodes if is_op(node, "Softmax") for pair in _masked(node, samples)]
     for node, place in found:
         mask = node.inputs[place]
-        for sample in _steps(samples):
-            _check(mask.name, sample)
         value = samples.plain[0].probe.value(mask.name)
         assert value is not None
         node.inputs[place] = _padded(emit, mask, node.inputs[1 - place], value.ndim)
     return bool(found)
-
-
-def hold_by_position(graph: gs.Graph, samples: Samples) -> None:
-    """See to it that what tokens are computed with is the same for all, or follows from their position alone.
-
-    Args:
-        graph: of the model with such masks over all tokens.
-        samples: of the same model.
-
-    Raises:
-        UnsupportedModelError: something follows from how many come at once.
-    """
-    whole = samples.step(1, 0, samples.capacity)
-    for node in graph.nodes:
-        if not is_op(node, *_COMBINES) or whole.probe.value(node.outputs[0].name) is not None:
-            continue
-        for tensor in node.inputs:
-            is_mask = tensor.is_empty() or tensor.name.startswith(NAME_PREFIX + _HINT)
-            value = None if is_mask else whole.probe.value(tensor.name)
-            if value is None or samples.blueprint.is_constant(tensor.name):
-                continue
-            axes = [axis for axis, size in enumerate(value.shape) if size == samples.capacity > 1]
-            for sample in _steps(samples):
-                _check_by_position(str(node.name), str(tensor.name), value, axes, sample)
-
-
-def _steps(samples: Samples) -> list[Sample]:
-    """Steps of one sequence, after several pasts and of several lengths."""
-    lengths = [samples.fixed_length] if samples.fixed_length else [1, 2, 4]
-    return [samples.step(1, p, s) for s in lengths for p in (0, 1, 5) if p + s <= samples.capacity]
-
-
-def _check_by_position(node: str, name: str, whole: Array, axes: Sequence[int], sample: Sample) -> None:
-    value = sample.probe.value(name)
-    places = range(sample.past, sample.total)
-    wanted = [whole, *(np.take(whole, places, axis) for axis in axes)]
-    if value is None or not any(v.shape == value.shape and np.array_equal(v, value) for v in wanted):
-        raise UnsupportedModelError(
-            f"'{node}' computes tokens with '{name}', which is not the same with {sample.past} in the cache and "
-            f"{sample.length} new as for each of them alone, and the masks fit several tokens only while nothing is in "
-            "the cache; supported are such models if they do the same with one token as with several: export masks "
-            "over all tokens"
-        )
 
 
 def _is_chunk(sample: Sample) -> bool:
@@ -132,24 +81,10 @@ def _are_scores(scores: gs.Tensor, sample: Sample) -> bool:
     return _is_chunk(sample) if shape is None else shape[-2:] == (sample.length, sample.total)
 
 
-def _check(name: str, sample: Sample) -> None:
-    value = sample.probe.value(name)
-    if value is None or value.shape[-2:] != (sample.length,) * 2 or (sample.length == 1 and (value != 0).any()):
-        raise UnsupportedModelError(
-            f"the mask '{name}' is over the new tokens alone, and with {sample.length} of them "
-            f"{'unknown' if value is None else list(value.shape)}; supported are masks [S, S], and 0 for a single one"
-        )
-    if np.triu(value == 0, 1).any():
-        raise UnsupportedModelError(
-            f"the mask '{name}' is over the new tokens alone, and does not hide later ones from earlier ones of "
-            f"{sample.length}, as it is when they come one by one; supported are masks [S, S] that are causal"
-        )
-
-
 def _padded(emit: Emitter, mask: gs.Tensor, scores: gs.Tensor, rank: int) -> gs.Tensor:
     """A mask with zeros in front, for the tokens in the cache."""
     keys, new = (emit.op("Shape", [t], "keys", INT64, start=-1) for t in (scores, mask))
     past = emit.op("Sub", [keys, new], "past", INT64)
     pads = emit.op("Concat", [emit.ints([0] * (rank - 1)), past, emit.ints([0] * rank)], "pads", INT64, axis=0)
-    made: gs.Tensor = emit.op("Pad", [mask, pads], _HINT)
+    made: gs.Tensor = emit.op("Pad", [mask, pads], "mask_of_all")
     return made

@@ -23,7 +23,7 @@ from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.simplify import splice_body
 
 _LARGEST = 1 << 16  # elements of a constant
-_MOST = 1 << 14  # sequences, and of an axis that nothing explains
+_MOST = 1 << 14  # of an axis that nothing explains
 _LONGEST = 1 << 20  # tokens
 _FEW = range(1, 9)
 _FEW_NUMBERS = 64  # of a constant that may be a size, a bound or an index
@@ -69,25 +69,17 @@ def _same(name: str, samples: Samples) -> Array | None:
 
 
 def _at_other_sizes(values: Mapping[str, Array], samples: Samples) -> dict[str, Array]:
-    """Those that stay whatever the batch is, and the axes that nothing explains: few, and around each number.
+    """Those that stay whatever the size of axes that nothing explains is: small, and around each number.
 
-    The check runs few batches, and one size of such axes, so that it does not see what happens at others.
+    The check runs one size of such axes: shapes of what regions are fed with are terms in B and S alone.
     """
     numbers = _numbers(list(values), samples.blueprint)
     found = dict(values)
-    for size in sorted({*_FEW, *(n + d for n in numbers for d in (-1, 0, 1) if n + d > 0)}):
+    for size in sorted({*_FEW, *(n + d for n in numbers for d in (-1, 0, 1) if 0 < n + d <= _MOST)}):
         for step in samples.plain[:2]:
-            probes = [samples.step(size, step.past, step.length).probe] if size <= _MOST else []
-            probes += [samples.step(step.batch, step.past, step.length, other=size).probe] if size <= _MOST else []
-            if samples.wrapped and size > samples.capacity:
-                probes += [samples.step(step.batch, size, step.length, wrapped=True).probe]
-            for probe in probes:
-                found = {n: v for n, v in found.items() if _is(probe.value(n), v)}
+            probe = samples.step(step.batch, step.past, step.length, other=size).probe
+            found = {n: v for n, v in found.items() if (made := probe.value(n)) is not None and np.array_equal(made, v)}
     return found
-
-
-def _is(value: Array | None, wanted: Array) -> bool:
-    return value is not None and np.array_equal(value, wanted)
 
 
 def _numbers(names: Sequence[str], blueprint: Blueprint) -> set[int]:

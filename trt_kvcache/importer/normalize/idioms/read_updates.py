@@ -7,11 +7,10 @@ past that is cut short if it is long. What the update does at other lengths is f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
-from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -87,8 +86,6 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
             break
     else:
         raise _refusal(candidate, runs, steps)
-    if not _is_ragged(candidate, update, axis, perm, runs[0]):
-        raise candidate.refusal("it writes a sequence at the position of another")
     order = _order(candidate, update, perm, runs[0]) if candidate.rows_only else None
     whole = _wanted(candidate, runs[0], axis, perm, cut=False)
     assert whole is not None
@@ -151,21 +148,14 @@ def _tries(candidate: Candidate, past: Shape, new: Shape, step: Sample) -> Itera
         yield past, new
 
 
-def _given(
-    candidate: Candidate,
-    update: gs.Tensor,
-    step: Sample,
-    sizes: Shape,
-    shape: Shape,
-    positions: Mapping[str, Array] = MappingProxyType({}),
-) -> _Run:
+def _given(candidate: Candidate, update: gs.Tensor, step: Sample, sizes: Shape, shape: Shape) -> _Run:
     rng = np.random.default_rng(0)
     past = 2.0 * rng.integers(-_MOST, _MOST, sizes)
     new = 2.0 * rng.integers(-_MOST, _MOST, shape) + 1
     kind, rows = elem_type(update) or 0, new
     if kind not in (0, elem_type(candidate.past)):  # the past is cast to it, and operators ask for one type
         rows = new.astype(onnx.helper.tensor_dtype_to_np_dtype(kind))
-    probe = step.probe.given({**positions, candidate.past.name: past, update.name: rows})
+    probe = step.probe.given({candidate.past.name: past, update.name: rows})
     masks = [(mask.name, probe.value(mask.name)) for mask in candidate.masks]
     wide = {n: v.astype(np.float64) for n, v in masks if v is not None and v.dtype.kind not in "biu"}
     probe = probe.given(wide) if wide else probe
@@ -219,28 +209,6 @@ def _wanted(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 
     whole = run.past.copy()
     whole[(slice(None),) * axis + (places,)] = rows
     return whole
-
-
-def _is_ragged(candidate: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: _Run) -> bool:
-    """Whether sequences of other lengths have their new rows at positions of their own, or all have them at one.
-
-    The check runs a model as exported sequence by sequence, so that it does not see those of others.
-    """
-    step, name = run.step, next(iter(candidate.positions), "")
-    value = step.probe.value(name) if name else None
-    if step.batch == 1 or value is None or value.shape[:1] != (step.batch,):
-        return True
-    if value.ndim == 1 and np.unique(value).size > 1:  # of tokens, not of sequences
-        return True
-    offsets = np.arange(step.batch)[::-1]
-    moved = {name: (value + offsets.reshape(-1, *[1] * (value.ndim - 1))).astype(value.dtype)}
-    ragged = _given(candidate, update, step, run.past.shape, run.new.shape, moved)
-    longer = [replace(ragged, step=replace(step, past=step.past + int(offset))) for offset in offsets]
-    alike = [whole for run in longer if (whole := _wanted(candidate, run, axis, perm)) is not None]
-    if len(alike) < step.batch:
-        return True  # there is no room
-    own = np.stack([whole[row] for row, whole in enumerate(alike)])
-    return ragged.whole is not None and any(np.array_equal(ragged.whole, whole) for whole in (own, *alike))
 
 
 def _is_circular(
