@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from runtime.tokenizers_in_code import byte_fallback, byte_level
 from tokenizers import Tokenizer as Raw
-from tokenizers import models
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 patient = settings(deadline=None, max_examples=200)
 
@@ -170,6 +172,45 @@ def test_a_file_or_its_folder(tmp_path: Path) -> None:
         assert read.encode("the cache") == gpt().encode("the cache")
         assert read.vocab_size == 300
         assert (read.eos_token_id, read.special_tokens) == (None, {})
+
+
+def _unigram() -> Raw:
+    made = Raw(models.Unigram([("<unk>", 0.0), ("▁the", -1.0), ("▁", -2.0), *((c, -3.0) for c in "cahekps")], unk_id=0))
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    return made
+
+
+def _word_piece() -> Raw:
+    pieces = ["[UNK]", "the", "ca", "##che", "##s", "keep", "c", "##a"]
+    made = Raw(models.WordPiece({text: place for place, text in enumerate(pieces)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, _unigram, _word_piece], ids=lambda f: f.__name__)
+def test_a_file_encodes_and_decodes_as_the_library(make: Callable[[], Raw], tmp_path: Path) -> None:
+    raw = make()
+    raw.add_special_tokens(["<end>"])
+    raw.add_tokens(["added word"])
+    raw.post_processor = processors.TemplateProcessing(
+        single="$A <end>", pair="$A $B", special_tokens=[("<end>", raw.token_to_id("<end>"))]
+    )
+    raw.save(str(tmp_path / "tokenizer.json"))
+    read, rng = Tokenizer.load(tmp_path), random.Random(0)
+    assert read.vocab_size == raw.get_vocab_size()
+    for text in ("", "The cache keeps", "the added word <end> café 日本 " * 3):
+        for special_tokens in (True, False):
+            assert (
+                read.encode(text, special_tokens=special_tokens)
+                == raw.encode(text, add_special_tokens=special_tokens).ids
+            )
+    for _ in range(50):
+        ids = [rng.randrange(raw.get_vocab_size() + 1) for _ in range(rng.randint(0, 12))]
+        assert read.decode(ids) == raw.decode(ids)
 
 
 def test_a_text_that_is_none_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.files import read_file, read_object
+from trt_kvcache.runtime.text.bounded import BoundedTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,11 +22,13 @@ _LARGEST = 1 << 28
 class Tokenizer:
     """Text to token ids and back."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, name: str = "") -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer | BoundedTokenizer, settings: dict[str, Any] | None = None, name: str = ""
+    ) -> None:
         """Wrap a tokenizer.
 
         Args:
-            tokenizer: of the ``tokenizers`` library.
+            tokenizer: of the ``tokenizers`` library, trusted.
             settings: what ``tokenizer_config.json`` says.
             name: for messages.
 
@@ -46,7 +49,8 @@ class Tokenizer:
         """Read ``tokenizer.json``, and beside it ``tokenizer_config.json`` and ``chat_template.jinja`` where they are.
 
         Args:
-            path: the file, or its folder.
+            path: the file, or its folder. It may come from anywhere: texts are encoded in a process with limits, which
+                ends with this tokenizer.
 
         Raises:
             OptionError: a file is unreadable, or the ``tokenizers`` library is missing.
@@ -55,21 +59,16 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         try:
-            import tokenizers
+            import tokenizers  # noqa: F401 - in both processes
         except ImportError:
             raise OptionError(
                 f"{path} needs the tokenizers library: pip install 'trt-kvcache[text]'; or give token ids"
             ) from None
         try:
-            made = tokenizers.Tokenizer.from_buffer(read_file(path, _LARGEST))
+            data = read_file(path, _LARGEST)
         except OSError as error:
             raise OptionError(f"{path} cannot be read: {error.strerror}") from None
-        except Exception as error:  # noqa: BLE001 - the library raises Exception itself, whatever is wrong in the file
-            raise OptionError(f"{path} is not a tokenizer.json that this tokenizers library reads: {error}") from None
-        # Both are for training; here a prompt is what it is.
-        made.no_padding()
-        made.no_truncation()
-        return cls(made, _settings_beside(path), str(path))
+        return cls(BoundedTokenizer(data, str(path)), _settings_beside(path), str(path))
 
     @property
     def vocab_size(self) -> int:
