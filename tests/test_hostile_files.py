@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -10,19 +13,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
+import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
 from hostile.files import NO_FILES
-from hostile.texts import PATTERNS, TEMPLATES
+from hostile.models import SMALL, endless, terabytes
+from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
 
-from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache import DecodeSession, GenerationConfig, UnsupportedModelError, plan_model, verify_model
 from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
 from trt_kvcache.files import is_inside, read_file
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.steps.engine import EngineError
+from trt_kvcache.machine import bounded_memory, free_memory
 from trt_kvcache.runtime import embeddings
+from trt_kvcache.verify import inputs as verify_inputs
+from trt_kvcache.verify import sessions
 from trt_kvcache.verify.inputs import load_inputs
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
@@ -30,7 +40,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 
 from runtime.tokenizers_in_code import byte_level  # noqa: E402
 
-from trt_kvcache.runtime.text import template_process  # noqa: E402
+from trt_kvcache.runtime.text import template_process, tokenizer_process  # noqa: E402
 from trt_kvcache.runtime.text.tokenizer import Tokenizer  # noqa: E402
 
 SECONDS = 60
@@ -134,6 +144,102 @@ def test_onnx_runtime_writes_and_tells_nothing_on_its_own(tmp_path: Path) -> Non
     }
     subprocess.run([sys.executable, "-c", code], check=True, env=given | {"HOME": str(home), "TMPDIR": str(home)})
     assert not list(home.rglob("*"))
+
+
+def _hostile(folder: Path, edit: Callable[[onnx.ModelProto, random.Random], None]) -> Path:
+    path = write_decoder(folder / "model.onnx", SMALL)
+    proto = onnx.load(path)
+    edit(proto, random.Random(0))
+    onnx.save(proto, path)
+    return path
+
+
+def test_a_run_may_take_the_memory_that_is_free() -> None:
+    with bounded_memory(), pytest.raises(MemoryError):
+        held = [np.empty(free_memory(swap=True) // 4, np.uint8) for _ in range(6)]
+    held = [np.empty(free_memory(swap=True) // 4, np.uint8) for _ in range(6)]
+    assert len(held) == 6
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("command", [["verify"], ["generate", "--tokens", "1,2"]], ids=lambda c: c[0])
+def test_tensors_of_any_size_are_one_line(tmp_path: Path, command: list[str]) -> None:
+    path = _hostile(tmp_path, terabytes)
+    done = subprocess.run(
+        [sys.executable, "-m", "trt_kvcache", command[0], str(path), *command[1:]], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*(more memory than is free|allocate memory|overflowed).*\n", done.stderr)
+
+
+@pytest.mark.parametrize("reference", [False, True], ids=["ONNX Runtime", "the reference evaluator"])
+def test_verify_gives_up_a_step_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: bool
+) -> None:
+    path = _hostile(tmp_path, endless)
+    monkeypatch.setattr(sessions, "SECONDS", 1.0)
+    if reference:
+        monkeypatch.setattr(sessions.OrtSession, "run", _refuse)
+    with pytest.raises(UnsupportedModelError, match="more than 1 s to open or for one step: it never ends"):
+        verify_model(path)
+
+
+def _refuse(*_: object) -> None:
+    raise EngineError("refused")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizers_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    tree = json.loads(_saved_tokenizer(tmp_path).joinpath("tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree | TOKENIZERS[kind]))
+    words = r"took more than|ended with exit code|regex|retry-limit|decodes by|decoders, which"
+
+    def load_and_encode() -> None:
+        made = Tokenizer.load(tmp_path)
+        monkeypatch.setattr(tokenizer_process, "SECONDS", 0.5)
+        made.encode("the cache keeps what the model wrote " * 200)
+
+    with pytest.raises(TrtKvCacheError, match=words):
+        load_and_encode()
+
+
+def test_an_encoder_that_was_ended_starts_again(tmp_path: Path) -> None:
+    made = Tokenizer.load(_saved_tokenizer(tmp_path))
+    wanted = made.encode("the cache")
+    made._tokenizer._process._children[0].end()
+    assert made.encode("the cache") == wanted
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("key", ["offset", "length"])
+@pytest.mark.parametrize("digits", ["0_0", "\u0660", " 0", "+0", "-0", "9" * 5000])
+def test_only_digits_are_numbers(tmp_path: Path, key: str, digits: str) -> None:
+    path = write_decoder(tmp_path / "model.onnx", SMALL, external_threshold=256)
+    proto = onnx.load(path, load_external_data=False)
+    tensor = next(t for t in proto.graph.initializer if t.external_data)
+    next(entry for entry in tensor.external_data if entry.key == key).value = digits
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(InvalidModelError, match="both must be numbers, and not negative"):
+        plan_model(path)
+
+
+def test_arrays_that_unpack_to_more_than_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(1 << 20))
+    monkeypatch.setattr(verify_inputs, "free_memory", lambda: 1 << 20)
+    with pytest.raises(OptionError, match=r"its arrays take 0.0 GB, and 0.0 GB of memory are free"):
+        load_inputs(str(tmp_path / "a.npz"))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("command", [["plan"], ["inspect"], ["generate", "--tokens", "1"]], ids=lambda c: c[0])
+def test_a_path_in_a_folder_that_is_gone_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os, shutil; os.chdir({str(gone)!r}); shutil.rmtree({str(gone)!r}); import runpy; "
+    code += "runpy.run_module('trt_kvcache', run_name='__main__', alter_sys=True)"
+    done = subprocess.run([sys.executable, "-c", code, *command, "a.onnx"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: [^\n]*\n", done.stderr)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -38,6 +38,41 @@ def peak_memory() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+_bounded: list[bool] = []
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Let this process take no more memory than is free now: what asks for more fails. On Linux; elsewhere nothing.
+
+    Files that are mapped to be read do not count. It is for processes of our own: all threads are bounded.
+    """
+    if sys.platform == "linux":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = psutil.Process().memory_info().data + free_memory(swap=True)
+        limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([most, *limits]), hard))
+        _bounded.append(True)
+        try:
+            yield
+        finally:
+            _bounded.pop()
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    else:
+        yield
+
+
+def allow_memory(size: int) -> None:
+    """Raise the bound of `bounded_memory`, if there is one, for memory that is asked for and perhaps never used."""
+    if sys.platform == "linux" and _bounded:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft + size if hard < 0 else min(soft + size, hard), hard))
 
 
 def _limits() -> Iterator[tuple[int, int]]:

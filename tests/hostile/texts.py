@@ -51,9 +51,9 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 _GROWING = [_replace("e", "ee" * 50) for _ in range(8)]
-_TWICE = {
+_REPEATED = {
     "type": "TemplateProcessing",
-    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 4,
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 100_000,
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
     "special_tokens": {},
 }
@@ -64,7 +64,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "a normalizer that backtracks": {"normalizer": _replace(_CATASTROPHE, "", regex=True)},
     "a pattern that backtracks": {"pre_tokenizer": _split(_CATASTROPHE)},
     "patterns that backtrack": {"pre_tokenizer": _sequence("pretokenizers", [_split(_CATASTROPHE)] * 50)},
-    "a template that doubles": {"post_processor": _sequence("processors", [_TWICE] * 30)},
+    "a template that repeats": {"post_processor": _REPEATED},
     "an added token that grows": {
         "normalizer": _sequence("normalizers", _GROWING),
         "added_tokens": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import sys
@@ -113,6 +114,40 @@ def test_async_iteration_and_cancellation() -> None:
 
     asyncio.run(cancelled())
     assert session.cache.slots == ()
+
+
+def test_a_cancelled_astream_whose_step_fails_later_says_nothing() -> None:
+    runner, go, said = HashRunner(), threading.Event(), []
+
+    def fail(*_: object) -> Any:
+        go.wait(10)
+        raise SessionError("failed")
+
+    runner.step = fail  # type: ignore[method-assign]
+
+    async def cancelled() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+
+        async def consume() -> None:
+            async for _ in session.astream([[1]], config(60)):
+                pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.01)
+        task.cancel()  # while the first one still waits for the step
+        go.set()
+        with suppress(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.05)
+        gc.collect()
+        await asyncio.sleep(0)
+
+    with DecodeSession(runner) as session:
+        asyncio.run(cancelled())
+        assert not session.cache.slots
+    assert said == []
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8])

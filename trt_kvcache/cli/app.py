@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,9 @@ def _in_one_line() -> Iterator[None]:
         raise typer.Exit(1) from None
     except OSError as error:
         # Paths that cannot even be looked up: too long, or in a folder without permission.
+        if error.filename is None and error.errno == errno.ENOENT and not _has_folder():
+            print_error("the current folder does not exist any more; change to one that does, or give absolute paths")
+            raise typer.Exit(1) from None
         if error.filename is None or error.errno is None:
             raise
         print_error(f"{os.fspath(error.filename)}: {error.strerror}")
@@ -58,6 +62,14 @@ def _in_one_line() -> Iterator[None]:
         message, status = last_words(error)
         print_error(message)
         raise typer.Exit(status) from None
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - the same, and says what it does
+    except FileNotFoundError:
+        return False
+    return True
 
 
 app = typer.Typer(

@@ -18,6 +18,7 @@ from trt_kvcache.cli.options import (
     JsonOption,
     RunnableArgument,
     SessionPlanFlags,
+    bounded_on_cpu,
     run_flag,
 )
 
@@ -66,15 +67,18 @@ def bench(
 
     pyplot = None if plot is None else load_pyplot(plot)
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)
-    with DecodeSession.open(
-        model,
-        device=device.value,
-        check=check.value,
-        embeddings=embeddings,
-        max_batch=max_batch,
-        threads=threads,
-        **options,
-    ) as session:
+    with (
+        bounded_on_cpu(model),
+        DecodeSession.open(
+            model,
+            device=device.value,
+            check=check.value,
+            embeddings=embeddings,
+            max_batch=max_batch,
+            threads=threads,
+            **options,
+        ) as session,
+    ):
         room = min(session.cache.capacity or 4096, 4096)
         timings = bench_session(
             session,

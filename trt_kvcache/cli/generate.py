@@ -18,6 +18,7 @@ from trt_kvcache.cli.options import (
     JsonOption,
     RunnableArgument,
     SessionPlanFlags,
+    bounded_on_cpu,
     given_flags,
     run_flag,
 )
@@ -200,17 +201,19 @@ def generate(
         return session
 
     before = [None] * (len(prompts) - len(embedded))
-    if run(
-        open_session,
-        prompts,
-        config,
-        view,
-        lambda session: {
-            "constants": text.read_constants(encode(session, sources), len(prompts)),
-            "inputs_embeds": [*before, *(prompt.embeds for prompt in embedded)],
-            "positions": [*before, *(prompt.positions for prompt in embedded)],
-        },
-    ):
+    with bounded_on_cpu(model):
+        interrupted = run(
+            open_session,
+            prompts,
+            config,
+            view,
+            lambda session: {
+                "constants": text.read_constants(encode(session, sources), len(prompts)),
+                "inputs_embeds": [*before, *(prompt.embeds for prompt in embedded)],
+                "positions": [*before, *(prompt.positions for prompt in embedded)],
+            },
+        )
+    if interrupted:
         raise typer.Exit(130)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -47,6 +48,13 @@ EmbeddingsOption = Annotated[
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 TablesOption = Annotated[bool, typer.Option("--all", help="Every table, with a row for each group of layers.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+
+
+def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
+    """While a model, and no engine, runs in this process: no more memory than is free now."""
+    from trt_kvcache.machine import bounded_memory
+
+    return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
 
 
 class Switch(str, Enum):

@@ -148,8 +148,21 @@ async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent
                 return
             yield event
     finally:
-        if step is not None and not step.done():  # cancelled: the iterator cannot be closed while it runs
+        if step is None or step.done():
+            _close(events)
+        else:  # cancelled: the iterator cannot be closed while it runs
+            step.add_done_callback(lambda task: _give_up(task, events))
             await asyncio.wait([step])
-        close = getattr(events, "close", None)
-        if close is not None:
-            close()
+
+
+def _give_up(step: asyncio.Task[TokenEvent | None], events: Iterator[TokenEvent]) -> None:
+    """After a step that nobody waits for any more; asyncio complains of errors that nobody has looked at."""
+    if not step.cancelled():
+        step.exception()
+    _close(events)
+
+
+def _close(events: Iterator[TokenEvent]) -> None:
+    close = getattr(events, "close", None)
+    if close is not None:
+        close()

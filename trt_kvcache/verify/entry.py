@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.extensions import apart, define, for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.steps.runnable import with_exact_products
+from trt_kvcache.machine import bounded_memory
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
@@ -32,6 +34,16 @@ def verify_import(
         verify: what to run.
         folder: of the rewritten model's external data, if it is a file of its own.
     """
+    try:
+        with bounded_memory():
+            return _verify(imported, verify, folder)
+    except MemoryError:
+        raise UnsupportedModelError(
+            f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"
+        ) from None
+
+
+def _verify(imported: ImportedModel, verify: VerifyOptions, folder: Path | None) -> VerifyReport:
     source, twin = imported.source, has_bfloat16(imported.source.proto) or has_bfloat16(imported.model)
     # What does not fit into memory is refused here, before weights are written anywhere.
     Verification(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.plan import CachePlan, Role, SpanInput
 from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.machine import free_memory
 
 Array = npt.NDArray[Any]
 
@@ -28,8 +30,12 @@ def load_inputs(path: str | None) -> dict[str, Array]:
     if path is None:
         return {}
     try:
-        open_regular(Path(path)).close()
-        file = np.load(path, allow_pickle=False)
+        with open_regular(Path(path)) as opened:
+            packed = zipfile.ZipFile(opened).infolist() if zipfile.is_zipfile(opened) else []
+        size, free = sum(part.file_size for part in packed), free_memory()
+        if 2 * size > free:
+            raise ValueError(f"its arrays take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
+        file = np.load(path, allow_pickle=False, mmap_mode="r")
         if isinstance(file, np.ndarray):
             raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
         with file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event, Thread
@@ -12,15 +13,19 @@ import onnx
 import onnxruntime as ort
 from onnx import ModelProto
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.importer.steps.engine import ORT_ERRORS, EngineError, ReferenceEngine, one_line
 from trt_kvcache.importer.steps.engine import Engine as Session
+from trt_kvcache.native import Endable
 from trt_kvcache.verify.memory import Weights, weigh
 
 Array = npt.NDArray[Any]
 
 _REFERENCE_LIMIT = 64 << 20  # bytes of weights; the reference evaluator is plain numpy and holds them all
 _PATIENCE = 2.0  # seconds, for what was interrupted to end
+SECONDS = 1800.0
+"""The longest that a model may take to open, or for a step: what takes longer may never end."""
 
 
 class OrtSession:
@@ -67,9 +72,10 @@ class OrtSession:
             linked, folder = without_links(model, folder)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
             source = linked.SerializeToString()
+        ort.set_default_logger_severity(4)  # errors arrive as exceptions
         opened = _interruptible(
             lambda: ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]),
-            lambda: options.set_load_cancellation_flag(True),
+            lambda _: options.set_load_cancellation_flag(True),
         )
         self._session = opened
         self._outputs = [output.name for output in self._session.get_outputs()]
@@ -79,27 +85,49 @@ class OrtSession:
         options = ort.RunOptions()
         options.log_severity_level = 4
         values = _interruptible(
-            lambda: self._session.run(self._outputs, dict(feeds), options), lambda: setattr(options, "terminate", True)
+            lambda: self._session.run(self._outputs, dict(feeds), options),
+            lambda _: setattr(options, "terminate", True),
         )
         return dict(zip(self._outputs, values, strict=True))
 
 
-def _open_reference(model: ModelProto, folder: Path) -> ReferenceEngine:
-    linked, folder = without_links(model, folder)
-    loaded = ModelProto()
-    loaded.CopyFrom(linked)
-    onnx.load_external_data_for_model(loaded, str(folder))
-    return ReferenceEngine(loaded)
+class _Reference:
+    """ONNX's own evaluator, which NumPy computes.
+
+    Attributes:
+        engine: name and version.
+    """
+
+    engine = ReferenceEngine.engine
+
+    def __init__(self, model: ModelProto, folder: Path) -> None:
+        linked, folder = without_links(model, folder)
+        loaded = ModelProto()
+        loaded.CopyFrom(linked)
+        onnx.load_external_data_for_model(loaded, str(folder))
+        self._evaluator = ReferenceEngine(loaded)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name."""
+        found: dict[str, Array] = _interruptible(lambda: self._evaluator.run(feeds), _raise_in)
+        return found
 
 
-def _interruptible(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
-    """What a call into ONNX Runtime gives; for large models it can take minutes.
+def _raise_in(thread: Thread) -> None:
+    """Raise an exception between two steps of Python in another thread."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeoutError))
+
+
+def _interruptible(call: Callable[[], Any], stop: Callable[[Thread], None]) -> Any:
+    """What a call that runs a model gives; for large models it can take minutes.
 
     An interrupt reaches the main thread between Python's own steps, so the call gets a thread of its own, which `stop`
     ends soon: a run behind the next node, a session behind the next of its optimizations. Nobody waits long for that.
 
     Raises:
-        EngineError: ONNX Runtime refuses.
+        EngineError: the engine refuses.
+        UnsupportedModelError: it takes more than `SECONDS`.
     """
     given: list[Any] = []
     failed: list[BaseException] = []
@@ -107,20 +135,28 @@ def _interruptible(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
 
     def work() -> None:
         try:
-            given.append(call())
+            with Endable(lambda: stop(thread)):
+                given.append(call())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             failed.append(error)
         finally:
             over.set()
 
-    thread = Thread(target=work, name="onnxruntime")
+    thread = Thread(target=work, name="model", daemon=True)
     thread.start()
     try:
-        over.wait()  # a thread whose `join` is interrupted counts as ended from then on (Python 3.11)
+        # A thread whose `join` is interrupted counts as ended from then on (Python 3.11).
+        in_time = over.wait(SECONDS)
     except KeyboardInterrupt:
-        stop()
+        stop(thread)
         over.wait(_PATIENCE)
         raise
+    if not in_time:
+        stop(thread)
+        over.wait(_PATIENCE)
+        raise UnsupportedModelError(
+            f"the model took more than {SECONDS:g} s to open or for one step: it never ends, or needs a faster machine"
+        )
     thread.join()
     try:
         for error in failed:
@@ -163,7 +199,7 @@ def open_session(
     else:
         return session, None
     try:
-        evaluator = _open_reference(model, folder)
+        evaluator = _Reference(model, folder)
         evaluator.run(trial)
     except EngineError as error:
         raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None

@@ -40,6 +40,7 @@ _CONSTANT_LIMIT = 1 << 20
 _BIAS_LIMIT = 1 << 28
 _AGAIN = "export or copy the model again"
 _SAMPLE = 512
+_DIGITS = 20
 
 # Offset and content of the first bytes of files that are taken for models, what they are, and what to do instead.
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
@@ -267,15 +268,13 @@ def _check_external(
     where = f"{path}: the data of tensor '{tensor.name}'"
     if not location:
         raise InvalidModelError(f"{where} are external, but no file is named; {_AGAIN}")
-    try:
-        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or -1)
-    except ValueError:
-        offset = -1
-    if offset < 0 or length < -1:
+    texts = [entries.get(key) or "" for key in ("offset", "length")]
+    if not all(text.isascii() and (text.isdecimal() or not text) and len(text) < _DIGITS for text in texts):
         raise InvalidModelError(
             f"{where} have offset '{entries.get('offset')}' and length '{entries.get('length')}' in {location}; both "
             f"must be numbers, and not negative; {_AGAIN}"
         )
+    offset, length = int(texts[0] or 0), int(texts[1] or -1)
     if location not in files:
         files[location] = _external_file(location, path, where)
     size = files[location][1][2]

@@ -130,6 +130,7 @@ def open_on_cpu(
         source = linked.SerializeToString()
     else:
         source = model
+    ort.set_default_logger_severity(4)
     try:
         with Endable(lambda: options.set_load_cancellation_flag(True)):
             session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])

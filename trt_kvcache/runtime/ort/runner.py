@@ -19,7 +19,7 @@ from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.machine import memory
+from trt_kvcache.machine import allow_memory, memory
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
@@ -119,6 +119,7 @@ class OnnxRuntimeRunner:
         imported.source.check_unchanged()
         # What GroupQueryAttention cannot do; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
+        allow_memory(per_row * self._max_batch)
         self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
         # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
