@@ -250,12 +250,20 @@ def _find_obstacle(graph: gs.Graph, found: _Found) -> str:
     if contains(graph.outputs, past):
         return f"the cache '{past.name}' is also an output of the model, before the update"
     for reader in consumers(past):
-        if reader is not node and not is_op(reader, "Shape"):  # Shape reads no values
+        if reader is not node and _reads_values(graph, reader):
             what = "also updated" if is_update(reader) else "also read"
             return f"the cache '{past.name}' is {what} by '{reader.name}', which must see it before the update"
     if any(not isinstance(d, int) for d in found.shape[1:]):
         return f"the cache '{past.name}' has open dimensions besides the batch: {list(found.shape)}"
     return ""
+
+
+def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
+    """False: only the shape of what it reads counts, as it is or with its axes in another order."""
+    if not is_op(node, "Transpose"):
+        return not is_op(node, "Shape")
+    made = node.outputs[0]
+    return contains(graph.outputs, made) or any(_reads_values(graph, reader) for reader in consumers(made))
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
