@@ -79,8 +79,9 @@ def swap_heads(model: ModelProto) -> None:
 
 
 def swap_keys_and_values(model: ModelProto) -> None:
-    node = nodes(model, "Attention")[-1]
-    node.input[1], node.input[2] = node.input[2], node.input[1]
+    """New rows of the last layer, which attention may be decomposed in."""
+    keys, values = nodes(model, "TensorScatter")[-2:]
+    keys.input[1], values.input[1] = values.input[1], keys.input[1]
 
 
 def write_one_early(model: ModelProto) -> None:
