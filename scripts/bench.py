@@ -5,6 +5,7 @@
 
 CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: time and memory
       decode   tokens per second against bare loops and other people's: onnxruntime-genai, CTranslate2, ...
+      draft    a draft model against the model alone
       host     what the host adds to a decode step
       idioms   models as exporters write them against their rewritten form
       latents  latent attention, absorbed against expanded
@@ -31,7 +32,7 @@ import onnxruntime as ort
 from benchmarks.report import Report
 from gpu_steps import write_json
 
-NAMES = ("build", "decode", "host", "idioms", "latents", "logits", "span", "choice", "kernel")
+NAMES = ("build", "decode", "draft", "host", "idioms", "latents", "logits", "span", "choice", "kernel")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -47,6 +47,8 @@ SMALL = {
     "span": ["--capacity", "256", "512", "--turns", "3"],
     "choice": ["--vocab", "1001", "--turns", "3"],
     "kernel": [],
+    "draft": ["--tokens", "72", "--prompt", "8", "--hidden", "192", "--vocab", "500", "--layers", "2", "--guesses", "3",
+              "--threads", "1"],
 }  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def differences(data: Any) -> Iterator[float]:
     ("name", "rows"),
     [pytest.param("build", 7, marks=pytest.mark.slow), pytest.param("decode", 4, marks=pytest.mark.slow),
      ("host", 15), ("idioms", 6), ("latents", 2), pytest.param("logits", 2, marks=pytest.mark.slow), ("span", 2),
-     ("choice", 18), ("kernel", 12)],
+     ("choice", 18), ("kernel", 12), pytest.param("draft", 2, marks=pytest.mark.slow)],
 )  # fmt: skip
 @pytest.mark.filterwarnings("default")  # other people's packages
 def test_prints_a_table_and_json(

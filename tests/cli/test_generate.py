@@ -246,6 +246,33 @@ def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
     assert ", no tokens proposed (a step takes one token: " in told
 
 
+def test_a_draft_tells_how_it_did(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--tokens", "5,6,7", "--max-new-tokens", "30")
+    plain = report(folder, *arguments)
+    drafted = (*arguments, "--draft", str(folder / "model.onnx"), "--num-assistant-tokens", "3")
+    found = report(folder, *drafted)
+    assert found["sequences"] == plain["sequences"]
+    assert found["speculation"] == {"proposed": 22, "accepted": 22, "acceptance": 1.0, "impossible": None}
+    assert ", 22 of 22 proposed tokens accepted" in call(folder, *drafted).stderr
+    write_decoder(tmp_path / "other.onnx", DecoderConfig(vocab=200))
+    said = call(folder, *arguments, "--draft", str(tmp_path / "other.onnx"), code=1).stderr
+    assert said.startswith("error: the draft has a vocabulary of 200 tokens, and the model one of 300; use a draft ")
+    said = call(folder, *arguments, "--num-assistant-tokens", "3", code=1).stderr
+    assert said.startswith("error: num_assistant_tokens is 3, and the session has no draft model; open it with draft=")
+
+
+def test_the_prefix_cache_tells_how_it_did(folder: Path) -> None:
+    ids = ",".join(map(str, range(40)))
+    arguments = ("--tokens", ids, "--tokens", f"{ids},50", "--max-batch", "1", "--max-new-tokens", "3")
+    plain = report(folder, *arguments)
+    found = report(folder, *arguments, "--prefix-cache", "1MiB")
+    assert found["sequences"] == plain["sequences"]
+    assert plain["prefix_cache"] is None
+    assert found["prefix_cache"] == {"lookups": 2, "hits": 1, "saved_tokens": 32, "blocks": 1, "dropped": 0}
+    told = call(folder, *arguments, "--prefix-cache", "1MiB").stderr
+    assert ", 32 prompt tokens from the prefix cache; " in told
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("count", [1, 2])
@@ -310,6 +337,8 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
         (["--tokens", "5", "--top-p", "2"], "--top-p is 2.0; supported: above 0 and at most 1"),
         (["--tokens", "5", "--logit-bias", "7"], "'7' is not ID=BIAS"),
         (["--tokens", "5", "--eos", "3", "--ignore-eos"], "use one of them"),
+        (["--tokens", "5", "--prefix-cache", "much"], "size 'much' is not a number of bytes"),
+        (["--tokens", "5", "--prefix-cache", "10"], "prefix_cache is 10 bytes, and a block of 32 tokens takes"),
         (["--tokens", "5", "--device", "cuda"], "a GPU runs engines"),
         (["--tokens", "5", "--num-beams", "99"], "--num-beams 99 needs as many rows, and 8 of 8 are free"),
     ],

@@ -131,8 +131,8 @@ class Corpus:
         model.write_bytes(made.model.read_bytes())
         return write_engine(model, options=family.options, backend=backend, max_chunk=family.max_chunk, **family.build)
 
-    def open(self, name: str, device: str = "cpu") -> DecodeSession:
-        """A session, every row of its caches full of large numbers."""
+    def open(self, name: str, device: str = "cpu", **options: Any) -> DecodeSession:
+        """A session with these options, every row of its caches full of large numbers."""
         family, made = FAMILIES[name], self.made(name)
         if device == "cpu":
             batch, chunk = family.max_batch, family.max_chunk
@@ -145,7 +145,7 @@ class Corpus:
             for row in range(runner.max_batch):
                 held = runner.read_row(one.past, row, one.capacity)
                 runner.write_row(one.past, row, rng.choice([-1e4, 1e4], held.shape).astype(held.dtype))
-        return DecodeSession(runner, **made.session)
+        return DecodeSession(runner, **made.session, **options)
 
 
 @dataclass

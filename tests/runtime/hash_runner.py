@@ -15,7 +15,7 @@ import sample_plans
 from numpy.typing import NDArray
 
 from trt_kvcache.errors import SessionError
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, Role, StateUpdate, TensorRole, UpdateMode
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, StepBatch
 
 VOCAB = 97
@@ -35,6 +35,18 @@ def plan(kinds: Sequence[tuple[str, int]], *, per_row: bool = True) -> CachePlan
     if not per_row:
         tensors = [replace(t, shape=(1,), axes=("",)) if t.name == "write_indices" else t for t in tensors]
     return replace(base, caches=caches, tensors=tuple(tensors), attention=(), masks=(), spans=())
+
+
+def with_state(plan: CachePlan) -> CachePlan:
+    """A plan of a model that keeps state as well."""
+    return replace(plan, states=(StateUpdate("past_state", "state", "float", ("batch", 4), "test"),))
+
+
+def with_encoder(plan: CachePlan) -> CachePlan:
+    """A plan of a model that is given something beside each text."""
+    axes = ("batch", "encoder", "")
+    given = TensorRole("encoder_output", "input", Role.CONSTANT, "float", ("batch", "source", 4), "test", axes)
+    return replace(plan, tensors=(*plan.tensors, given))
 
 
 def next_token(tokens: Sequence[int], window: int | None) -> int:

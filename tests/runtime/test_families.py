@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from runtime.engines import drain
 from runtime.families import CASES, FAMILIES, PROMPTS, Corpus, Text
+from runtime.hash_runner import HashRunner
 
 from trt_kvcache import (
     BuildOptions,
@@ -19,6 +21,9 @@ from trt_kvcache import (
     build_engine,
     verify_model,
 )
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime import cache, prefix
+from trt_kvcache.runtime.draft import DraftModel
 
 EACH = pytest.mark.parametrize(("name", "device"), CASES, ids=lambda value: value)
 
@@ -234,3 +239,55 @@ def test_what_was_offloaded_comes_back(corpus: Corpus, name: str, device: str, t
 def check_same(session: DecodeSession, one: int, other: int) -> None:
     mine, its = (session.update({slot: [7]})[slot] for slot in (one, other))
     np.testing.assert_array_equal(mine, its)
+
+
+def shares_prefixes(name: str) -> bool:
+    return not (FAMILIES[name].state or name.startswith(("circular", "cross")))
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize(("name", "device"), [case for case in CASES if shares_prefixes(case[0])])
+def test_prefixes_that_were_computed_before(
+    corpus: Corpus, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what follows is given as more than ids; on a GPU nothing more is allocated, and all is given back."""
+    for module in (prefix, cache):
+        monkeypatch.setattr(module, "BLOCK", 4)
+    with corpus.open(name, device, prefix_cache=1 << 20) as session:
+        runner = cast("Any", session._runner)
+        held = None if device == "cpu" else (runner.module.machine.allocations, len(runner.module.machine.pinned))
+        made = corpus.made(name)
+        plain = [i for i in range(5) if not made.given(i)]
+        for _ in range(2):
+            for i in plain:
+                slot = session.add(PROMPTS[i], GenerationConfig(max_new_tokens=6))
+                assert drain(session)[slot] == wanted(corpus, name, i, 6)
+        stats = session.cache.prefix_stats
+        assert stats is not None
+        assert stats.saved_tokens == sum((len(PROMPTS[i]) - 1) // 4 * 4 for i in plain)
+        assert held is None or held == (runner.module.machine.allocations, len(runner.module.machine.pinned))
+    assert device == "cpu" or not runner.module.machine.pinned
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize(("name", "device"), [case for case in CASES if not FAMILIES[case[0]].state])
+def test_a_draft_changes_no_token(corpus: Corpus, name: str, device: str) -> None:
+    """Of the model itself, which is always right, where it can be one; of another one, which is mostly wrong."""
+    many = GenerationConfig(max_new_tokens=12)
+    with corpus.open(name, device) as plain:
+        want = [result.tokens for result in plain.generate(PROMPTS, many, **given(corpus, name, 5))]
+        other: Any = HashRunner()
+        other.vocab = plain.vocab
+        drafts = [other]
+        if plain.cache.window is None and not any(corpus.made(name).given(i) for i in range(5)):
+            drafts.append(corpus.open(name, device)._runner)
+    for draft in drafts:
+        if FAMILIES[name].max_chunk == 1:
+            with pytest.raises(OptionError, match="a draft cannot help this model: a step takes one token"):
+                corpus.open(name, device, draft=DraftModel(draft))
+            continue
+        with corpus.open(name, device, draft=DraftModel(draft)) as session:
+            found = session.generate(PROMPTS, replace(many, num_assistant_tokens=3), **given(corpus, name, 5))
+        assert [result.tokens for result in found] == want
+        if draft is not other:
+            assert {result.speculation.acceptance for result in found} == {1}

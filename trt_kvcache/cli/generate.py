@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -69,6 +69,9 @@ class GenerationFlags:
     prompt_lookup_num_tokens: Annotated[
         int | None,
         _choice_flag("--prompt-lookup", min=1, metavar="N", help="Propose N tokens at a time from the text so far."),
+    ] = None
+    num_assistant_tokens: Annotated[
+        int | None, _choice_flag(min=0, metavar="N", help="Tokens that the --draft guesses at a time. Default: 4.")
     ] = None
     max_new_tokens: Annotated[int | None, _end_flag(min=1, metavar="N", help="Default: 128.")] = None
     min_new_tokens: Annotated[int | None, _end_flag(min=0, metavar="N")] = None
@@ -150,6 +153,34 @@ class RunFlags:
     max_chunk: Annotated[
         int | None, run_flag(min=1, metavar="TOKENS", help="Longest update in a step. Default: the engine's, else 512.")
     ] = None
+    draft: Annotated[
+        Path | None,
+        run_flag(
+            metavar="MODEL|ENGINE",
+            help="A smaller model with the same tokens, which guesses; the tokens stay the same.",
+            readable=False,
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        str | None,
+        run_flag(
+            metavar="SIZE",
+            help="Host memory, such as 512MiB, for cache rows that prompts with one beginning share. Default: none.",
+        ),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `DecodeSession.open`.
+
+        Raises:
+            OptionError: a size is none.
+        """
+        from trt_kvcache.engine.options import parse_bytes
+
+        given = given_flags(self)
+        if self.prefix_cache is not None:
+            given["prefix_cache"] = parse_bytes(self.prefix_cache)
+        return given
 
 
 def generate(
@@ -187,7 +218,7 @@ def generate(
         tokenizer=tokenizer or False,
         embeddings=text.embeddings,
         encoder=encoded.encoder,
-        **given_flags(running),
+        **running.options(),
     )
 
     def open_session() -> DecodeSession:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from trt_kvcache.cli.output import print_json, print_warnings, visible
@@ -15,6 +15,7 @@ from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
+from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
 
@@ -32,7 +33,8 @@ class Run:
         opening: seconds until the session was open.
         first: seconds from the open session to the first token: the prompts that run at once, and one step.
         total: seconds to the end.
-        speculation: counts of drafts, over all sequences.
+        speculation: counts of drafts, over all sequences; None where nothing guesses.
+        prefixes: what the prefix cache did; None where there is none.
     """
 
     runs_on: str
@@ -41,7 +43,8 @@ class Run:
     opening: float
     first: float | None = None
     total: float = 0.0
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    speculation: SpeculationStats | None = None
+    prefixes: PrefixStats | None = None
 
     @property
     def count(self) -> int:
@@ -100,6 +103,7 @@ def run(
                         made.first = made.total
                     made.sequences[event.sequence].take(event)
                     if event.speculation is not None:
+                        made.speculation = made.speculation or SpeculationStats()
                         made.speculation.add(event.speculation)
                     view.show(event, made)
                     if interrupted.is_set():
@@ -110,6 +114,7 @@ def run(
         for sequence in made.sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.CANCELLED
+        made.prefixes = session.cache.prefix_stats
         view.end(made)
         if cut := sum(s.finish_reason is FinishReason.CAPACITY for s in made.sequences):
             what = "text ends because its cache is" if cut == 1 else "texts end because their caches are"
@@ -138,6 +143,7 @@ class JsonView:
                 "seed": run.config.seed,
                 "sequences": [_sequence(sequence, run.config, self._text) for sequence in run.sequences],
                 "speculation": _speculation(run),
+                "prefix_cache": None if run.prefixes is None else asdict(run.prefixes),
                 "timings": {
                     "open_seconds": round(run.opening, 6),
                     "first_token_seconds": None if run.first is None else round(run.first, 6),
@@ -183,10 +189,12 @@ class LiveView:
         parts = [f"{prompt} prompt tokens", f"{run.count} new ({reasons})"]
         parts += [] if run.first is None or run.config.num_beams > 1 else [f"the first after {run.first:.3f} s"]
         parts += [] if run.rate is None else [f"{run.rate:.1f} tokens/s"]
-        if run.config.prompt_lookup_num_tokens is not None:
-            stats = run.speculation
+        stats = run.speculation
+        if stats is not None:
             told = f"{stats.accepted} of {stats.proposed} proposed tokens accepted"
             parts.append(f"no tokens proposed ({stats.impossible})" if stats.impossible else told)
+        if run.prefixes is not None:
+            parts.append(f"{run.prefixes.saved_tokens} prompt tokens from the prefix cache")
         parts += [f"seed {run.config.seed}"] if run.config.do_sample else []
         print(f"{', '.join(parts)}; {run.runs_on}", file=sys.stderr)  # noqa: T201
 
@@ -212,9 +220,9 @@ def _sequence(sequence: Generation, config: GenerationConfig, text: bool) -> dic
 
 
 def _speculation(run: Run) -> dict[str, Any] | None:
-    if run.config.prompt_lookup_num_tokens is None:
-        return None
     stats = run.speculation
+    if stats is None:
+        return None
     counts = {"proposed": stats.proposed, "accepted": stats.accepted, "acceptance": round(stats.acceptance, 4)}
     return {**counts, "impossible": stats.impossible or None}
 

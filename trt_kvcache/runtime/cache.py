@@ -21,6 +21,7 @@ from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.limits import SequenceLimits
 from trt_kvcache.runtime.offload import FileRows, HostRows
+from trt_kvcache.runtime.prefix import BLOCK, PrefixCache, PrefixStats
 from trt_kvcache.runtime.rows import Rows
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
@@ -40,13 +41,24 @@ class KVCache:
     Args:
         runner: owns the buffers.
         guard: of the session.
+        prefix_cache: bytes for rows that sequences with the same beginning share; None: none.
         max_sequences: most slots, which take turns in the rows; None: as many as rows, besides what is offloaded.
 
     Attributes:
         limits: how long a sequence may become.
+
+    Raises:
+        OptionError, SessionError: see `PrefixCache`.
     """
 
-    def __init__(self, runner: Runner, guard: Guard | None = None, max_sequences: int | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        guard: Guard | None = None,
+        *,
+        max_sequences: int | None = None,
+        prefix_cache: int | None = None,
+    ) -> None:
         self._runner, self._max_sequences = runner, max_sequences
         self._guard = guard or Guard()
         self._caches = carried_caches(runner.plan)
@@ -56,6 +68,7 @@ class KVCache:
         self._slots: dict[int, Slot] = {}
         self._next = self._clock = 0
         self._rows = Rows(runner)
+        self._prefixes = None if prefix_cache is None else PrefixCache(runner, prefix_cache)
 
     def __repr__(self) -> str:
         limit = f"capacity {self.capacity}" if self.capacity is not None else f"window {self.window}"
@@ -72,7 +85,7 @@ class KVCache:
         with self._guard.lock, self._guard.open:
             return tuple(self._slots)
 
-    def __contains__(self, slot: int) -> bool:
+    def __contains__(self, slot: object) -> bool:
         """Whether a slot is in use."""
         return is_whole(slot) and slot in self._slots
 
@@ -124,6 +137,12 @@ class KVCache:
     def bytes(self) -> int:
         """Of all buffers of caches and state."""
         return self._runner.plan.cache_bytes(self._runner.max_batch)
+
+    @property
+    def prefix_stats(self) -> PrefixStats | None:
+        """What the prefix cache did so far; None where there is none."""
+        with self._guard.lock, self._guard.open:
+            return None if self._prefixes is None else replace(self._prefixes.stats)
 
     def tokens(self, slot: int) -> list[int]:
         """Token ids of a slot, those that are not in the cache yet included."""
@@ -381,6 +400,34 @@ class KVCache:
     def note_touched(self, slot: int, stop: int) -> None:
         """A step will write rows up to `stop`: should it fail half-way, they are zeroed before they are reused."""
         self._rows.touch(self._slots[slot].row, stop)
+
+    def recall(self, slot: int, keep: int = 1) -> None:
+        """Take the first tokens of a slot of which nothing is written yet from the prefix cache, as far as it has them.
+
+        Args:
+            slot: that has a row.
+            keep: the last so many tokens, one at least, are to be computed: their logits are asked for.
+        """
+        found = self._slots[slot]
+        if self._prefixes is None or found.length or not found.pending:
+            return
+        most = max(0, len(found.tokens) - max(keep, 1))
+        blocks = self._prefixes.find(found.tokens, most if found.by_ids is None else min(most, found.by_ids))
+        length = len(blocks) * BLOCK
+        self._rows.touch(found.row, length)
+        self._prefixes.fill(found.row, blocks)
+        found.written = max(found.written, length)
+        found.remembered = found.length = length
+
+    def remember(self, slot: int) -> None:
+        """Give the prefix cache what the rows of a slot hold, if it is new and fills a block."""
+        found = self._slots[slot]
+        if self._prefixes is None or found.row < 0:
+            return
+        length = found.length if found.by_ids is None else min(found.length, found.by_ids)
+        if length // BLOCK > found.remembered // BLOCK:
+            self._prefixes.add(found.row, found.tokens, length // BLOCK)
+            found.remembered = length
 
     # --- files
 

@@ -222,6 +222,8 @@ def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[
             )
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, runner))
         _read_given(file, slots[name], name, runner)
+        if slots[name].positions or embedded_input(runner.plan) is not None:
+            slots[name].by_ids = 0  # a file does not say of which tokens embeddings were given
     return slots
 
 

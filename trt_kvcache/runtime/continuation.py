@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ class Continuation:
     """Chooses the tokens after a prompt from the model's scores, makes the events, and knows when to end.
 
     It never touches a cache: the decode loop feeds `next_token` (and a draft) to the model and hands the logits back.
+
+    Attributes:
+        assisted: how many tokens a draft model guesses at a time; 0 where there is none, or prompt lookup does.
     """
 
     def __init__(
@@ -56,7 +60,10 @@ class Continuation:
         self.config = config
         self.finish_reason: FinishReason | None = None
         self.speculation = SpeculationStats()
+        self.assisted = 0
         self._prompt_length = self._length = len(prompt)
+        self._most = self._length + config.max_new_tokens
+        self._guesser: Sampler | None = None
         self._buffer: Tokens = np.empty(len(prompt) + min(config.max_new_tokens, 256), dtype=np.int64)
         self._buffer[: self._length] = prompt
         self._sampler = Sampler(config, sequence if index is None else index)
@@ -103,7 +110,7 @@ class Continuation:
             self.finish_reason = FinishReason.EOS
         elif self._text is not None and self._text.stopped:
             self.finish_reason = FinishReason.STOP
-        elif self._length - self._prompt_length >= self.config.max_new_tokens:
+        elif self._length >= self._most:
             self.finish_reason = FinishReason.LENGTH
         text += self._rest()
         return self._event(token, text, logprob)
@@ -114,21 +121,38 @@ class Continuation:
         text = self._rest()
         return self._event(None, text, None)
 
-    def draft(self, room: int) -> Tokens:
-        """Propose tokens to come after `next_token`, to be fed with it in one update; none where lookup is off.
+    def guesses(self, room: int) -> int:
+        """How many tokens to guess now, to come after `next_token` and be fed with it in one update; 0 where none.
 
         Args:
             room: most tokens that the update can take beside `next_token`. Where a circular cache would overwrite old
                 rows with tokens that may be rejected, that is 0.
+        """
+        count = self.config.prompt_lookup_num_tokens or self.assisted
+        # The update gives one token more than its draft, and no token past the last can be of use.
+        return 0 if self.speculation.impossible else max(0, min(count, room, self._most - self._length - 1))
+
+    def draft(self, room: int) -> Tokens:
+        """Guess by prompt lookup.
+
+        Args:
+            room: see `guesses`.
 
         Returns:
             int64 ``[0 .. room]``.
         """
-        count = self.config.prompt_lookup_num_tokens or 0
-        # The update gives one token more than its draft, and no token past the last can be of use.
-        left = self.config.max_new_tokens - (self._length - self._prompt_length)
-        count = min(count, room, left - 1)
-        return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count > 0 else self._buffer[:0]
+        count = self.guesses(room)
+        return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
+
+    def guesser(self, count: int) -> Continuation:
+        """One of the same text for a draft model: with the same rules and random numbers, for a few tokens."""
+        if self._guesser is None:
+            self._guesser = self._sampler.guesser()
+        made = copy(self)
+        made._sampler, made._text, made.speculation, made.assisted = self._guesser, None, SpeculationStats(), 0
+        made._buffer = np.concatenate([self.tokens, np.empty(count, np.int64)])
+        made._most = min(self._most, self._length + count)
+        return made
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
         """Choose tokens as long as they are the draft's, and the one after.
@@ -138,7 +162,7 @@ class Continuation:
         the caller crops the rest.
 
         Args:
-            draft: int64 ``[D]``, what `draft` gave.
+            draft: int64 ``[D]``, the guesses.
             logits: ``[D + 1, V]`` of the update.
 
         Yields:
@@ -156,7 +180,7 @@ class Continuation:
                 break
 
     def _event(self, token: int | None, text: str, logprob: float | None) -> TokenEvent:
-        reports = self.finish_reason is not None and self.config.prompt_lookup_num_tokens is not None
+        reports = self.finish_reason is not None and bool(self.assisted or self.config.prompt_lookup_num_tokens)
         stats = self.speculation if reports else None
         return TokenEvent(self.sequence, token, text, logprob, self.finish_reason, stats)
 

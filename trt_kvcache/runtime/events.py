@@ -39,8 +39,8 @@ class TokenEvent:
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
         finish_reason: in the sequence's last event, and only there.
-        speculation: in the sequence's last event where prompt lookup is on: how well its drafts did. No part of
-            equality: the tokens are the same without drafts.
+        speculation: in the sequence's last event where prompt lookup or a draft model guesses: how well that did. No
+            part of equality: the tokens are the same without drafts.
     """
 
     sequence: int

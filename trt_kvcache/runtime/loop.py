@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,13 @@ from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
 
+if TYPE_CHECKING:
+    from trt_kvcache.runtime.draft import DraftModel
+
 __all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run"]
+
+ASSISTED = 4
+"""Tokens that a draft model guesses at a time where nothing else is said."""
 
 Outcome = TokenEvent | TrtKvCacheError
 """What a step brings for one sequence; an error ends it."""
@@ -76,10 +83,13 @@ class DecodeLoop:
         runner: executes the steps.
         cache: over the same runner.
         embeddings: of token ids; None for models that take the ids.
+        draft: a model that guesses, or None.
     """
 
-    def __init__(self, runner: Runner, cache: KVCache, embeddings: Embeddings | None = None) -> None:
-        self._runner = runner
+    def __init__(
+        self, runner: Runner, cache: KVCache, embeddings: Embeddings | None = None, draft: DraftModel | None = None
+    ) -> None:
+        self._runner, self._draft = runner, draft
         self._embeddings = embeddings
         self._cache = cache
         self._runs: dict[int, Run] = {}
@@ -97,7 +107,10 @@ class DecodeLoop:
     def add(self, slot: int, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool) -> None:
         """Continue a slot from the next step on; release it at the end unless `keep_slot`."""
         found = self._cache.slot(slot)
+        config = continuation.config
         continuation.speculation.impossible = self._no_drafts
+        if self._draft is not None and not config.prompt_lookup_num_tokens:
+            continuation.assisted = ASSISTED if config.num_assistant_tokens is None else config.num_assistant_tokens
         self._runs[slot] = Run(slot, continuation, keep_slot, outcomes)
         found.running = True  # last: the next step lets go of a run that an interrupt kept from it
 
@@ -131,7 +144,10 @@ class DecodeLoop:
             self._let_go(run.slot)
         self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
-        for group in self._groups([self._next_piece(run) for run in seated]):
+        for run in seated:
+            self._cache.recall(run.slot)
+        guesses = self._guess(seated)
+        for group in self._groups([self._next_piece(run, guesses.get(run.slot, [])) for run in seated]):
             slots = [piece.slot for piece in group]
             try:
                 logits = self._write(group, highest=self._looks_at(group))
@@ -164,6 +180,8 @@ class DecodeLoop:
             for together in (names[at : at + rows] for at in range(0, len(names), rows)):
                 self._cache.seat_together(together)
                 self._cache.compact()
+                for name in together:
+                    self._cache.recall(name, keep)
                 while pieces := [self._piece(name, keep) for name in together if self._cache.slot(name).pending]:
                     for group in self._groups(pieces):
                         for piece, scores in zip(group, self._write(group), strict=True):
@@ -176,20 +194,37 @@ class DecodeLoop:
                     self._cache.crop(name, held.length)
                     slot = self._cache.slot(name)
                     slot.tokens, slot.embeds, slot.positions = held.tokens, held.embeds, held.positions
+                    slot.by_ids = held.by_ids
             raise
+        for name in tokens:
+            self._cache.remember(name)
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
-    def _next_piece(self, run: Run) -> _Piece:
+    def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
+        """Guesses for the sequences of which only the token waits that was chosen last, by slot."""
+        found: dict[int, list[int]] = {}
+        asked: dict[int, tuple[Continuation, int]] = {}
+        for run in runs:
+            made = run.continuation
+            if not (made.assisted or made.config.prompt_lookup_num_tokens) or self._cache.slot(run.slot).pending > 1:
+                continue
+            room = self._cache.room(run.slot)
+            most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
+            most = most if room is None else min(most, room)
+            if not made.assisted:
+                found[run.slot] = made.draft(most).tolist()
+            elif count := made.guesses(most):
+                asked[run.slot] = made, count
+        if asked and self._draft is not None:
+            found |= self._draft.guess(asked, self._cache)
+        # Ids under given embeddings may have none.
+        return {slot: list(takewhile(self._has_embedding, tokens)) for slot, tokens in found.items()}
+
+    def _next_piece(self, run: Run, draft: list[int]) -> _Piece:
         """The next piece of the prompt, or the token chosen last with a draft."""
         slot = self._cache.slot(run.slot)
         if slot.pending > 1:
             return self._piece(run.slot, 1)
-        draft: list[int] = []
-        if run.continuation.config.prompt_lookup_num_tokens:
-            room = self._cache.room(run.slot)
-            most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
-            draft = run.continuation.draft(most if room is None else min(most, room)).tolist()
-            draft = list(takewhile(self._has_embedding, draft))  # ids under given embeddings may have none
         return _Piece(run.slot, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int) -> _Piece:
@@ -288,6 +323,7 @@ class DecodeLoop:
         rejected = piece.guesses + 1 - chosen
         if rejected:
             self._cache.drop(piece.slot, slot.length - rejected)
+        self._cache.remember(piece.slot)
         token = run.continuation.next_token
         slot.tokens.append(token)
         room = self._cache.room(piece.slot)

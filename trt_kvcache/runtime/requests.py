@@ -279,11 +279,17 @@ def is_one(prompts: object) -> bool:
     return isinstance(prompts, str)
 
 
-def check_config(config: GenerationConfig, plan: CachePlan) -> None:
+def check_config(config: GenerationConfig, plan: CachePlan, *, draft: bool) -> None:
     """Refuse what a model cannot do.
 
+    Args:
+        config: what is asked for.
+        plan: of the model.
+        draft: there is a draft model.
+
     Raises:
-        OptionError: it is no config; or tokens are guessed, and the model has state that cannot go back.
+        OptionError: it is no config; or tokens are guessed, and the model has state that cannot go back, or there is no
+            draft.
     """
     if not isinstance(config, GenerationConfig):
         raise OptionError(f"config is {type(config).__name__}; give a GenerationConfig")
@@ -291,6 +297,11 @@ def check_config(config: GenerationConfig, plan: CachePlan) -> None:
         raise OptionError(
             f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "
             f"('{plan.states[0].past}') that every step replaces for good; generate without it"
+        )
+    if config.num_assistant_tokens and not draft:
+        raise OptionError(
+            f"num_assistant_tokens is {config.num_assistant_tokens}, and the session has no draft model; open it with "
+            "draft=..., or leave it out"
         )
 
 

@@ -20,6 +20,7 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.runtime.beside import Unread, default_config
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.draft import DraftModel, open_draft
 from trt_kvcache.runtime.embedding_files import find_embeddings
 from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
 from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_encoder
@@ -68,7 +69,8 @@ class DecodeSession:
         embeddings: of token ids, for a model that takes embeddings; see `open`.
         encoder: opens the model's encoder, when one is asked for; it is given the session's lock.
         config: how to generate where nothing else is said.
-        max_sequences: see `open`.
+        max_sequences, prefix_cache: see `open`.
+        draft: guesses tokens; the session closes it.
 
     Attributes:
         cache: the caches, and what may be done to them.
@@ -85,6 +87,8 @@ class DecodeSession:
         config: GenerationConfig = _GREEDY,
         *,
         max_sequences: int | None = None,
+        prefix_cache: int | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         if not hasattr(runner, "plan"):
             raise OptionError(f"runner is {shown(runner)}; open models and engines with DecodeSession.open")
@@ -101,14 +105,17 @@ class DecodeSession:
                 f"max_sequences is {max_sequences}, and max_batch is {runner.max_batch}; give as many or more, or a "
                 "smaller max_batch"
             )
+        if draft is not None:
+            draft.check(runner)
         self._guard = Guard()
+        self._draft = draft
         self._runner = runner
         self._tokenizer = tokenizer
         self.config = config
-        self.cache = KVCache(runner, self._guard, max_sequences)
+        self.cache = KVCache(runner, self._guard, max_sequences=max_sequences, prefix_cache=prefix_cache)
         made = open_embeddings(embeddings, runner.plan, runner.vocab)
         self._reader = PromptReader(runner, self.cache, made, tokenizer, why)
-        self._loop = DecodeLoop(runner, self.cache, made)
+        self._loop = DecodeLoop(runner, self.cache, made, draft)
         self._streams = Streams(self._guard, self.cache, self._loop)
         self._sources = Sources(encoder, self._guard, tokenizer)
 
@@ -124,6 +131,8 @@ class DecodeSession:
         max_batch: int | None = None,
         max_chunk: int | None = None,
         max_sequences: int | None = None,
+        prefix_cache: int | None = None,
+        draft: str | os.PathLike[str] | None = None,
         capacity: int | None = None,
         default_capacity: int | None = None,
         plan_options: PlanOptions | None = None,
@@ -153,6 +162,11 @@ class DecodeSession:
             max_sequences: most sequences at a time, `max_batch` or more: they take turns in the rows. Where one needs a
                 row, one that does not run is offloaded to host memory; those that run keep theirs, and others wait.
                 None: `max_batch`.
+            prefix_cache: bytes of host memory for cache rows of texts that came before: a text that begins as one of
+                them does is not computed again as far as they agree, in blocks of 32 tokens. `cache.prefix_stats` says
+                how much that saved. None: none.
+            draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
+                several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
             check: when an engine is compared with its proof, a decode of the original model that was recorded when it
                 was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
@@ -184,15 +198,23 @@ class DecodeSession:
         if default_capacity is not None and given_whole(default_capacity, "default_capacity") < 1:
             raise OptionError(f"default_capacity is {default_capacity}; it must be at least 1 token")
         reader = open_tokenizer(tokenizer, model)
+        guesser: DraftModel | None = None
         runner = open_runner(model, device, options, check, default_capacity=default_capacity)
         try:
             if embeddings is None and embedded_input(runner.plan) is not None:
                 embeddings = find_embeddings(model)
             config = default_config(model, reader)
             encode = partial(open_encoder, beside, model, runner)
-            return cls(runner, reader, embeddings, encode, config, max_sequences=max_sequences)
+            if draft is not None:
+                guesser = open_draft(given_path(draft, "draft"), runner, check, options)
+            return cls(
+                runner, reader, embeddings, encode, config,
+                max_sequences=max_sequences, prefix_cache=prefix_cache, draft=guesser,
+            )  # fmt: skip
         except BaseException:
             runner.close()
+            if guesser is not None:
+                guesser.close()
             raise
 
     def __repr__(self) -> str:
@@ -204,7 +226,8 @@ class DecodeSession:
     @property
     def name(self) -> str:
         """What runs where."""
-        return ", ".join(part for part in (self._runner.name, self._sources.where) if part)
+        draft = "" if self._draft is None else f"draft on {self._draft.name}"
+        return ", ".join(part for part in (self._runner.name, self._sources.where, draft) if part)
 
     @property
     def plan(self) -> CachePlan:
@@ -553,6 +576,8 @@ class DecodeSession:
         with self._guard.lock:
             self._guard.close()
             self._runner.close()
+            if self._draft is not None:
+                self._draft.close()
 
     def __enter__(self) -> DecodeSession:
         return self
@@ -566,11 +591,11 @@ class DecodeSession:
         """How to generate, checked: a config or the session's own, and what is given beside it."""
         with self._guard.lock, self._guard.open:  # a closed session says so at the call
             made = self.config if config is None else config
-            check_config(made, self.plan)
+            check_config(made, self.plan, draft=self._draft is not None)
             made = changed(made, settings) if settings else made
             if made.eos_token_id is None and self.config.eos_token_ids:
                 made = replace(made, eos_token_id=self.config.eos_token_id)
-            check_config(made, self.plan)
+            check_config(made, self.plan, draft=self._draft is not None)
             return made
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *given: Any) -> tuple[list[ReadPrompt], bool]:

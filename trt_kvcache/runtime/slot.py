@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.given import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
@@ -28,6 +28,8 @@ class Slot:
         positions: where its tokens stand.
         offloaded: what the cache held, of a slot without a row; None where it held nothing.
         used: grows with each use: the lowest was used longest ago.
+        by_ids: so many of its first tokens were given as ids alone, and stand in order; None: all.
+        remembered: so many of its first tokens were given to the prefix cache, or came from there.
     """
 
     row: int
@@ -40,6 +42,8 @@ class Slot:
     positions: Positions = IN_ORDER
     offloaded: Offloaded | None = None
     used: int = 0
+    by_ids: int | None = None
+    remembered: int = 0
 
     @property
     def pending(self) -> int:
@@ -60,6 +64,8 @@ class Slot:
             positions: int64 ``[planes, S]``; None: they follow.
         """
         start = len(self.tokens)
+        if self.by_ids is None and not (embeds is None and positions is None):
+            self.by_ids = start
         self.tokens.extend(tokens)
         if embeds is not None:
             self.embeds = self.embeds.followed(start, embeds)
@@ -71,10 +77,10 @@ class Slot:
         embeds, positions = self.embeds.within(0, length), self.positions.cut(length)
         del self.tokens[length:]  # and the others with them: nothing is called here, so that no interrupt comes between
         self.embeds, self.positions = embeds, positions
+        self.remembered = min(self.remembered, length)
+        if self.by_ids is not None and self.by_ids >= length:
+            self.by_ids = None
 
     def copy(self, row: int) -> Slot:
         """The same sequence in another row, which nobody continues yet."""
-        return Slot(
-            row, list(self.tokens), self.length, self.written, constants=self.constants, embeds=self.embeds,
-            positions=self.positions,
-        )  # fmt: skip
+        return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)

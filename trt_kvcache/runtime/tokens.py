@@ -9,7 +9,7 @@ import numpy as np
 from trt_kvcache.errors import PromptError
 from trt_kvcache.given import shown
 
-__all__ = ["read_ids"]
+__all__ = ["common_length", "read_ids"]
 
 
 def read_ids(given: object, vocab: int) -> list[int]:
@@ -38,3 +38,15 @@ def read_ids(given: object, vocab: int) -> list[int]:
         raise PromptError(f"token id {shown(int(wrong[0]))} is out of range; the model has 0 to {vocab - 1}")
     ids: list[int] = array.tolist()
     return ids
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike; lists are compared in pieces, not token by token."""
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        middle = (same + most + 1) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same

@@ -71,6 +71,8 @@ class GenerationConfig:
         prompt_lookup_num_tokens: propose so many tokens at once by looking the last n-gram up in what came before, and
             verify them in one update; the tokens stay the same. None is off.
         max_matching_ngram_size: longest n-gram that prompt lookup looks up.
+        num_assistant_tokens: how many tokens the session's draft model guesses at a time, with the same result; 0: it
+            does not. None: 4, where there is one and prompt lookup is off.
 
     Raises:
         OptionError: a value is out of range, or two contradict each other.
@@ -104,6 +106,7 @@ class GenerationConfig:
     output_logprobs: bool = False
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2
+    num_assistant_tokens: int | None = None
 
     def __repr__(self) -> str:
         """What differs from the default: it is in every signature that has one."""
@@ -246,6 +249,8 @@ class GenerationConfig:
         proposed = self.prompt_lookup_num_tokens
         _require(proposed is None or proposed >= 1, self, "prompt_lookup_num_tokens", "at least 1, or None for off")
         _require(self.max_matching_ngram_size >= 1, self, "max_matching_ngram_size", "at least 1")
+        guessed = self.num_assistant_tokens
+        _require(guessed is None or guessed >= 0, self, "num_assistant_tokens", "0 (off) or more, or None")
         for tokens, bias in self.biases:
             if not tokens or min(tokens) < 0:
                 raise OptionError(
@@ -266,12 +271,18 @@ class GenerationConfig:
         for switch, names in idle_settings(vars(self)).items():
             given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
             raise OptionError(f"{given} has no effect without {switch}; set that too, or leave it out")
+        if self.prompt_lookup_num_tokens and self.num_assistant_tokens:
+            raise OptionError(
+                f"prompt_lookup_num_tokens={self.prompt_lookup_num_tokens} and num_assistant_tokens="
+                f"{self.num_assistant_tokens} are two ways to guess the same tokens; choose one"
+            )
         if self.num_beams == 1:
             return
         together = {
             "do_sample": self.do_sample,
             "stop_strings": bool(self.stops),
             "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens is not None,
+            "num_assistant_tokens": bool(self.num_assistant_tokens),
         }
         for name, active in together.items():
             if active:
@@ -305,7 +316,7 @@ _INTEGERS = (
     "num_beams",
     "max_matching_ngram_size",
 )
-_OPTIONAL_INTEGERS = ("seed", "prompt_lookup_num_tokens")
+_OPTIONAL_INTEGERS = ("seed", "prompt_lookup_num_tokens", "num_assistant_tokens")
 _NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
 _SWITCHES = ("do_sample", "output_logprobs", "renormalize_logits")
 _SEVERAL = ("suppress_tokens", "begin_suppress_tokens")

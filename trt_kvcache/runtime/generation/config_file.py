@@ -66,7 +66,7 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: the file is unreadable, or asks for what is not supported.
     """
     found = {key: value for key, value in load_settings(path).items() if value is not None}
-    known = {field.name for field in fields(GenerationConfig)}
+    known = {field.name for field in fields(GenerationConfig)} - _WITHOUT_EFFECT
     strange = found.keys() - known - _WITHOUT_EFFECT - _UNSUPPORTED.keys() - _SAID
     if len(strange) > 1 and strange == found.keys():
         raise OptionError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,17 @@ class Sampler:
         """
         self._config = config
         seed = np.random.SeedSequence(config.seed, spawn_key=(index,))
+        self._entropy, self._index = seed.entropy, index
         # Philox is a function of key and counter: the position of a token is the counter of its number.
         self._philox = np.random.Philox(key=seed.generate_state(2, np.uint64))
         self._numbers = np.random.Generator(self._philox)
         self._counter = 0
+
+    def guesser(self) -> Sampler:
+        """One for a draft of the text: it draws the same numbers, and knows no rules of the caller's own."""
+        assert isinstance(self._entropy, int)
+        config = replace(self._config, seed=self._entropy, logits_processor=(), output_logprobs=False)
+        return Sampler(config, self._index)
 
     def looks_at(self, new_tokens: int) -> int:
         """How many of the highest scores `choose` looks at, now and ever after; see `StepBatch.highest`."""

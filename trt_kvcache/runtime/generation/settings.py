@@ -46,6 +46,7 @@ class Settings(TypedDict, total=False):
     output_logprobs: bool
     prompt_lookup_num_tokens: int | None
     max_matching_ngram_size: int
+    num_assistant_tokens: int | None
 
 
 def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:

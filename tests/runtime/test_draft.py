@@ -1,0 +1,305 @@
+"""Draft models: the tokens are the model's own, whatever the draft guesses. Of real models: test_families."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count, product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from runtime.engines import drain
+from runtime.hash_runner import (
+    TABLE,
+    Alone,
+    EmbeddedRunner,
+    HashRunner,
+    continued,
+    next_token,
+    with_encoder,
+    with_state,
+)
+from runtime.interrupts import interrupted
+
+from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.draft import DraftModel
+from trt_kvcache.runtime.generation.speculation import SpeculationStats
+from trt_kvcache.runtime.runner import StepBatch
+
+RINGED = (("linear", 64), ("circular", 16))
+
+
+class Sometimes(HashRunner):
+    """A draft that is right but for one token in four."""
+
+    def step(self, batch: StepBatch) -> NDArray[np.float32]:
+        logits = super().step(batch)
+        wrong = logits.argmax(-1) % 4 == 0
+        return np.where(wrong[..., None], np.roll(logits, 1, -1), logits)
+
+
+class Soft(HashRunner):
+    """A vocabulary of five, of which each has a share; `off` is how far a draft is from that.
+
+    Attributes:
+        table: scores ``[8, 5]``; which row counts is a hash of the text.
+    """
+
+    vocab = 5
+
+    def __init__(self, off: float = 0, **more: Any) -> None:
+        super().__init__(**more)
+        rng = np.random.default_rng(0)
+        self.table = rng.normal(size=(8, 5)) + off * rng.normal(size=(8, 5))
+
+    def step(self, batch: StepBatch) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self.table[super().step(batch).argmax(-1) % 8].astype(np.float32)
+        return found
+
+
+def config(most: int, **more: Any) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=most, **more)
+
+
+def drafted(draft: HashRunner, runner: HashRunner | None = None, **more: Any) -> DecodeSession:
+    return DecodeSession(runner or HashRunner(), draft=DraftModel(draft), **more)
+
+
+@pytest.mark.parametrize("guessed", [None, 1, 6])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", [HashRunner, Sometimes])
+def test_greedy_tokens_are_the_same(kind: type[HashRunner], rows: int, guessed: int | None) -> None:
+    """Of more sequences than rows, and with a draft that has fewer rows than the model."""
+    prompts = [[first, 2, 3] * length for first, length in ((1, 1), (5, 4), (9, 2), (1, 1), (7, 6))]
+    runner, draft = HashRunner(), kind(max_batch=rows, max_chunk=5)
+    with drafted(draft, runner) as session:
+        assert session.name == "hash, draft on hash"
+        results = session.generate(prompts, config(12, num_assistant_tokens=guessed))
+        assert [r.tokens for r in results] == [continued(runner, prompt, 12) for prompt in prompts]
+        shares = [r.speculation.acceptance for r in results if r.speculation.proposed]
+        assert shares
+        assert min(shares) == 1 if kind is HashRunner else 0.3 < sum(shares) / len(shares) < 1
+    assert draft.closed
+
+
+def test_rings_take_guesses_until_they_are_full() -> None:
+    with drafted(HashRunner(), HashRunner(RINGED)) as session:
+        (result,) = session.generate([[1, 2, 3]], config(30))
+        assert result.tokens == continued(session._runner, [1, 2, 3], 30)  # type: ignore[arg-type]
+        assert 0 < result.speculation.proposed < 50
+
+
+def test_a_step_of_the_model_gives_several_tokens() -> None:
+    for draft, steps in ((HashRunner(), 5), (Sometimes(), 8)):
+        with drafted(draft) as session:
+            runner: Any = session._runner
+            (result,) = session.generate([[1, 2, 3]], config(21))
+            assert result.tokens == continued(runner, [1, 2, 3], 21)
+            assert len(runner.steps) <= steps
+            stats = result.speculation
+            assert stats.accepted + len(runner.steps) == 21
+            del runner.steps[:]
+            (result,) = session.generate([[1, 2, 3]], config(21, num_assistant_tokens=0))
+            assert len(runner.steps) == 21
+            assert result.speculation.proposed == 0
+
+
+def test_the_draft_keeps_what_it_knows() -> None:
+    """Of the next turn, and of a fork; not of what was cropped."""
+    draft = Sometimes()
+    with drafted(draft, max_sequences=6) as session:
+        slot = session.add([*range(40)], config(6), keep=True)
+        text = [*range(40), *drain(session)[slot]]
+        session.cache.crop(slot, 30)
+        del draft.steps[:], text[30:]
+        session.add([7, 8], config(6), slot=slot, keep=True)
+        found = drain(session)[slot]
+        assert found == continued(session._runner, [*text, 7, 8], 6)  # type: ignore[arg-type]
+        assert sum(step.tokens.size for step in draft.steps) < 30
+        fork = session.cache.fork(slot)
+        for one, token in ((slot, 1), (fork, 2)):
+            session.add([token], config(4), slot=one)
+        held = [*text, 7, 8, *found]
+        assert drain(session) == {
+            one: continued(session._runner, [*held, token], 4) for one, token in ((slot, 1), (fork, 2))  # type: ignore[arg-type]
+        }  # fmt: skip
+
+
+def triples(draft: HashRunner, runner: HashRunner) -> tuple[dict[tuple[int, ...], int], float]:
+    """How often each three tokens come after [1, 2], of 500 sequences; and the share of guesses that were taken."""
+    found, stats = dict.fromkeys(product(range(5), repeat=3), 0), SpeculationStats()
+    with drafted(draft, runner) as session:
+        made = config(3, do_sample=True, top_k=0, seed=0, num_assistant_tokens=2)
+        for result in session.generate([[1, 2]] * 500, made):
+            found[tuple(result.tokens)] += 1
+            stats.add(result.speculation)
+    return found, stats.acceptance
+
+
+def chi_square(found: dict[tuple[int, ...], int], table: NDArray[np.float64]) -> float:
+    """How far counts are from the model's distribution; about 124, give or take 16, where they are of it."""
+    shares = np.exp(table) / np.exp(table).sum(-1, keepdims=True)
+    total, far = sum(found.values()), 0.0
+    for tokens, number in found.items():
+        text, share = [1, 2], 1.0
+        for token in tokens:
+            share *= shares[next_token(text, None) % 8, token]
+            text.append(token)
+        far += (number - total * share) ** 2 / (total * share)
+    return far
+
+
+def test_sampled_tokens_are_of_the_models_distribution() -> None:
+    runner = Soft(max_batch=50)
+    found, acceptance = triples(Soft(0.8, max_batch=50), runner)
+    assert chi_square(found, runner.table) < 124 + 5 * 16
+    assert 0.5 < acceptance < 0.98
+
+
+def test_another_rule_of_acceptance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that are taken wherever the model finds them likely."""
+
+    def verify(self: Any, draft: Any, logits: Any) -> Any:
+        self.speculation.proposed += len(draft)
+        for position, token in enumerate(draft):
+            shares = np.exp(logits[position]) / np.exp(logits[position]).sum()
+            if shares[token] < 0.2:
+                break
+            self.speculation.accepted += 1
+            self._append(token)
+            yield self._event(token, "", None)
+        else:
+            position = len(draft)
+        yield self.advance(logits[position])
+
+    monkeypatch.setattr(Continuation, "verify", verify)
+    runner = Soft(max_batch=50)
+    found, _ = triples(Soft(0.8, max_batch=50), runner)
+    assert chi_square(found, runner.table) > 124 + 5 * 16
+
+
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize(
+    "more", [{}, {"top_k": 3}, {"repetition_penalty": 1.3}, {"min_new_tokens": 5, "eos_token_id": 1}]
+)
+def test_a_good_draft_draws_what_the_model_draws(more: dict[str, Any], seed: int | None) -> None:
+    """With the random numbers of the model, also where nobody chose the seed, and with its rules."""
+    settings = {"do_sample": True, "top_k": 0, "seed": seed, **more}
+    with drafted(Soft(max_batch=1), Soft()) as session:
+        (result,) = session.generate([[1, 2]], config(20, **settings))
+        assert result.speculation.acceptance == 1
+        if seed is not None:
+            plain = DecodeSession(Soft()).generate([[1, 2]], config(20, **settings))
+            assert result.tokens == plain[0].tokens
+
+
+def test_rules_of_the_callers_own_see_the_text_alone() -> None:
+    seen = []
+
+    def rule(tokens: Any, scores: Any) -> Any:
+        seen.append(tokens.tolist())
+        return scores
+
+    with drafted(Sometimes()) as session:
+        (result,) = session.generate([[1, 2, 3]], config(12, logits_processor=rule))
+        assert seen == [[1, 2, 3, *result.tokens[:i]] for i in range(12)]
+
+
+def test_a_draft_that_fails_costs_its_guesses_alone() -> None:
+    draft = HashRunner()
+    with drafted(draft) as session:
+        text = continued(session._runner, [1, 2], 12)  # type: ignore[arg-type]
+        draft.fail = {text[5]}
+        one, two = session.generate([[1, 2], [8]], config(12))
+        assert one.tokens == text
+        assert two.tokens == continued(session._runner, [8], 12)  # type: ignore[arg-type]
+        assert one.speculation.impossible == "the draft failed: the step failed on purpose"
+        assert one.speculation.accepted > 0
+    with drafted(HashRunner((("linear", 16),)), HashRunner()) as session:
+        (result,) = session.generate([[*range(10)]], config(20))
+        assert result.tokens == continued(session._runner, [*range(10)], 20)  # type: ignore[arg-type]
+        assert result.speculation.impossible == "the draft holds 16 tokens; use one with more capacity"
+        assert 4 <= result.speculation.accepted <= 8
+
+
+def test_a_draft_sees_ids_where_the_model_was_given_embeddings() -> None:
+    for draft in (DraftModel(HashRunner()), DraftModel(EmbeddedRunner(), TABLE)):
+        runner = EmbeddedRunner()
+        with DecodeSession(runner, embeddings=TABLE, draft=draft) as session:
+            alone = Alone.of(runner)
+            alone.extend([150, 160])
+            embeds = np.array([[150, 0], [160, 0]], np.float32)
+            slot = session.add([8, 8], config(9), inputs_embeds=embeds)
+            assert drain(session)[slot] == alone.continued(9)
+
+
+def test_an_interrupt_at_any_line_changes_no_token() -> None:
+    for line in count(1, 11):
+        with drafted(Sometimes()) as session:
+            slots = [session.add([first, 2], config(9)) for first in (1, 5)]
+            found: dict[int, list[int | None]] = {slot: [] for slot in slots}
+            with interrupted(line, "runtime/draft") as left:
+                for _ in range(20):
+                    with suppress(KeyboardInterrupt):
+                        for event in session.step():
+                            found[event.sequence].append(event.token)
+            for slot in slots:
+                text = [session._runner, [1 if slot == slots[0] else 5, 2]]
+                want: Any = continued(*text, 9)  # type: ignore[arg-type]
+                assert found[slot] == want[: len(found[slot])]
+            if left[0] > 0:
+                assert all(len(tokens) == 9 for tokens in found.values())
+                return
+
+
+def test_drafts_that_cannot_be_used_are_refused() -> None:
+    plain = HashRunner().plan
+    back = "the draft cannot take back tokens that were rejected: '{}' keeps no earlier state; use another draft"
+    for plan, words in (
+        (HashRunner(RINGED).plan, back.format("cache.1")),
+        (with_state(plain), back.format("past_state")),
+        (with_encoder(plain), "the draft reads 'encoder_output' beside the text, which only its own encoder makes"),
+    ):
+        draft = HashRunner()
+        draft.plan = plan
+        with pytest.raises(OptionError, match=words):
+            DraftModel(draft)
+    words = "the draft has a vocabulary of 5 tokens, and the model one of 97; use a draft with the model's own"
+    with pytest.raises(OptionError, match=words):
+        drafted(Soft())
+
+
+def test_models_that_cannot_check_guesses_are_refused() -> None:
+    state, one = HashRunner(), HashRunner(max_logits=1)
+    state.plan, one.plan = with_state(state.plan), replace(one.plan, logits_span=None)
+    for runner, words in (
+        (state, r"the model keeps state \('past_state'\) that every step replaces, and takes no token back"),
+        (one, "the model gives the logits of the last position only"),
+        (HashRunner(max_chunk=1), "a step takes one token"),
+    ):
+        with pytest.raises(OptionError, match=f"a draft cannot help this model: {words}.*; leave draft out"):
+            drafted(HashRunner(), runner)
+
+
+def test_settings_that_contradict_each_other() -> None:
+    for changes, words in (
+        ({"num_assistant_tokens": -1}, r"num_assistant_tokens is -1; supported: 0 \(off\) or more, or None"),
+        ({"num_assistant_tokens": 2.5}, "num_assistant_tokens is 2.5; supported: a whole number or None"),
+        ({"num_assistant_tokens": 3, "prompt_lookup_num_tokens": 2}, "two ways to guess the same tokens; choose one"),
+        ({"num_assistant_tokens": 3, "num_beams": 2}, "num_beams=2 cannot be combined with num_assistant_tokens"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            config(4, **changes)
+    with pytest.raises(OptionError, match=r"num_assistant_tokens is 3, and the session has no draft model; open it"):
+        DecodeSession(HashRunner()).generate([[1]], config(4, num_assistant_tokens=3))
+    with drafted(HashRunner()) as session:
+        (looked,) = session.generate([[1, 2, 1, 2]], config(4, prompt_lookup_num_tokens=2))
+        assert looked.tokens == continued(session._runner, [1, 2, 1, 2], 4)  # type: ignore[arg-type]
+        assert session._draft is not None
+        assert not session._draft._runner.steps  # type: ignore[attr-defined]
+        (beams,) = session.generate([[1]], config(4, num_beams=2))
+        assert beams.tokens == DecodeSession(HashRunner()).generate([[1]], config(4, num_beams=2))[0].tokens

@@ -1,0 +1,193 @@
+"""Speculation with a second, smaller model: it guesses the next tokens, and the model checks them all in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.engine.folder import engine_in, is_model
+from trt_kvcache.errors import OptionError, TrtKvCacheError
+from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.embedding_files import find_embeddings
+from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
+from trt_kvcache.runtime.encoders.constants import ConstantInputs
+from trt_kvcache.runtime.generation.speculation import why_no_drafts
+from trt_kvcache.runtime.inputs import carried_caches
+from trt_kvcache.runtime.limits import SequenceLimits
+from trt_kvcache.runtime.loop import DecodeLoop, Outcomes
+from trt_kvcache.runtime.open import open_runner
+from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.tokens import common_length
+
+__all__ = ["DraftModel", "open_draft"]
+
+
+class DraftModel:
+    """A model that guesses, with a slot of its own for each sequence that it guessed for lately.
+
+    It chooses tokens as the model would, by the same settings and the same random numbers, from its own scores.
+
+    Args:
+        runner: of the draft; closed with it.
+        embeddings: of token ids, for a draft that takes embeddings.
+
+    Raises:
+        OptionError: the model cannot be a draft.
+    """
+
+    def __init__(self, runner: Runner, embeddings: GivenEmbeddings = None) -> None:
+        self._runner = runner
+        plan = runner.plan
+        ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
+        constants = ConstantInputs(plan).tensors
+        if plan.states or ring is not None:
+            name = plan.states[0].past if plan.states else ring and ring.past
+            raise OptionError(
+                f"the draft cannot take back tokens that were rejected: '{name}' keeps no earlier state; use another "
+                "draft, or plan it with linear caches"
+            )
+        if constants:
+            raise OptionError(
+                f"the draft reads '{constants[0].name}' beside the text, which only its own encoder makes; use a draft "
+                "that reads tokens alone"
+            )
+        self._cache = KVCache(runner)
+        self._loop = DecodeLoop(runner, self._cache, open_embeddings(embeddings, plan, runner.vocab))
+        self._held: dict[int, int] = {}  # the draft's slot by the model's; last the one that was used last
+
+    @property
+    def name(self) -> str:
+        """What runs where."""
+        return self._runner.name
+
+    def check(self, runner: Runner) -> None:
+        """Refuse a model that it cannot guess for.
+
+        Raises:
+            OptionError: the model has another vocabulary, or cannot check guesses.
+        """
+        check_target(runner)
+        if runner.vocab != self._runner.vocab:
+            raise OptionError(
+                f"the draft has a vocabulary of {self._runner.vocab} tokens, and the model one of {runner.vocab}; use "
+                "a draft with the model's own vocabulary, such as a smaller one of its family"
+            )
+
+    def guess(self, asked: Mapping[int, tuple[Continuation, int]], alive: Container[int]) -> dict[int, list[int]]:
+        """Guess the next tokens of several sequences, all in the same steps.
+
+        A draft that fails costs guesses, not the sequence: `SpeculationStats.impossible` says so.
+
+        Args:
+            asked: by slot of the model: what continues it, and how many tokens to guess at most.
+            alive: slots that the model still has.
+        """
+        outcomes: Outcomes = []
+        found: dict[int, list[int]] = {slot: [] for slot in asked}
+        try:
+            for slot in [slot for slot in self._held if slot not in alive]:
+                self._release(self._held.pop(slot))
+            for slot, (continuation, count) in asked.items():
+                self._begin(slot, continuation, count, asked, outcomes)
+            while self._loop.slots:
+                self._cache.compact()
+                self._loop.step()
+        except BaseException as error:  # an interrupt, too, which leaves nobody knows what
+            for name in self._cache.slots:
+                self._release(name)
+            self._held.clear()
+            if not isinstance(error, TrtKvCacheError):
+                raise
+            outcomes[:] = [(slot, error) for slot in asked]
+        names = {name: slot for slot, name in self._held.items()}
+        for name, outcome in outcomes:
+            if isinstance(outcome, TrtKvCacheError):
+                slot = names.get(name, name)
+                asked[slot][0].speculation.impossible = f"the draft failed: {outcome}"
+                found[slot] = []
+            elif outcome.token is not None:
+                found[names[name]].append(outcome.token)
+        return found
+
+    def close(self) -> None:
+        """Free everything."""
+        self._runner.close()
+
+    def _begin(
+        self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
+    ) -> None:
+        """Let the draft's slot hold the text, and continue it."""
+        if slot not in self._held:
+            if not self._cache.free:
+                others = [other for other in self._held if other not in keep]
+                if not others:
+                    return  # it has fewer rows than the model: no guesses for this one now
+                self._release(self._held.pop(others[0]))
+            self._held[slot] = self._cache.acquire()
+        name = self._held[slot] = self._held.pop(slot)
+        text: list[int] = continuation.tokens.tolist()
+        held = self._cache.slot(name)
+        same = min(common_length(held.tokens, text), held.length, len(text) - 1)
+        self._cache.crop(name, same)
+        held.append(text[same:])
+        room = self._cache.room(name)
+        if room is not None and room < 0:
+            self._cache.crop(name, same)
+            continuation.speculation.impossible = (
+                f"the draft holds {self._cache.capacity} tokens; use one with more capacity"
+            )
+            return
+        self._loop.add(name, continuation.guesser(count), outcomes, keep_slot=True)
+
+    def _release(self, name: int) -> None:
+        """Give up a slot of the draft's."""
+        if name in self._loop.slots:
+            self._loop.remove(name)
+        if name in self._cache:
+            self._cache.release(name)
+
+
+def check_target(runner: Runner) -> None:
+    """Refuse a model that cannot check guesses.
+
+    Raises:
+        OptionError: see above.
+    """
+    states = runner.plan.states
+    why = why_no_drafts(runner)
+    if states:
+        why = f"the model keeps state ('{states[0].past}') that every step replaces, and takes no token back"
+    if why:
+        raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
+
+
+def open_draft(path: Path, runner: Runner, check: str, options: Mapping[str, Any]) -> DraftModel:
+    """Open a model or an engine as draft; its caches are as long as the model's where it leaves that open.
+
+    Args:
+        path: of it.
+        runner: of the model.
+        check: of an engine's proof, see `open_runner`.
+        options: of the model's runner, of which a draft takes those that belong to the machine.
+
+    Raises:
+        See `DecodeSession.open`.
+    """
+    check_target(runner)
+    path = engine_in(path)
+    shared: Sequence[str] = ("threads",) if is_model(path) else ("gpu", "cuda_graphs", "kernel_cache", "bindings")
+    given = {name: options[name] for name in shared if options.get(name) is not None}
+    if is_model(path):
+        given["max_batch"] = runner.max_batch
+    opened = open_runner(path, "auto", given, check, default_capacity=SequenceLimits(runner).capacity)
+    try:
+        embeddings = find_embeddings(path) if embedded_input(opened.plan) is not None else None
+        draft = DraftModel(opened, embeddings)
+        draft.check(runner)
+        return draft
+    except BaseException:
+        opened.close()
+        raise

@@ -1,0 +1,165 @@
+"""Cache rows of texts that came before, in host memory: blocks of tokens, found by a hash of all up to their end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+from blake3 import blake3
+
+from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.given import given_whole
+from trt_kvcache.importer.plan import CachePlan, UpdateMode
+from trt_kvcache.machine import free_memory
+from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.encoders.constants import ConstantInputs
+from trt_kvcache.runtime.inputs import carried_caches
+from trt_kvcache.runtime.runner import HostBytes, Runner
+
+__all__ = ["BLOCK", "PrefixCache", "PrefixStats"]
+
+BLOCK = 32
+"""Tokens whose rows are kept, found and dropped together."""
+
+
+@dataclass
+class PrefixStats:
+    """How much a prefix cache did.
+
+    Attributes:
+        lookups: sequences that were looked up as they began.
+        hits: those of which a prefix was found.
+        saved_tokens: tokens of these prefixes: their rows were copied, not computed.
+        blocks: that are held now, of `BLOCK` tokens each.
+        dropped: blocks that made room for others.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    saved_tokens: int = 0
+    blocks: int = 0
+    dropped: int = 0
+
+
+class PrefixCache:
+    """Copies of cache rows that depend on the ids of the tokens up to theirs, and on nothing else.
+
+    A block goes when another needs its place: the one that was used longest ago, of one text the last first. So a block
+    is never held for long without those before it, without which it cannot be found.
+
+    Args:
+        runner: of the caches.
+        size: bytes of host memory for all blocks; page-locked where the caches lie on a GPU.
+
+    Attributes:
+        stats: what it did.
+
+    Raises:
+        OptionError: `size` is no size, or less than one block takes; or the model has rows that cannot be copied so.
+        SessionError: too little memory is free.
+    """
+
+    def __init__(self, runner: Runner, size: int) -> None:
+        size = given_whole(size, "prefix_cache", " of bytes")
+        _check(runner.plan)
+        self._runner = runner
+        self._size = sum(buffer.range_bytes(0, BLOCK) for buffer in carried_buffers(runner.plan))
+        count, free = size // self._size, free_memory()
+        if count < 1:
+            raise OptionError(
+                f"prefix_cache is {size} bytes, and a block of {BLOCK} tokens takes {self._size}; give at least that "
+                "much, better the size of some prompts, or leave it out"
+            )
+        if size > free:
+            raise SessionError(
+                f"prefix_cache is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of host memory are free; give less"
+            )
+        self._data = runner.host_memory(count * self._size).data
+        self._places: OrderedDict[bytes, int] = OrderedDict()  # first the one that was used longest ago
+        self._free = list(range(count))
+        self.stats = PrefixStats()
+
+    def find(self, tokens: Sequence[int], most: int) -> list[bytes]:
+        """The blocks that a text begins with, as far as they are held.
+
+        Args:
+            tokens: of the text.
+            most: so many of them may be found.
+
+        Returns:
+            Their names, for `fill`.
+        """
+        found = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK)))
+        self._use(found)
+        self.stats.lookups += 1
+        self.stats.hits += bool(found)
+        self.stats.saved_tokens += len(found) * BLOCK
+        return found
+
+    def fill(self, row: int, blocks: Sequence[bytes]) -> None:
+        """Write the first blocks of a text to a row of every cache."""
+        for at, name in enumerate(blocks):
+            self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
+
+    def add(self, row: int, tokens: Sequence[int], blocks: int) -> None:
+        """Copy the first blocks of a text from a row of every cache, unless they are held."""
+        names = _names(tokens, blocks)
+        for at, name in enumerate(names):
+            if name in self._places:
+                continue
+            place = self._place(set(names))
+            if place is None:
+                break
+            self._runner.pack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(place))
+            self._places[name] = place
+        self._use(names)
+        self.stats.blocks = len(self._places)
+
+    def _use(self, names: Sequence[bytes]) -> None:
+        for name in reversed(names):
+            if name in self._places:
+                self._places.move_to_end(name)
+
+    def _place(self, keep: Container[bytes]) -> int | None:
+        """A place for one more block; None: it would cost one of those to keep."""
+        if self._free:
+            return self._free.pop()
+        oldest = next(iter(self._places))
+        if oldest in keep:
+            return None
+        self.stats.dropped += 1
+        return self._places.pop(oldest)
+
+    def _part(self, place: int) -> HostBytes:
+        return self._data[place * self._size : (place + 1) * self._size]
+
+
+def _names(tokens: Sequence[int], blocks: int) -> list[bytes]:
+    """Of the first blocks of a text: each a digest of all tokens up to its end."""
+    names, name = [], b""
+    for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
+        name = blake3(name + block.tobytes()).digest()
+        names.append(name)
+    return names
+
+
+def _check(plan: CachePlan) -> None:
+    """Refuse models whose rows are not a function of the ids of the tokens up to theirs, or do not stay.
+
+    Raises:
+        OptionError: see above.
+    """
+    ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
+    constants = ConstantInputs(plan).tensors
+    why = ""
+    if plan.states:
+        why = f"the model keeps state ('{plan.states[0].past}'), which is known after the last token alone"
+    elif ring is not None:
+        why = f"circular cache '{ring.past}' holds the last {ring.capacity} tokens of a text, and not its beginning"
+    elif constants:
+        why = f"each row depends on what the text was given beside its tokens ('{constants[0].name}')"
+    if why:
+        raise OptionError(f"prefix_cache cannot reuse rows of this model: {why}; leave it out")
