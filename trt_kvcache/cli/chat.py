@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trt_kvcache.cli.generate import GenerationFlags, RunFlags
-from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, given_flags
+from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags
 from trt_kvcache.cli.output import print_error, visible
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import OptionError, TrtKvCacheError
@@ -53,7 +53,7 @@ def chat(
     from trt_kvcache.runtime.conversation import Conversation
     from trt_kvcache.runtime.session import DecodeSession
 
-    with DecodeSession.open(model, tokenizer=tokenizer, **given_flags(running), **options) as session:
+    with DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session:
         session.render_chat([{"role": "user", "content": ""}])  # without a template no message is worth typing
         config = generation.config(model, session.tokenizer)
         if generation.max_new_tokens is None and generation.generation_config is None:

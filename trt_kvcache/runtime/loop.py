@@ -217,8 +217,9 @@ class DecodeLoop:
                 asked[run.slot] = made, count
         if asked and self._draft is not None:
             found |= self._draft.guess(asked, self._cache)
-        # Ids under given embeddings may have none.
-        return {slot: list(takewhile(self._has_embedding, tokens)) for slot, tokens in found.items()}
+        # Ids under given embeddings may have none, and a draft may give scores to more ids than there are.
+        vocab = self._runner.vocab
+        return {s: list(takewhile(lambda t: t < vocab and self._has_embedding(t), g)) for s, g in found.items()}
 
     def _next_piece(self, run: Run, draft: list[int]) -> _Piece:
         """The next piece of the prompt, or the token chosen last with a draft."""
