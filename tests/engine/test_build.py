@@ -179,8 +179,7 @@ def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("missing/model.engine", "no such folder"),
-        (".", "a directory; give the name of a file"),
+        (".", "the folder of a model, model.onnx; give another folder"),
         ("model.onnx", "is a file of the model"),
         ("model.onnx.data", "is a file of the model"),
         ("engine.json", "manifests end in .json"),

@@ -18,6 +18,7 @@ from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.check import check
 from trt_kvcache.cli.command import Command
 from trt_kvcache.cli.doctor import doctor
+from trt_kvcache.cli.export import export
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.inspect import inspect
 from trt_kvcache.cli.options import with_flags
@@ -96,5 +97,5 @@ def _root(
     """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
 
 
-for _command in (plan, rewrite, build, verify, generate, chat, bench, inspect, check, plugins, doctor):
+for _command in (export, plan, rewrite, build, verify, generate, chat, bench, inspect, check, plugins, doctor):
     app.command(cls=Command)(with_flags(_command))

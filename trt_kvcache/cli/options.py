@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from trt_kvcache.engine.folder import is_model
+from trt_kvcache.engine.folder import is_checkpoint, is_model
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import (
     CacheLayout,
@@ -163,6 +164,7 @@ class SessionPlanFlags:
         options = self.options()
         if not model.exists():
             raise InvalidModelError(f"{model}: no such file; give the path of an .onnx file")
+        refuse_checkpoint(model)
         return options
 
     def options_for_file(self, path: Path) -> PlanOptions | None:
@@ -233,6 +235,17 @@ class PlanFlags(TensorRTPlanFlags):
     """Flags that plan a model for a builder, which need not be installed."""
 
     target: Annotated[Target, _plan_flag(help="The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
+
+
+def refuse_checkpoint(model: Path) -> None:
+    """Name the export that has to come first.
+
+    Raises:
+        InvalidModelError: the folder is a checkpoint's.
+    """
+    if is_checkpoint(model):
+        command = shlex.join(["trt-kvcache", "export", str(model), "-o", f"{model.absolute().name}-onnx/"])
+        raise InvalidModelError(f"{model}: a checkpoint; export it first: {command}")
 
 
 def given_flags(flags: Any) -> dict[str, Any]:

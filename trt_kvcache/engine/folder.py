@@ -11,7 +11,7 @@ from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.given import given_path
 
-__all__ = ["ENGINE", "TEXTS", "copy_texts", "engine_in", "is_model", "made_folders", "output_engine"]
+__all__ = ["ENGINE", "TEXTS", "copy_texts", "engine_in", "is_checkpoint", "is_model", "made_folders", "output_engine"]
 
 ENGINE = "model.engine"
 """The engine's name in its folder."""
@@ -36,6 +36,13 @@ def engine_in(path: Path) -> Path:
 def is_model(path: Path) -> bool:
     """Return True for an ``.onnx`` file, or the folder of one; everything else is taken for an engine."""
     return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return True for the folder of a checkpoint: weights with their config, and no ONNX model."""
+    if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
+        return False
+    return any(next(path.glob(pattern), None) is not None for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
@@ -78,10 +85,13 @@ def made_folders(folder: Path) -> Iterator[None]:
         raise
 
 
-def copy_texts(model: Path, folder: Path) -> None:
+def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
     """Copy what lies beside a model and is for texts to an engine's folder: tokenizer, chat template, configs.
 
-    Files of these names that are there from another model go.
+    Args:
+        model: the model or its folder.
+        folder: the engine's.
+        missing_too: files of these names that are there from another model go.
 
     Raises:
         OptionError: a file cannot be read.
@@ -90,7 +100,8 @@ def copy_texts(model: Path, folder: Path) -> None:
     source = model if model.is_dir() else model.parent
     for name in TEXTS:
         if not (source / name).is_file():
-            (folder / name).unlink(missing_ok=True)
+            if missing_too:
+                (folder / name).unlink(missing_ok=True)
             continue
         try:
             content = read_file(source / name, _LARGEST)

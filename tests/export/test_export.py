@@ -1,0 +1,190 @@
+"""Exporters are found, run and reported; stand-ins write small models where the real ones are not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+from foreign_decoders import make_foreign
+from typer.testing import CliRunner
+
+from trt_kvcache import InvalidModelError, OptionError, OutputError, UnsupportedModelError
+from trt_kvcache.cli.app import app
+from trt_kvcache.engine.folder import is_checkpoint
+from trt_kvcache.export import run as exporting
+from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script of a POSIX shell")
+TOKENIZER = '{"made": "for a test"}'
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text(TOKENIZER)
+    return folder
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Exporters that copy a model, or fail: by name what each does."""
+    import onnx
+
+    made = tmp_path / "made.onnx"
+    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), made)
+    does = dict.fromkeys(EXPORTERS, "copy")
+    code = {
+        "copy": "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2] + '/model.onnx')",
+        "fail": "import sys; open(sys.argv[2] + '/half.onnx', 'w'); sys.exit('a word\\nno such architecture')",
+        "nothing": "",
+        "environment": "import os, sys; sys.exit(os.environ['HF_HUB_OFFLINE'] + os.environ['TRANSFORMERS_OFFLINE'])",
+    }
+
+    def stand_in(name: str, real: Exporter) -> Exporter:
+        def command(_: str, folder: str, dtype: str, int4: bool) -> list[str]:
+            return ["-c", code[does[name]], str(made), folder, dtype, str(int4)]
+
+        return Exporter(real.modules, command, real.dtypes, real.install, real.int4)
+
+    monkeypatch.setattr(exporting, "EXPORTERS", {n: stand_in(n, e) for n, e in EXPORTERS.items()})
+    monkeypatch.setattr(exporting, "installed", lambda *_: list(does))
+    return does
+
+
+def test_a_checkpoint_becomes_a_model_with_its_texts(
+    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
+) -> None:
+    del stand_ins["mobius"]
+    output = tmp_path / "new" / "onnx"
+    result = CliRunner().invoke(app, ["export", str(checkpoint), "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in output.iterdir()} == {"model.onnx", "tokenizer.json", "config.json"}
+    assert (output / "tokenizer.json").read_text() == TOKENIZER
+    assert result.stderr.startswith(f"running torch: {sys.executable} -c ")
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{output}: 2 of 2 caches in place (opset 24)"
+    assert lines[-1] == f"next       trt-kvcache build {output} -o onnx-engine/ --capacity 64"
+    again = CliRunner().invoke(app, ["export", str(checkpoint), "-o", str(output)])
+    assert again.stderr == f"error: {output}: it holds something; give a new folder\n"
+
+
+def test_the_next_exporter_follows_one_that_fails(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]) -> None:
+    stand_ins["torch"] = "fail"
+    told: list[str] = []
+    assert export_checkpoint(checkpoint, tmp_path / "out", told=told.append) == "mobius"
+    assert [line.split(":")[0] for line in told] == ["running torch", "failed, torch", "running mobius"]
+    assert told[1] == "failed, torch: no such architecture"
+    assert not (tmp_path / "out" / "half.onnx").exists()
+    stand_ins.update(mobius="nothing", genai="environment", optimum="fail")
+    with pytest.raises(UnsupportedModelError) as refused:
+        export_checkpoint(checkpoint, tmp_path / "never" / "out")
+    said = "torch: no such architecture; mobius: it wrote no model; genai: 11; try another exporter"
+    assert said.replace("exporter", "--exporter") in refused.value.message
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["torch", "mobius", "genai"]),
+        ({"dtype": "bfloat16"}, ["torch", "mobius"]),
+        ({"dtype": "float32"}, ["torch", "mobius", "genai", "optimum"]),
+        ({"int4": True}, ["genai"]),
+        ({"exporter": "mobius"}, ["mobius"]),
+    ],
+)
+def test_exporters_that_fit(
+    options: dict[str, Any], names: list[str], checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
+) -> None:
+    stand_ins.update(dict.fromkeys(stand_ins, "fail"))
+    told: list[str] = []
+    with pytest.raises(UnsupportedModelError):
+        export_checkpoint(checkpoint, tmp_path / "out", told=told.append, **options)
+    assert [line.split()[1].rstrip(":") for line in told if line.startswith("running")] == names
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"no exporter for float16 is installed; pip install torch transformers onnxscript \(it takes most"),
+        ({"exporter": "mobius"}, "float16 is installed: mobius is missing; pip install mobius-onnx"),
+        ({"int4": True}, "no exporter for float16 with weights of 4 bits is installed; pip install onnxruntime-genai"),
+        ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; torch, mobius, genai does"),
+        ({"exporter": "torch", "int4": True}, "torch does not write float16 with weights of 4 bits on a CPU; genai"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16, float32"),
+        ({"exporter": "keras"}, "exporter is 'keras'; it must be one of auto, torch, mobius, genai, optimum"),
+        ({"python": "/no/python"}, "/no/python: this interpreter does not run: "),
+    ],
+)
+def test_what_is_missing_is_said(
+    options: dict[str, Any], said: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "python" not in options:
+        monkeypatch.setattr(exporting, "installed", lambda *_: [])
+    with pytest.raises(OptionError, match=said):
+        export_checkpoint(checkpoint, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    for folder in (tmp_path, tmp_path / "nothing"):
+        assert not is_checkpoint(folder)
+        with pytest.raises(InvalidModelError, match="no checkpoint; give a folder with config.json and weights"):
+            export_checkpoint(folder, tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(OutputError, match="it holds something; give a new folder"):
+        export_checkpoint(checkpoint, tmp_path / "full")
+
+
+@pytest.mark.parametrize(
+    "command", [["plan"], ["build", "-o", "e/"], ["generate", "--prompt", "a"], ["verify"], ["chat"], ["bench"]]
+)
+def test_commands_on_a_checkpoint_say_how_to_export_it(command: list[str], checkpoint: Path) -> None:
+    result = CliRunner().invoke(app, [*command, str(checkpoint)])
+    assert result.exit_code == 1
+    following = f"export it first: trt-kvcache export {checkpoint} -o checkpoint-onnx/\n"
+    assert result.stderr == f"error: {checkpoint}: a checkpoint; {following}"
+
+
+def test_installed_asks_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "mobius.py").touch()
+    code = "from trt_kvcache.export.run import installed; print(installed())"
+    path = os.pathsep.join([str(tmp_path), str(Path(exporting.__file__).parents[2])])
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert "'mobius'" in found.stdout
+    assert set(installed()) <= set(EXPORTERS)
+
+
+REAL = os.environ.get("TRT_KVCACHE_EXPORTERS", "")
+"""An interpreter with real exporters, where the tests' own has none."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch", "mobius", "genai"])
+def test_real_exporters(name: str, tmp_path: Path) -> None:
+    """A random checkpoint; the plan takes every cache in place, in float16."""
+    python = REAL or sys.executable
+    if name not in installed(python):
+        pytest.skip(f"{name} is not installed")
+    tests = Path(__file__).parents[1]
+    write = "import sys, pathlib, exporters.checkpoints as c; c.write('llama', pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": str(tests), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([python, "-c", write, str(tmp_path / "ck")], check=True, capture_output=True, env=environment)
+    words = ["export", str(tmp_path / "ck"), "-o", str(tmp_path / "out"), "--exporter", name, "--python", python]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "4 of 4 caches in place" in result.stdout
+    assert "float16 [" in result.stdout

@@ -1,0 +1,89 @@
+"""``trt-kvcache export``: from a checkpoint to an ONNX decoder."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.options import PlanFlags
+
+
+class ExporterChoice(str, Enum):
+    """The exporter to run."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    MOBIUS = "mobius"
+    GENAI = "genai"
+    OPTIMUM = "optimum"
+
+
+class Dtype(str, Enum):
+    """The type of weights, activations and caches."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder with config.json and weights.", readable=False)
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder for the model.", readable=False)
+    ],
+    exporter: Annotated[
+        ExporterChoice, typer.Option(help="auto: the first of these that is installed and succeeds.")
+    ] = ExporterChoice.AUTO,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            help="What the engine computes in. Models trained in bfloat16, such as Gemma, may overflow in float16."
+        ),
+    ] = Dtype.FLOAT16,
+    int4: Annotated[bool, typer.Option("--int4", help="Weights of 4 bits (genai).")] = False,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="For the plan at the end. Default: the model's longest text, at most 4096.",
+        ),
+    ] = None,
+    python: Annotated[
+        str, typer.Option(metavar="FILE", help="Interpreter of the environment with the exporter. Default: this one.")
+    ] = sys.executable,
+) -> None:
+    """Export a checkpoint with an installed exporter, and plan the result. Nothing is downloaded."""
+    from trt_kvcache.cli.output import console
+    from trt_kvcache.export.run import export_checkpoint
+
+    out = console(sys.stderr)
+    export_checkpoint(
+        checkpoint, output, exporter=exporter.value, dtype=dtype.value, int4=int4, python=python,
+        told=lambda line: out.print(line, soft_wrap=True),
+    )  # fmt: skip
+    _plan(output, capacity)
+
+
+def _plan(model: Path, capacity: int | None) -> None:
+    from trt_kvcache import NoCapacityError, PlanOptions, plan_model
+    from trt_kvcache.cli.output import console, print_warnings
+    from trt_kvcache.cli.plan_view import batch_of
+    from trt_kvcache.cli.summary import build_line, plan_lines, print_lines, print_next
+    from trt_kvcache.runtime.beside import usual_capacity
+
+    try:
+        made = plan_model(model, PlanOptions(capacity=capacity))
+    except NoCapacityError:
+        capacity = usual_capacity(model)
+        made = plan_model(model, PlanOptions(capacity=capacity))
+    out = console()
+    print_lines(out, f"{model}: {made.in_place_text} (opset {made.opset})", plan_lines(made, batch_of(made, 1)))
+    print_next(out, build_line(model, PlanFlags(capacity=capacity)))
+    print_warnings(made.warnings)
