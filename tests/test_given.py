@@ -169,6 +169,9 @@ SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
     "save slots": (lambda s, v: s.cache.save("c", v), "None, list, empty list, set, generator"),
     "save slots of one": (lambda s, v: s.cache.save("c", [v]), SLOT),
     "load": (lambda s, v: s.cache.load(v), ""),
+    "offload": (lambda s, v: s.cache.offload(v), SLOT),
+    "offload path": (lambda s, v: s.cache.offload(0, v), "None, text, path"),
+    "restore": (lambda s, v: s.cache.restore(v), SLOT),
     "view": (lambda s, v: s.cache.view(v), ""),
     "DecodeSession": (lambda s, v: DecodeSession(v), ""),
     "DecodeSession tokenizer": (lambda s, v: DecodeSession(HashRunner(), v), "None"),
@@ -216,4 +219,6 @@ def test_everything_public_is_here() -> None:
         "note_touched",
         "take",
         "give_back",
+        "seat",
+        "seat_together",
     } <= {name.split()[0] for name in SESSION}

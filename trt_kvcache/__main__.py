@@ -40,7 +40,7 @@ def main() -> None:
             _leave(error.code)
         raise
     except OSError as error:
-        from trt_kvcache.engine.protocol import is_broken
+        from trt_kvcache.child import is_broken
 
         # Files that commands write have errors of their own, with their names; what is left is stdout.
         unread = is_broken(error)

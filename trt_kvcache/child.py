@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import trt_kvcache
 
-__all__ = ["Child", "ChildError", "limit_memory"]
+__all__ = ["Child", "ChildError", "is_broken", "limit_memory", "unless_ended"]
 
 if sys.platform == "win32":
     _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
@@ -74,15 +75,14 @@ class Child:
         """
         assert self._process.stdin is not None
         try:
-            for part in parts:
-                self._process.stdin.write(part)
-            self._process.stdin.flush()
+            with unless_ended():  # its answer says that it has not read everything
+                for part in parts:
+                    self._process.stdin.write(part)
+                self._process.stdin.flush()
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
             self.end()
             raise ChildError(f"took more than {seconds:g} s") from None
-        except OSError:  # it died before it had read everything
-            line = b""
         except BaseException:  # an interrupt: nobody reads the answer
             self.end()
             raise
@@ -114,3 +114,18 @@ def limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def is_broken(error: OSError) -> bool:
+    """Return True if writing failed because the process at the other end of the pipe has ended."""
+    return error.errno == errno.EPIPE or (sys.platform == "win32" and error.errno == errno.EINVAL)
+
+
+@contextmanager
+def unless_ended() -> Iterator[None]:
+    """Write to the other process; it is no error if that process has ended."""
+    try:
+        yield
+    except OSError as error:
+        if not is_broken(error):
+            raise

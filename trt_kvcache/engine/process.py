@@ -15,6 +15,7 @@ import msgspec
 
 import trt_kvcache
 from trt_kvcache import errors
+from trt_kvcache.child import unless_ended
 from trt_kvcache.engine.protocol import (
     STAGES,
     Bug,
@@ -27,7 +28,6 @@ from trt_kvcache.engine.protocol import (
     Progress,
     ProgressEvent,
     Stage,
-    unless_ended,
 )
 from trt_kvcache.errors import BuildError, TrtKvCacheError
 

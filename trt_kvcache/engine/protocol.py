@@ -7,10 +7,7 @@ without that byte, the child removes its file. Child to caller, on the original 
 
 from __future__ import annotations
 
-import errno
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -115,18 +112,3 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 Event = Stage | Node | Progress | Log | Failed | Bug | Done
 
 Send = Callable[[Event], None]
-
-
-def is_broken(error: OSError) -> bool:
-    """Return True if writing failed because the process at the other end of the pipe has ended."""
-    return error.errno == errno.EPIPE or (sys.platform == "win32" and error.errno == errno.EINVAL)
-
-
-@contextmanager
-def unless_ended() -> Iterator[None]:
-    """Write to the other process; it is no error if that process has ended."""
-    try:
-        yield
-    except OSError as error:
-        if not is_broken(error):
-            raise

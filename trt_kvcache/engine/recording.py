@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import trt_kvcache
 from trt_kvcache import errors
+from trt_kvcache.child import unless_ended
 from trt_kvcache.engine.memory import build_memory
-from trt_kvcache.engine.protocol import unless_ended
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.machine import free_memory
 

@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from trt_kvcache.child import is_broken
 from trt_kvcache.engine.options import CURRENT
-from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage, is_broken
+from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
 from trt_kvcache.importer.plan import Route, Target
@@ -46,8 +47,8 @@ def main() -> None:
         try:
             send(_build(job, model, send))
             watcher.join()
-        except TrtKvCacheError as error:
-            send(Failed(type(error).__name__, error.message))
+        except TrtKvCacheError as refusal:
+            send(Failed(type(refusal).__name__, refusal.message))
         except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
             send(Bug(traceback.format_exc()))
     except OSError as error:  # the caller has ended, and the watcher may not have seen it yet
@@ -222,8 +223,8 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
 
     try:
         return register_for_this_gpu(trt, declare_aliases=job.build.declare_aliases).errors
-    except TrtKvCacheError as error:
-        raise type(error)(f"{error.message}; {without_plugin(job.plan.caches)}") from error
+    except TrtKvCacheError as refusal:
+        raise type(refusal)(f"{refusal.message}; {without_plugin(job.plan.caches)}") from refusal
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
