@@ -3,8 +3,9 @@
     python tests/schedules.py --seeds 0:10000           all architectures in turn; exit code 1 if a sequence differs
     python tests/schedules.py --seeds 7:8 --only growing --show
 
-A schedule is made of its seed: sequences join, grow by turns, are forked, cropped, moved, saved and loaded, preempted,
-and leave, in two sessions of one model with other rows and other chunks; greedy, drawn from a seed, or with drafts.
+A schedule is made of its seed: sequences join, grow by turns, are forked, cropped, moved, offloaded, saved and loaded,
+preempted, and leave, in two sessions of one model with other rows and other chunks; greedy, drawn from a seed, or with
+prompt lookup. The second session has more sequences than rows, and a prefix cache and a draft where its model has one.
 Each is then decoded alone, in a third session, from the text that it went on from. Its tokens have to be the same, and
 its logits as near as rounding leaves them: a batch of another shape sums in another order.
 
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -44,9 +45,16 @@ from runtime.families import FAMILIES, MODELS, PROMPTS, Family, Made  # noqa: E4
 
 from trt_kvcache import DecodeSession, FinishReason, GenerationConfig, PlanOptions  # noqa: E402
 from trt_kvcache.importer import import_model  # noqa: E402
-from trt_kvcache.runtime import continuation  # noqa: E402
+from trt_kvcache.runtime import cache as cache_module  # noqa: E402
+from trt_kvcache.runtime import continuation, prefix  # noqa: E402
+from trt_kvcache.runtime.buffers import carried_buffers  # noqa: E402
+from trt_kvcache.runtime.draft import DraftModel  # noqa: E402
 from trt_kvcache.runtime.generation.sampling import Sampler  # noqa: E402
 from trt_kvcache.runtime.ort import runner as ort_runner  # noqa: E402
+from trt_kvcache.runtime.runner import Runner, StepBatch  # noqa: E402
+
+BLOCK = 4
+"""Tokens that a prefix cache keeps together: texts are short."""
 
 ROUNDING = 1e-4
 """Logits of one text may differ by this share of the largest.
@@ -191,6 +199,25 @@ def recorded(sink: list[Choice]) -> Iterator[None]:
     Recorder.sink = None
 
 
+class SometimesWrong:
+    """A draft that is right but where the likeliest token is a multiple of three.
+
+    Args:
+        runner: of the model itself.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, batch: StepBatch) -> np.ndarray:
+        logits = self._runner.step(batch)
+        wrong = logits.argmax(-1) % 3 == 0
+        return np.where(wrong[..., None], np.roll(logits, 1, -1), logits)
+
+
 class Bench:
     """The sessions of one architecture: two for schedules, and one where sequences are alone."""
 
@@ -201,11 +228,25 @@ class Bench:
         self._imported = import_model(self.made.model, self.family.options)
         chunk, batch = self.family.max_chunk, self.family.max_batch
         fixed = chunk if chunk in (1, 4) else None
-        self.sessions = [self._open(batch, chunk), self._open(batch and 4, fixed or 3)]
+        self.sessions = [self._open(batch, chunk), self._helped(batch and 2, fixed or 3)]
         self.alone = self._open(batch and 1, fixed)
         self._known: dict[Any, Part] = {}
 
+    def _helped(self, batch: int | None, chunk: int) -> DecodeSession:
+        """A session with everything that its model allows."""
+        runner = self._runner(batch, chunk)
+        given: dict[str, Any] = {}
+        if not (self.family.state or self.name.startswith(("circular", "cross"))):
+            given["prefix_cache"] = 12 * sum(b.range_bytes(0, BLOCK) for b in carried_buffers(runner.plan))
+            if chunk > 1:
+                draft = cast("Runner", SometimesWrong(self._runner(batch, chunk)))
+                given["draft"] = DraftModel(draft, self.made.session.get("embeddings"))
+        return DecodeSession(runner, **self.made.session, max_sequences=5, **given)
+
     def _open(self, batch: int | None, chunk: int | None) -> DecodeSession:
+        return DecodeSession(self._runner(batch, chunk), **self.made.session)
+
+    def _runner(self, batch: int | None, chunk: int | None) -> ort_runner.OnnxRuntimeRunner:
         with patch.object(ort_runner, "import_model", lambda *_: copy.deepcopy(self._imported)):
             runner = ort_runner.OnnxRuntimeRunner(self.made.model, max_batch=batch, max_chunk=chunk, threads=1)
         rng = np.random.default_rng(1)
@@ -213,7 +254,7 @@ class Bench:
             for row in range(runner.max_batch):
                 held = runner.read_row(cache.past, row, cache.capacity)
                 runner.write_row(cache.past, row, rng.choice([-1e2, 1e2], held.shape).astype(held.dtype))
-        return DecodeSession(runner, **self.made.session)
+        return runner
 
     def fixed(self, line: Line) -> int:
         """Tokens of its prompt that were given as more than ids: these stay together."""
@@ -269,9 +310,10 @@ class Schedule:
         acts = {
             self._step: 12, self._join: 4, self._turn: 4, self._fork: 2, self._save: 2, self._load: 3,
             self._crop: 0 if self.bench.family.state else 2, self._preempt: 1, self._resume: 3, self._move: 1,
-            self._leave: 1,
+            self._leave: 1, self._offload: 2, self._restore: 1,
         }  # fmt: skip
         self.report.counts["schedules"] += 1
+        before = self._reused()
         for Recorder.clock in range(self._steps):
             (act,) = self._rng.choices([*acts], [*acts.values()])
             act()
@@ -281,6 +323,7 @@ class Schedule:
             self._step()
         for line in [*self.lines]:
             self._end(line)
+        self.report.counts["tokens from prefixes"] += self._reused() - before
         for session in self.bench.sessions:
             assert not session.cache.slots, session.cache.slots
 
@@ -296,6 +339,7 @@ class Schedule:
                 part = line.part
                 assert part is not None
                 _take(part, event)
+                self.report.counts["guesses accepted"] += event.speculation.accepted if event.speculation else 0
                 line.text += [] if event.token is None else [event.token]
                 if part.ended is not None:
                     self._compare(line)
@@ -308,6 +352,8 @@ class Schedule:
         text = [*PROMPTS[given]]
         if not self.bench.made.given(given).keys() - {"constants"}:
             text = self._words(self._rng.choice([1, 2, 5, 11, 19]))
+            if self._rng.random() < 0.5:  # as others begin, too
+                text = [self._rng.randrange(2), *range(1, self._rng.choice([4, 9])), *text[:10]]
         self._made += 1
         line = Line(f"sequence {self._made}", given, text)
         self._note("sequences")
@@ -316,7 +362,7 @@ class Schedule:
 
     def _turn(self) -> None:
         """The next turn of a conversation."""
-        line = self._one(lambda line: line.session is not None and line.part is None)
+        line = self._one(lambda line: line.part is None and self._has_row(line))
         if line is None or line.session is None:
             return
         session, words = self.bench.sessions[line.session], self._words(self._rng.choice([1, 1, 3, 9]))
@@ -351,7 +397,7 @@ class Schedule:
                 session.add((), copy.part.rest, slot=copy.slot, keep=True, index=part.index)
 
     def _crop(self) -> None:
-        line = self._one(lambda line: line.session is not None and line.part is None)
+        line = self._one(lambda line: line.part is None and self._has_row(line))
         if line is None or line.session is None:
             return
         cache = self.bench.sessions[line.session].cache
@@ -409,11 +455,12 @@ class Schedule:
 
     def _move(self) -> None:
         """To another row, or in exchange with another."""
-        line = self._one(lambda line: line.session is not None)
+        line = self._one(self._has_row)
         if line is None or line.session is None:
             return
         cache = self.bench.sessions[line.session].cache
         idle = [o.slot for o in self.lines if o.session == line.session and o.part is None]
+        idle = [slot for slot in idle if slot not in cache.offloaded]
         if len(idle) > 1 and self._rng.random() < 0.5:
             self._note("exchanges")
             kept = [*range(len(idle))]
@@ -423,10 +470,26 @@ class Schedule:
             cache.reorder(order, idle)
             for slot, other in zip(idle, moved, strict=True):
                 other.slot = slot
-        elif cache.free:
+            return
+        cache.restore(line.slot)
+        if free := sorted(set(range(cache.rows)) - {cache.slot(slot).row for slot in cache.slots}):
             self._note("moves")
-            used = {cache.slot(slot).row for slot in cache.slots}
-            cache.move(line.slot, self._rng.choice(sorted(set(range(cache.rows)) - used)))
+            cache.move(line.slot, self._rng.choice(free))
+
+    def _offload(self) -> None:
+        """To memory or to a file; what needs the row then brings it back."""
+        line = self._one(lambda line: line.session is not None and line.part is None)
+        if line is None or line.session is None:
+            return
+        self._note("offloads")
+        path = self.bench.folder / f"offloaded-{self._rng.getrandbits(32)}" if self._rng.random() < 0.3 else None
+        self.bench.sessions[line.session].cache.offload(line.slot, path)
+
+    def _restore(self) -> None:
+        line = self._one(self._has_row)
+        if line is not None and line.session is not None:
+            self._note("restores")
+            self.bench.sessions[line.session].cache.restore(line.slot)
 
     def _leave(self) -> None:
         line = self._one(lambda line: True)
@@ -435,6 +498,17 @@ class Schedule:
             self._end(line)
 
     # --- how
+
+    def _has_row(self, line: Line) -> bool:
+        """Or gets one where it needs it."""
+        if line.session is None:
+            return False
+        cache = self.bench.sessions[line.session].cache
+        return line.slot not in cache.offloaded or cache.max_sequences > cache.rows or cache.free > 0
+
+    def _reused(self) -> int:
+        stats = self.bench.sessions[1].cache.prefix_stats
+        return 0 if stats is None else stats.saved_tokens
 
     def _note(self, what: str) -> None:
         self.report.counts[what] += 1
@@ -452,8 +526,8 @@ class Schedule:
 
     def _config(self) -> GenerationConfig:
         most = self._rng.choice([1, 2, 4, 8, 14])
-        drafts = {} if self.bench.family.state else {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
-        more: dict[str, Any] = drafts if self._rng.random() < 0.2 else {}
+        lookup = {} if self.bench.family.state else {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+        more: dict[str, Any] = lookup if self._rng.random() < 0.2 else {}
         if self._rng.random() < 0.5:
             return GenerationConfig(max_new_tokens=most, **more)
         top_k, top_p = self._rng.choice([(0, 1.0), (5, 1.0), (0, 0.8), (20, 0.9)])
@@ -519,6 +593,13 @@ class Schedule:
         return sampler.choose(choice.logits, np.zeros(choice.position, np.int64), 0)[0] == choice.token
 
 
+def _small_blocks(run: Any) -> Any:
+    for module in (prefix, cache_module):
+        run = patch.object(module, "BLOCK", BLOCK)(run)
+    return run
+
+
+@_small_blocks
 def run_schedules(seeds: Sequence[int], only: Sequence[str], folder: Path, show: bool = False) -> Report:
     """Run schedules, each on the architecture whose turn it is."""
     benches: dict[str, Bench] = {}

@@ -12,7 +12,10 @@ import pytest
 from schedules import ARCHITECTURES, Choice, Line, Part, Report, Schedule, run_schedules
 
 from trt_kvcache import GenerationConfig
+from trt_kvcache.runtime import prefix
+from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.generation.sampling import Sampler
+from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
 
@@ -29,8 +32,34 @@ def test_a_sequence_gets_the_tokens_that_it_gets_alone(name: str, tmp_path: Path
 def test_many_schedules(name: str, tmp_path: Path) -> None:
     report = run_schedules(range(1000, 1040), [name], tmp_path)
     assert report.failures == []
-    acts = {"turns", "forks", "saves", "loads", "moves", "exchanges", "preemptions", "leaves"}
+    acts = {"turns", "forks", "saves", "loads", "moves", "exchanges", "preemptions", "leaves", "offloads", "restores"}
     assert report.counts.keys() >= acts | (set() if ARCHITECTURES[name].state else {"crops"})
+    if not (ARCHITECTURES[name].state or name.startswith(("circular", "cross"))):
+        assert report.counts["tokens from prefixes"] > 0
+        assert report.counts["guesses accepted"] > 0 or ARCHITECTURES[name].max_chunk == 1
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("fault", ["offloaded rows", "prefix", "guesses"])
+def test_faults_in_what_sequences_share_are_found(fault: str, tmp_path: Path) -> None:
+    """Rows that come back empty, blocks that are found without those before them, and guesses that stay unchecked."""
+
+    def names(tokens: list[int], blocks: int) -> list[bytes]:
+        return [bytes(tokens[at * 4 : at * 4 + 4]) for at in range(blocks)]
+
+    def believe(self: Any, draft: Any, logits: Any) -> Any:
+        for position in range(len(draft) + 1):
+            yield self.advance(logits[position])
+            if self.finish_reason:
+                break
+
+    planted = {
+        "offloaded rows": patch.object(HostRows, "fill", lambda self, row: None),
+        "prefix": patch.object(prefix, "_names", names),
+        "guesses": patch.object(Continuation, "verify", believe),
+    }[fault]
+    with planted:
+        assert run_schedules(range(12), ["mobius"], tmp_path).failures
 
 
 def test_numbers_drawn_for_another_position_are_found(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from runtime.hash_runner import TABLE, VOCAB, Alone, EmbeddedRunner, HashRunner, rows
 
 from trt_kvcache.errors import CapacityError
+from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.runtime import cache, prefix
+from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
@@ -37,7 +41,8 @@ ACTIONS = st.one_of([
         "add": (GIVEN, COUNT, YES, YES), "draw": (TOKENS, COUNT, SLOT), "go_on": (SLOT, GIVEN, COUNT),
         "park": (GIVEN,), "step": (st.integers(1, 6),), "fork": (SLOT,), "reorder": (st.lists(SLOT, min_size=5),),
         "move": (SLOT,), "compact": (), "crop": (SLOT, st.integers(0, 20)), "reset": (SLOT,), "travel": (SLOT,),
-        "remove": (SLOT, YES), "stream": (st.lists(TOKENS, min_size=1, max_size=3), COUNT),
+        "offload": (SLOT,), "restore": (SLOT,), "remove": (SLOT, YES),
+        "stream": (st.lists(TOKENS, min_size=1, max_size=3), COUNT),
         "read": (SLOT, st.integers(1, 9)), "leave": (SLOT,), "cancel": (SLOT,), "beams": (TOKENS, COUNT),
     }.items()
 ])  # fmt: skip
@@ -47,13 +52,19 @@ Given = tuple[list[tuple[int, ...]], bool, bool]
 class Play:
     """A session, and what each of its sequences gives alone. Its actions do nothing where they cannot be taken."""
 
-    def __init__(self, runner: HashRunner, folder: Callable[[], Path]) -> None:
+    def __init__(self, runner: HashRunner, folder: Callable[[], Path], *, helped: bool) -> None:
         self.runner, self.folder = runner, folder
         self.embeddings = TABLE if isinstance(runner, EmbeddedRunner) else None
-        self.session = DecodeSession(runner, embeddings=self.embeddings)
+        helpers: dict[str, Any] = {"max_sequences": runner.max_batch + 3} if helped else {}
+        if helped and len(runner.plan.caches) == 1 and runner.plan.caches[0].mode is UpdateMode.LINEAR:
+            helpers["prefix_cache"] = 200
+            if runner.max_chunk > 1 and runner.max_logits != 1:
+                helpers["draft"] = DraftModel(HashRunner(max_batch=2))
+        self.session = DecodeSession(runner, embeddings=self.embeddings, **helpers)
         self.cache = self.session.cache
         self.want: dict[int, list[int]] = {}  # of added ones, by slot: what is still to come
         self.begun: dict[int, tuple[Alone, bool]] = {}  # of these: with their prompts; and whether their slots stay
+        self.memory = next(iter(runner.host), None)  # of the prefix cache
         self.parked: dict[int, Alone] = {}
         self.streams: list[tuple[Iterator[TokenEvent], dict[int, list[int]]]] = []
         self.cancelled = 0
@@ -79,8 +90,20 @@ class Play:
         return alone
 
     def which(self, number: int) -> int | None:
-        """A slot that is parked."""
-        return [*self.parked][number % len(self.parked)] if self.parked else None
+        """A slot that is parked, and has a row or gets one."""
+        every = self.cache.free or self.cache.max_sequences > self.cache.rows
+        known = [slot for slot in self.parked if every or slot not in self.cache.offloaded]
+        return known[number % len(known)] if known else None
+
+    def offload(self, number: int) -> None:
+        slot = self.which(number)
+        if slot is not None:
+            self.cache.offload(slot, self.folder() / "rows" if number % 2 else None)
+
+    def restore(self, number: int) -> None:
+        slot = self.which(number)
+        if slot is not None:
+            self.cache.restore(slot)
 
     def join(self, what: Given, count: int, slot: int | None = None, *, keep: bool = False, **more: Any) -> None:
         tokens, beside = self.arguments(what)
@@ -141,7 +164,7 @@ class Play:
             self.parked[new] = alone
 
     def reorder(self, numbers: list[int]) -> None:
-        slots = [*self.parked]
+        slots = [slot for slot in self.parked if slot not in self.cache.offloaded]
         indices = [n % len(slots) for n in numbers[: len(slots)]] if slots else []
         self.cache.reorder(indices, slots)
         before = {**self.parked}
@@ -149,13 +172,15 @@ class Play:
             self.parked[slot] = before[slots[index]].copy()
 
     def move(self, number: int) -> None:
+        self.restore(number)
         slot, used = self.which(number), {self.cache.slot(slot).row for slot in self.cache.slots}
-        if slot is not None and self.cache.free:
+        if slot is not None and slot not in self.cache.offloaded and len(used - {-1}) < self.cache.rows:
             self.cache.move(slot, max(set(range(self.runner.max_batch)) - used))
 
     def compact(self) -> None:
         self.cache.compact()
-        assert sorted(self.cache.slot(slot).row for slot in self.cache.slots) == [*range(len(self.cache.slots))]
+        rows = [self.cache.slot(slot).row for slot in self.cache.slots if slot not in self.cache.offloaded]
+        assert sorted(rows) == [*range(len(rows))]
 
     def crop(self, number: int, length: int) -> None:
         slot = self.which(number)
@@ -172,9 +197,11 @@ class Play:
 
     def overflow(self, slot: int) -> None:
         """Fill with NaN what a sequence has written."""
+        if slot in self.cache.offloaded:
+            return
         length = self.cache.lengths[slot]
-        for cache in self.runner.plan.caches:
-            self.runner.buffers[cache.past][self.cache.slot(slot).row, :, : min(length, cache.capacity)] = np.nan
+        for held in self.runner.plan.caches:
+            self.runner.buffers[held.past][self.cache.slot(slot).row, :, : min(length, held.capacity)] = np.nan
 
     def reset(self, number: int) -> None:
         slot = self.which(number)
@@ -243,7 +270,7 @@ class Play:
             self.cancelled += 1
 
     def beams(self, tokens: list[tuple[int, ...]], count: int) -> None:
-        if self.cache.free >= 2:
+        if self.cache.free >= 2 and self.cache.rows >= 2:
             (found,) = self.session.generate([[t[0] for t in tokens]], GenerationConfig(count, num_beams=2))
             assert found.tokens[0] == self.alone((tokens, False, False)).next()
 
@@ -257,20 +284,24 @@ class Play:
         assert self.want == {}
         assert self.cancelled == 0
         assert {*self.parked} == {*self.cache.slots}
-        for slot, alone in self.parked.items():
+        for slot, alone in sorted(self.parked.items(), key=lambda item: item[0] in self.cache.offloaded):
             if len(alone.codes) < 60:
                 alone.take([5])
                 assert int(self.session.update({slot: [5]})[slot][-1].argmax()) == alone.next()
+            self.session.remove(slot)
+        assert self.runner.host.keys() <= {self.memory}
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(runner=RUNNERS, schedule=st.lists(ACTIONS, min_size=1, max_size=25), garbage=st.booleans())
+@given(runner=RUNNERS, schedule=st.lists(ACTIONS, min_size=1, max_size=25), garbage=st.booleans(), helped=st.booleans())
 def test_any_schedule(
-    tmp_path_factory: pytest.TempPathFactory, runner: HashRunner, schedule: list[Any], garbage: bool
+    tmp_path_factory: pytest.TempPathFactory, runner: HashRunner, schedule: list[Any], garbage: bool, helped: bool
 ) -> None:
+    """In a plain session, and in one with more sequences than rows, a prefix cache and a draft."""
     for buffer in runner.buffers.values():
         buffer[...] = 1e30 if garbage else 0
-    play = Play(runner, lambda: tmp_path_factory.mktemp("saved"))
-    for action, *values in schedule:
-        getattr(play, action)(*values)
-    play.end()
+    with patch.object(prefix, "BLOCK", 3), patch.object(cache, "BLOCK", 3):
+        play = Play(runner, lambda: tmp_path_factory.mktemp("saved"), helped=helped)
+        for action, *values in schedule:
+            getattr(play, action)(*values)
+        play.end()
