@@ -29,7 +29,13 @@ from trt_kvcache.words import as_arguments
 
 
 class TrtKvCacheError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Attributes:
+        sequence: slot of the sequence that failed, where `DecodeSession.step` raises the error; else None.
+    """
+
+    sequence: int | None = None
 
     @property
     def message(self) -> str:

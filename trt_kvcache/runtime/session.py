@@ -499,8 +499,8 @@ class DecodeSession:
         Ctrl-C may interrupt it: the next call gives what this one did not, and ends what was torn with a SessionError.
 
         Raises:
-            SessionError: the session is closed, or the step of a sequence failed; that sequence has ended, and the next
-                call gives the events of the others.
+            SessionError: the session is closed, or the step of a sequence failed: `sequence` of the error. That one has
+                ended, and the next call gives the events of the others.
         """
         return self._streams.step()
 

@@ -52,9 +52,10 @@ class Streams:
     def _collect(self, events: list[TokenEvent]) -> None:
         if not any(isinstance(outcome, TrtKvCacheError) for _, outcome in self.added):
             self._advance()
-        for place, (_, outcome) in enumerate(self.added):
+        for place, (slot, outcome) in enumerate(self.added):
             if isinstance(outcome, TrtKvCacheError):
                 del self.added[place]
+                outcome.sequence = slot
                 raise outcome
         events += [outcome for _, outcome in self.added if isinstance(outcome, TokenEvent)]
         del self.added[:]
