@@ -26,6 +26,7 @@ from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
 from trt_kvcache.cli.plugins import plugins
 from trt_kvcache.cli.rewrite import rewrite
+from trt_kvcache.cli.serve import serve
 from trt_kvcache.cli.signals import last_words
 from trt_kvcache.cli.verify import verify
 from trt_kvcache.errors import TrtKvCacheError
@@ -97,5 +98,5 @@ def _root(
     """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
 
 
-for _command in (export, plan, rewrite, build, verify, generate, chat, bench, inspect, check, plugins, doctor):
+for _command in (export, plan, rewrite, build, verify, generate, chat, serve, bench, inspect, check, plugins, doctor):
     app.command(cls=Command)(with_flags(_command))

@@ -1,0 +1,440 @@
+"""The API in one process: every answer is that of the same request alone, and what cannot be done is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="Starlette is not installed (extra: serve)")
+pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: serve)")
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
+
+from decoders import DecoderConfig, write_decoder
+from runtime.tokenizers_in_code import byte_level
+from serve.asgi import Reply, ask
+
+from trt_kvcache import DecodeSession, GenerationConfig, SessionError
+from trt_kvcache.serve.app import Service
+from trt_kvcache.serve.core import ServingCore, Work
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=96, layers=1))
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[DecodeSession]:
+    """The reference: no server, one sequence at a time."""
+    with DecodeSession.open(folder, max_batch=1) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> Iterator[DecodeSession]:
+    """What is served: four rows, and no slot left in use after any test."""
+    with DecodeSession.open(folder, max_batch=4) as session:
+        yield session
+
+
+@pytest.fixture
+def service(rows: DecodeSession) -> Iterator[Service]:
+    service = Service(rows, "tiny", max_queue=100)
+    yield service
+    service.core.close()
+    assert not rows.cache.slots
+
+
+@pytest.fixture(scope="module")
+def ids_only(folder: Path) -> Iterator[DecodeSession]:
+    with DecodeSession.open(folder, max_batch=2, tokenizer=False) as session:
+        yield session
+
+
+@pytest.fixture
+def by_ids(ids_only: DecodeSession) -> Iterator[Service]:
+    """Without a tokenizer, and without a queue."""
+    service = Service(ids_only, "tiny", max_queue=0)
+    yield service
+    service.core.close()
+
+
+def post(service: Service, body: Any, path: str = TEXT, **how: Any) -> Reply:
+    return asyncio.run(ask(service.app, path, body, **how))
+
+
+def text_of(reply: Reply) -> str:
+    """Of the one choice, whole or streamed, chat or completion."""
+    if reply.headers["content-type"].startswith("text/event-stream"):
+        choices = [choice for chunk in reply.chunks for choice in chunk["choices"]]
+        return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+    (choice,) = reply.data["choices"]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1}
+GREEDY = {"temperature": 0}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (GREEDY, {}),
+    (SAMPLED, SAMPLED),
+    ({"seed": 3}, {"seed": 3, "do_sample": True, "top_k": 0}),
+    (GREEDY | {"stop": ["e", "the"]}, {"stop_strings": ["e", "the"]}),
+    (GREEDY | {"logit_bias": {"70": 100}}, {"sequence_bias": {70: 100.0}}),
+    (GREEDY | {"ignore_eos": True, "top_k": -1}, {"eos_token_id": ()}),
+]
+
+
+@pytest.mark.parametrize(("fields", "settings"), CASES)
+def test_answers_are_those_of_the_session(
+    service: Service, alone: DecodeSession, fields: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    expected = alone.generate("the cache", max_new_tokens=12, **settings)
+    body = {"prompt": "the cache", "max_tokens": 12, **fields}
+    whole, streamed = post(service, body), post(service, body | {"stream": True})
+    assert whole.status == streamed.status == 200
+    assert text_of(whole) == text_of(streamed) == expected.text
+    given = {"prompt_tokens": len(expected.prompt), "completion_tokens": len(expected.tokens)}
+    assert whole.data["usage"] == given | {"total_tokens": sum(given.values())}
+
+    messages = [{"role": "user", "content": "hi"}]
+    spoken = alone.chat(messages, max_new_tokens=9, **settings)
+    body = {"messages": messages, "max_completion_tokens": 9, **fields}
+    whole, streamed = post(service, body, CHAT), post(service, body | {"stream": True}, CHAT)
+    assert text_of(whole) == text_of(streamed) == spoken.text
+    reason = {"eos": "stop", "stop": "stop", "length": "length"}[spoken.finish_reason or ""]
+    assert whole.data["choices"][0]["finish_reason"] == reason
+    assert streamed.chunks[-1]["choices"][0]["finish_reason"] == reason
+    assert streamed.chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+def test_choices_prompts_and_echo(service: Service, alone: DecodeSession) -> None:
+    """`n` choices draw as the prompts of one call do; each prompt of a list as if it were alone."""
+    body = {"prompt": ["the", "and the"], "n": 2, "seed": 5, "top_k": 30, "max_tokens": 6, "echo": True}
+    choices = post(service, body).data["choices"]
+    expected = []
+    for prompt in ("the", "and the"):
+        made = alone.generate([prompt, prompt], max_new_tokens=6, top_k=30, seed=5)
+        expected += [prompt + one.text for one in made]
+    assert [choice["text"] for choice in choices] == expected
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    streamed = [""] * 4
+    for chunk in post(service, body | {"stream": True}).chunks:
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == expected
+
+
+def test_logprobs_ids_and_usage_of_a_stream(service: Service, alone: DecodeSession) -> None:
+    expected = alone.generate("the", max_new_tokens=5, output_logprobs=True)
+    asked = GREEDY | {"max_tokens": 5, "return_token_ids": True}
+    whole = post(service, asked | {"prompt": "the", "logprobs": 0}).data["choices"][0]
+    assert whole["token_ids"] == expected.tokens
+    assert whole["prompt_token_ids"] == expected.prompt
+    assert whole["logprobs"]["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert whole["logprobs"]["text_offset"][0] == 0
+
+    prompt = "<user>the<assistant>"
+    expected = alone.generate(alone.tokenizer.encode(prompt, special_tokens=False), max_new_tokens=5,
+                              output_logprobs=True)  # fmt: skip
+    body = asked | {"messages": [{"role": "user", "content": [{"type": "text", "text": "the"}]}], "logprobs": True}
+    chunks = post(service, body | {"stream": True, "stream_options": {"include_usage": True}}, CHAT).chunks
+    assert [token for chunk in chunks for c in chunk["choices"] for token in c["token_ids"]] == expected.tokens
+    said = [one for chunk in chunks for c in chunk["choices"] for one in c["logprobs"]["content"]]
+    assert [one["logprob"] for one in said] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert all(one["top_logprobs"] == [] for one in said)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_without_a_tokenizer_there_are_ids(by_ids: Service, alone: DecodeSession) -> None:
+    expected = alone.generate([5, 6, 7], max_new_tokens=4, output_logprobs=True)
+    choice = post(by_ids, GREEDY | {"prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 0}).data["choices"][0]
+    assert choice["token_ids"] == expected.tokens
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in expected.tokens]
+    for body, path, said in (
+        ({"prompt": "text"}, TEXT, "no tokenizer"),
+        ({"messages": [{"role": "user", "content": "x"}]}, CHAT, "there is no tokenizer"),
+        ({"prompt": [1], "stop": "x"}, TEXT, "stop needs a tokenizer"),
+        ({"prompt": [1], "echo": True}, TEXT, "echo needs a tokenizer"),
+    ):
+        reply = post(by_ids, body, path)
+        assert (reply.status, said in reply.error["message"]) == (400, True), reply.body
+
+
+HELLO = {"messages": [{"role": "user", "content": "x"}]}
+REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
+    (TEXT, {}, "missing required field `prompt`", "prompt"),
+    (TEXT, {"prompt": ""}, "empty", "prompt"),
+    (TEXT, {"prompt": [300]}, "token id 300 is out of range", "prompt"),
+    (TEXT, {"prompt": [-1]}, "token id -1", "prompt"),
+    (TEXT, {"prompt": [1.5]}, "give a text", "prompt"),
+    (TEXT, {"prompt": [1] * 97}, "97 tokens, and the model takes 96", "prompt"),
+    (TEXT, {"prompt": ["x"] * 105}, "105 sequences", "n"),
+    (TEXT, {"prompt": "x", "n": 0}, "n", "n"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, ">= 1", "max_tokens"),
+    (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
+    (TEXT, {"prompt": "x", "top_p": 0}, "> 0", "top_p"),
+    (TEXT, {"prompt": "x", "seed": -1}, ">= 0", "seed"),
+    (TEXT, {"prompt": "x", "logit_bias": {"300": 1}}, "'300' is no token id", "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"1": 101}}, "<= 100", "logit_bias"),
+    (TEXT, {"prompt": "x", "stop": [""]}, "stop", "stop"),
+    (TEXT, {"prompt": "x", "logprobs": 2}, "only the token that was chosen", "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": 0, "echo": True}, "tokens of the prompt have no logprobs", "echo"),
+    (TEXT, {"prompt": "x", "best_of": 2}, "not ranked", "best_of"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "not filled in", "suffix"),
+    (TEXT, {"prompt": "x", "presence_penalty": 0.5}, "use repetition_penalty", "presence_penalty"),
+    (TEXT, {"prompt": "x", "colour": 1}, "unknown field `colour`", "colour"),
+    (CHAT, {"messages": []}, "length >= 1", "messages"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "supported: system", "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text", "messages"),
+    (CHAT, HELLO | {"tools": [{"type": "function"}]}, "tool calls are not supported", "tools"),
+    (CHAT, HELLO | {"response_format": {"type": "json_object"}}, "structured output is not", "response_format"),
+    (CHAT, HELLO | {"logprobs": True, "top_logprobs": 3}, "only the token that was chosen", "top_logprobs"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, "the model takes 96", "prompt"),
+]
+
+
+def test_what_cannot_be_done_is_refused(service: Service) -> None:
+    for path, body, said, param in REFUSED:
+        for stream in ({}, {"stream": True}):
+            reply = post(service, body | stream, path)
+            assert reply.status == 400, (body, reply.body)
+            assert said in reply.error["message"], (body, reply.body)
+            assert reply.error["param"] == param, (body, reply.body)
+    harmless = {
+        "response_format": {"type": "text"},
+        "tools": [],
+        "presence_penalty": 0.0,
+        "top_logprobs": 0,
+        "user": "u",
+    }
+    assert post(service, HELLO | harmless | {"max_tokens": 1}, CHAT).status == 200
+    assert post(service, b"{", TEXT).error["code"] == "invalid_json"
+    assert post(service, b"[" * 100_000, TEXT).status == 400
+    assert post(service, b"[1]", TEXT).status == 400
+    assert post(service, {"prompt": "x"}, headers={"content-type": "text/plain"}).status == 415
+    assert post(service, b'{"prompt": "' + b"x" * (4 << 20) + b'"}').status == 413
+    assert post(service, {"prompt": "x", "model": "gpt-4"}).status == 404
+    assert post(service, {}, "/v1/embeddings").status == 404
+    assert "model makes text" in post(service, {}, "/v1/embeddings").error["message"]
+    assert post(service, {}, "/v1/nothing").error["message"] == "POST /v1/nothing: Not Found"
+    assert post(service, None, TEXT).status == 405
+
+
+def test_keys(alone: DecodeSession) -> None:
+    service = Service(alone, "tiny", ["one", "twö"])
+    try:
+        for header, status in (
+            ({}, 401), ({"authorization": "Bearer two"}, 401), ({"authorization": "Basic one"}, 401),
+            ({"authorization": "Bearer one"}, 200), ({"authorization": "bearer twö"}, 200),
+        ):  # fmt: skip
+            assert post(service, None, "/v1/models", headers=header).status == status
+        assert post(service, None, "/health").status == 200
+    finally:
+        service.core.close()
+
+
+def test_models_health_version_and_metrics(service: Service) -> None:
+    post(service, GREEDY | {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True})
+    (card,) = post(service, None, "/v1/models").data["data"]
+    assert (card["id"], card["max_model_len"]) == ("tiny", 96)
+    assert post(service, None, "/v1/models/tiny").data == card
+    assert post(service, None, "/ready").data == {"status": "ready"}
+    assert "version" in post(service, None, "/version").data
+    lines = post(service, None, "/metrics").body.decode().splitlines()
+    numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    for name, expected in (
+        ("prompt_tokens_total", 3), ("generation_tokens_total", 5), ("time_to_first_token_seconds_count", 1),
+        ("inter_token_latency_seconds_count", 4), ("num_requests_running", 0), ("num_requests_waiting", 0),
+        ("kv_cache_usage_perc", 0),
+    ):  # fmt: skip
+        assert float(numbers[f'trt_kvcache:{name}{{model_name="tiny"}}']) == expected
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_many_at_once_are_each_right(rows: DecodeSession, alone: DecodeSession, count: int) -> None:
+    """None is lost, and none is another's, while some clients leave and one reads slowly."""
+    rng = random.Random(count)
+    bodies: list[dict[str, Any]] = []
+    for i in range(count):
+        prompt = [rng.randrange(300) for _ in range(rng.randrange(1, 20))]
+        body = {"prompt": prompt, "max_tokens": rng.randrange(1, 10), "return_token_ids": True}
+        bodies.append(body | ({"temperature": 0} if i % 2 else {"seed": i, "top_k": 20}) | {"stream": i % 3 == 0})
+
+    async def run(service: Service) -> list[Reply]:
+        leaving = [ask(service.app, TEXT, body, leaves_after=i % 3) for i, body in enumerate(bodies[: count // 6])]
+        staying = [ask(service.app, TEXT, body, pause=0.01 if i == 0 else 0) for i, body in enumerate(bodies)]
+        mixed = [*leaving, *staying]
+        order = rng.sample(range(len(mixed)), len(mixed))
+        tasks = {at: asyncio.create_task(mixed[at]) for at in order}
+        replies = [await tasks[at] for at in range(len(mixed))]
+        return replies[len(leaving) :]
+
+    service = Service(rows, "tiny", max_queue=2 * count)
+    try:
+        replies = asyncio.run(run(service))
+        assert idle(service.core)
+    finally:
+        service.core.close()
+    assert not rows.cache.slots
+    for body, reply in zip(bodies, replies, strict=True):
+        settings = {"seed": body["seed"], "top_k": 20} if "seed" in body else {}
+        expected = alone.generate(body["prompt"], max_new_tokens=body["max_tokens"], **settings).tokens
+        parts = reply.chunks if body["stream"] else [reply.data]
+        assert [token for part in parts for token in part["choices"][0]["token_ids"]] == expected
+
+
+def idle(core: ServingCore) -> bool:
+    return soon(lambda: core.running == core.waiting == 0)
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.001)
+    return condition()
+
+
+LONG = GREEDY | {"prompt": [1], "max_tokens": 80, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.mark.parametrize(("stream", "leaves_after"), [(False, 0), (True, 0), (True, 1)])
+def test_a_client_that_leaves_frees_its_row(service: Service, stream: bool, leaves_after: int) -> None:
+    post(service, LONG | {"stream": stream, "n": 8}, leaves_after=leaves_after)
+    assert idle(service.core)
+    ended = [line for line in service.core.metrics.text().decode().splitlines() if 'finished_reason="length"' in line]
+    assert not ended
+
+
+def test_beyond_the_queue_is_429(by_ids: Service) -> None:
+    async def run() -> list[Reply]:
+        return await asyncio.gather(*(ask(by_ids.app, TEXT, LONG) for _ in range(5)))
+
+    replies = asyncio.run(run())
+    assert sorted(reply.status for reply in replies) == [200, 200, 429, 429, 429]
+    refused = next(reply for reply in replies if reply.status == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert refused.error["code"] == "queue_full"
+    assert post(by_ids, LONG | {"n": 3}).status == 400  # would never fit
+
+
+def test_requests_take_turns(alone: DecodeSession) -> None:
+    """A request of one sequence does not wait for all of a request of many."""
+    ended: list[str] = []
+
+    async def run(core: ServingCore) -> None:
+        async def one(name: str, count: int) -> None:
+            config = GenerationConfig(max_new_tokens=8, eos_token_id=())
+            async for _, event in core.events([Work([1, 2])] * count, config):
+                if event.finish_reason:
+                    ended.append(name)
+
+        await asyncio.gather(one("many", 20), one("single", 1))
+
+    core = ServingCore(alone)
+    asyncio.run(run(core))
+    core.close()
+    assert ended.index("single") <= 2
+
+
+def test_a_step_that_fails_ends_its_sequence_alone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = service.core.session.tokenizer.decode
+
+    def fails(tokens: Any) -> str:
+        if len(tokens) > 3:
+            raise ValueError("a bad tokenizer")
+        return str(decode(tokens))
+
+    async def run() -> list[Reply]:
+        short = ask(service.app, TEXT, GREEDY | {"prompt": [1], "max_tokens": 1, "ignore_eos": True})
+        return list(await asyncio.gather(ask(service.app, TEXT, LONG), short, ask(service.app, TEXT, LONG)))
+
+    monkeypatch.setattr(service.core.session.tokenizer, "decode", fails)
+    replies = asyncio.run(run())
+    assert [reply.status for reply in replies] == [500, 200, 500]
+    assert "the tokenizer failed" in replies[0].error["message"]
+    monkeypatch.undo()
+    assert post(service, LONG).status == 200
+
+
+def test_a_bug_in_a_step_is_told_and_the_next_request_runs(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(service.core.session, "step", broken)
+    reply = post(service, LONG)
+    assert (reply.status, "secret" in reply.body.decode()) == (500, False)
+    monkeypatch.undo()
+    assert post(service, LONG).status == 200
+
+
+def test_the_end_is_told(service: Service) -> None:
+    async def run() -> tuple[Reply, Reply, Reply]:
+        running = asyncio.create_task(ask(service.app, TEXT, LONG | {"stream": True}, pause=0.001))
+        while not service.core.running:
+            await asyncio.sleep(0)
+        service.draining = True
+        new, ready = await ask(service.app, TEXT, LONG), await ask(service.app, "/ready")
+        await asyncio.to_thread(service.core.close)
+        return new, ready, await running
+
+    new, ready, running = asyncio.run(run())
+    assert (new.status, new.error["code"], ready.status) == (503, "ending", 503)
+    assert running.status in (200, 503)
+    assert b"the server ended before" in running.body
+    assert b"[DONE]" not in running.body
+    with pytest.raises(SessionError, match="the server ends"):
+        asyncio.run(anext(service.core.events([Work([1])], GenerationConfig())))
+
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, 2, -1, 0.5, 1e-300, 1e300, 2**63, 2**70, 10**400, "", "x", "日本", "\ud800", [], [1],
+    ["x"], [[1], "x"], [None], {}, {"1": 5}, {"1": -100}, {"type": "text"}, [{"role": "user", "content": "x"}],
+    [{"role": "user"}], {"include_usage": True}, [299, 0],
+]  # fmt: skip
+FIELDS = [
+    "model", "prompt", "messages", "n", "seed", "stop", "temperature", "top_p", "max_tokens", "max_completion_tokens",
+    "logit_bias", "stream", "stream_options", "top_k", "min_p", "repetition_penalty", "ignore_eos", "return_token_ids",
+    "logprobs", "top_logprobs", "echo", "user", "tools", "response_format", "presence_penalty", "best_of", "other",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_request_is_an_error_of_the_server(service: Service, count: int) -> None:
+    rng = random.Random(count)
+
+    async def run() -> list[int]:
+        found = []
+        for _ in range(count):
+            path = rng.choice([TEXT, CHAT])
+            body = {"prompt": rng.choice(["x", [1, 2]]), "max_tokens": 2} if path == TEXT else HELLO | {"max_tokens": 2}
+            body |= {rng.choice(FIELDS): rng.choice(VALUES) for _ in range(rng.randrange(4))}
+            sent = json.dumps(body).encode()
+            if rng.random() < 0.1:
+                at = rng.randrange(len(sent))
+                sent = sent[:at] + rng.randbytes(rng.randrange(3)) + sent[at + rng.randrange(3) :]
+            reply = await ask(service.app, path, sent)
+            assert reply.status in (200, 400, 404), (sent, reply.body)
+            if reply.status != 200:
+                assert reply.error["message"], sent
+            found.append(reply.status)
+        return found
+
+    found = asyncio.run(run())
+    assert found.count(200) > count // 20
+    assert found.count(400) > count // 20

@@ -1,0 +1,66 @@
+"""``trt-kvcache serve``: OpenAI's API on an engine or a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.generate import RunFlags
+from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, given_flags
+from trt_kvcache.cli.output import print_warnings
+from trt_kvcache.errors import OptionError
+
+
+def serve(
+    model: RunnableArgument,
+    running: RunFlags,
+    planning: SessionPlanFlags,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keys, one in a line, of which clients must send one.", readable=False),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")] = 256,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="After SIGTERM: time for running requests to end.")
+    ] = 30.0,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
+        ),
+    ] = None,
+) -> None:
+    """Serve OpenAI's API until SIGTERM or Ctrl-C: /v1/completions, /v1/chat/completions, /metrics."""
+    options = planning.session_options(model)
+    try:
+        from trt_kvcache.serve.app import Service
+        from trt_kvcache.serve.server import bind, read_keys
+        from trt_kvcache.serve.server import serve as run
+    except ImportError as error:
+        raise OptionError(f"serve needs {error.name}: pip install 'trt-kvcache[serve]'") from None
+    from trt_kvcache.runtime.session import DecodeSession
+
+    keys = read_keys(api_key_file) if api_key_file is not None else []
+    with (
+        bind(host, port) as sock,
+        DecodeSession.open(model, tokenizer=tokenizer, **given_flags(running), **options) as session,
+    ):
+        if not keys and host not in ("127.0.0.1", "::1", "localhost"):
+            print_warnings([f"everyone who reaches {host} can use the model; give --api-key-file"])
+        if session.tokenizer is None:
+            print_warnings(["there is no tokenizer: /v1/completions takes and gives token ids, and there are no chats"])
+        named = name or model.resolve().name
+        service = Service(session, named, keys, max_queue=max_queue)
+        address, actual = sock.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        sys.stderr.write(f"{named}: {session.name}; http://{shown}:{actual}/v1, Ctrl-C ends it\n")
+        sys.stderr.flush()
+        run(service, sock, drain_timeout)

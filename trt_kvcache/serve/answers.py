@@ -1,0 +1,149 @@
+"""Answers in OpenAI's form: whole, and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.requests import Generation
+from trt_kvcache.serve.protocol import Asked, ChatRequest
+
+__all__ = ["Answer"]
+
+_REASONS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CAPACITY: "length",
+}
+
+
+class Answer:
+    """What becomes of one request.
+
+    Args:
+        asked: the request.
+        model: its name.
+        tokenizer: names the tokens of log-probabilities; or None.
+    """
+
+    def __init__(self, asked: Asked, model: str, tokenizer: Any) -> None:
+        self._asked, self._tokenizer = asked, tokenizer
+        self._chat = isinstance(asked.request, ChatRequest)
+        request = asked.request
+        self._with_logprobs = asked.config.output_logprobs
+        # Where there is no text, ids are all that there is to say.
+        self._with_ids = bool(request.return_token_ids) or (tokenizer is None and not self._chat)
+        options = request.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._done = [Generation(work.tokens) for work in asked.works]
+        self._logprobs: list[list[dict[str, Any]]] = [[] for _ in asked.works]
+        self._head = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def take(self, place: int, event: TokenEvent) -> None:
+        """Add an event to the whole answer."""
+        if self._with_logprobs and event.token is not None:
+            self._logprobs[place].append(self._logprob(place, event))
+        self._done[place].take(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer that is complete."""
+        choices = []
+        for place, done in enumerate(self._done):
+            choice = self._choice(place, done.finish_reason, self._logprobs[place], done.tokens)
+            if self._chat:
+                choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+            else:
+                choice["text"] = self._asked.prompts[place] + done.text
+                if self._with_ids:
+                    choice["prompt_token_ids"] = done.prompt
+            choices.append(choice)
+        body = {"object": "chat.completion" if self._chat else "text_completion", **self._head}
+        body |= {"choices": choices, "usage": self._usage()}
+        if self._chat and self._with_ids:
+            body["prompt_token_ids"] = self._done[0].prompt
+        return body
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """What a stream says before any token: roles, or prompts that are to be echoed."""
+        chunks = []
+        for place, done in enumerate(self._done):
+            choice = self._choice(place, None, [], [])
+            if self._chat:
+                choice["delta"] = {"role": "assistant", "content": ""}
+            else:
+                choice["text"] = self._asked.prompts[place]
+                if self._with_ids:
+                    choice["prompt_token_ids"] = done.prompt
+            if self._chat or choice["text"] or self._with_ids:
+                chunks.append(self._chunk([choice]))
+                if self._chat and self._with_ids:
+                    chunks[-1]["prompt_token_ids"] = done.prompt
+        return chunks
+
+    def chunk(self, place: int, event: TokenEvent) -> dict[str, Any] | None:
+        """Add an event; what a stream says of it, or None."""
+        self.take(place, event)
+        tokens = [] if event.token is None else [event.token]
+        said = self._logprobs[place][-len(tokens) :] if self._with_logprobs and tokens else []
+        if not (event.text or event.finish_reason or said or (tokens and self._with_ids)):
+            return None
+        choice = self._choice(place, event.finish_reason, said, tokens)
+        if self._chat:
+            choice["delta"] = {"content": event.text} if event.text else {}
+        else:
+            choice["text"] = event.text
+        return self._chunk([choice])
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The usage, where the request wants it."""
+        return self._chunk([]) | {"usage": self._usage()} if self._with_usage else None
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {"object": "chat.completion.chunk" if self._chat else "text_completion", **self._head}
+        body["choices"] = choices
+        return body | ({"usage": None} if self._with_usage else {})
+
+    def _choice(
+        self, place: int, reason: FinishReason | None, logprobs: list[dict[str, Any]], tokens: list[int]
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": place, "logprobs": None}
+        choice["finish_reason"] = None if reason is None else _REASONS.get(reason, "stop")
+        if self._with_logprobs and self._chat:
+            content = [{key: said[key] for key in ("token", "bytes", "logprob")} for said in logprobs]
+            choice["logprobs"] = {"content": [{**said, "top_logprobs": []} for said in content], "refusal": None}
+        elif self._with_logprobs:
+            choice["logprobs"] = {
+                "tokens": [said["token"] for said in logprobs],
+                "token_logprobs": [said["logprob"] for said in logprobs],
+                "top_logprobs": None,
+                "text_offset": [said["offset"] for said in logprobs],
+            }
+        if self._with_ids:
+            choice["token_ids"] = tokens
+        return choice
+
+    def _logprob(self, place: int, event: TokenEvent) -> dict[str, Any]:
+        text = ""
+        if self._tokenizer is not None and event.token is not None:
+            text = self._tokenizer.decode([event.token])
+        known = text and "\ufffd" not in text
+        return {
+            "token": text if known else f"token_id:{event.token}",
+            "bytes": list(text.encode()) if known else None,
+            "logprob": event.logprob,
+            "offset": len(self._asked.prompts[place]) + len(self._done[place].text),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        # The sequences of one prompt share it.
+        count = self._asked.request.n or 1
+        given = sum(len(done.prompt) for done in self._done[::count])
+        made = sum(len(done.tokens) for done in self._done)
+        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}

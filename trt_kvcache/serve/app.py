@@ -1,0 +1,306 @@
+"""OpenAI's API over a serving core, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trt_kvcache import __version__
+from trt_kvcache.errors import CapacityError, OptionError, PromptError, TrtKvCacheError
+from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.serve.answers import Answer
+from trt_kvcache.serve.core import EndingError, QueueFullError, ServingCore
+from trt_kvcache.serve.protocol import ApiError, ChatRequest, CompletionRequest, prepare, read_request
+
+__all__ = ["Service"]
+
+_log = logging.getLogger(__name__)
+_LARGEST = 4 << 20
+"""Bytes of a body: 500,000 token ids, or a text of as many."""
+_SECONDS = 60.0
+"""For a body to arrive."""
+
+_Events = AsyncGenerator[tuple[int, TokenEvent], None]
+_Kind = TypeVar("_Kind", CompletionRequest, ChatRequest)
+_T = TypeVar("_T")
+
+
+class Service:
+    """A session that is served.
+
+    Args:
+        session: stays open.
+        name: of the model.
+        keys: of which clients have to give one; none: they need none.
+        max_queue: see `ServingCore`.
+
+    Attributes:
+        app: the ASGI application.
+        core: runs the sequences.
+        draining: set it, and no new request is taken.
+        active: requests that are not answered yet.
+    """
+
+    def __init__(self, session: DecodeSession, name: str, keys: Sequence[str] = (), *, max_queue: int = 256) -> None:
+        self._session, self._name = session, name
+        self._keys = [key.encode() for key in keys]
+        self._since = int(time.time())
+        self.draining, self.active = False, 0
+        self.core = ServingCore(session, max_queue=max_queue, name=name)
+        self._most = self.core.rows + max_queue
+        routes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics),
+            Route("/version", self._version),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chats, methods=["POST"]),
+            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {
+            TrtKvCacheError: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _failed,
+        }  # fmt: skip
+        starlette = Starlette(routes=routes, exception_handlers=handlers)
+        starlette.router.redirect_slashes = False
+        self.app: ASGIApp = _Door(self, starlette)
+
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request under /v1 is not taken, or None."""
+        if self._keys and not self._has_key(scope):
+            return ApiError(
+                401, "no valid API key; send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        if scope["method"] == "POST" and self.draining:
+            return ApiError(503, "the server ends, and takes no new requests", code="ending", headers=_LATER)
+        if scope["method"] == "POST" and self.active >= self._most:
+            return _too_many(f"{self.active} requests run or wait, and at most {self._most} may; ask again later")
+        return None
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        # All of them, so that the time does not tell which one is near.
+        found = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return any(found) and scheme.lower() == b"bearer"
+
+    # --- what is asked
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"}) if self.core.alive else _json({"status": "the core has ended"}, 503)
+
+    async def _ready(self, request: Request) -> Response:
+        if self.draining or not self.core.alive:
+            return _json({"status": "ending"}, 503)
+        return _json({"status": "ready"})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.core.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_name(request.path_params["name"])
+        return _json(self._card())
+
+    async def _embeddings(self, request: Request) -> Response:
+        raise ApiError(404, "embeddings are not served: the model makes text; use /v1/completions", code="unsupported")
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def _chats(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    # --- answers
+
+    async def _answer(self, http: Request, kind: type[_Kind]) -> Response:
+        request = read_request(await _body(http), kind)
+        self._check_name(request.model)
+        asked = await asyncio.to_thread(prepare, self._session, request, self._most)
+        answer = Answer(asked, self._name, self._session.tokenizer)
+        events = self.core.events(asked.works, asked.config)
+        if not request.stream:
+            return _json(await _unless_gone(http, _whole(events, answer)))
+        first = await _unless_gone(http, _first(events))  # what is refused now still has a status
+        return _Stream(_lines(first, events, answer), media_type="text/event-stream", headers=_NO_CACHE)
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and name != self._name:
+            raise ApiError(404, f"there is no model {name[:100]!r}; this is {self._name!r}", "model", "model_not_found")
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": self._name, "object": "model", "created": self._since, "owned_by": "trt-kvcache"}
+        return card | {"max_model_len": self._session.cache.capacity}
+
+
+class _Door:
+    """Lets in who may come, and counts who is in."""
+
+    def __init__(self, service: Service, inner: ASGIApp) -> None:
+        self._service, self._inner = service, inner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        if not guarded:
+            await self._inner(scope, receive, send)
+            return
+        if (error := self._service.refusal(scope)) is not None:
+            await _error(error)(scope, receive, send)
+            return
+        self._service.active += 1
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            self._service.active -= 1
+
+
+class _Stream(StreamingResponse):
+    """Closes what it reads when the client goes away, in the middle of a write, too."""
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().stream_response(send)
+
+
+_LATER = {"Retry-After": "1"}
+_NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _body(http: Request) -> bytes:
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which no web page can send here without asking first
+        raise ApiError(415, f"the Content-Type is {kind[:60]!r}; send application/json")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_SECONDS):
+            async for part in http.stream():
+                body += part
+                if len(body) > _LARGEST:
+                    raise ApiError(413, f"the body has more than {_LARGEST} bytes; send a shorter prompt")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_SECONDS:.0f} seconds") from None
+    return bytes(body)
+
+
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for the work, and end it when the client goes away.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _whole(events: _Events, answer: Answer) -> dict[str, Any]:
+    async with aclosing(events):
+        async for place, event in events:
+            answer.take(place, event)
+    return answer.whole()
+
+
+async def _first(events: _Events) -> tuple[int, TokenEvent]:
+    return await anext(events)
+
+
+async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer) -> AsyncIterator[bytes]:
+    """Server-sent events of a stream."""
+    async with aclosing(events):
+        for chunk in answer.first_chunks():
+            yield _line(chunk)
+        try:
+            found: tuple[int, TokenEvent] | None = first
+            while found is not None:
+                if (chunk_ := answer.chunk(*found)) is not None:
+                    yield _line(chunk_)
+                found = await anext(events, None)
+        except TrtKvCacheError as error:
+            yield _line(_as_api(error).body)
+            return
+    if (usage := answer.last_chunk()) is not None:
+        yield _line(usage)
+    yield b"data: [DONE]\n\n"
+
+
+def _line(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+# --- errors
+
+
+async def _refused(request: Request, error: TrtKvCacheError) -> Response:
+    return _error(_as_api(error))
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # which nobody reads
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _error(ApiError(500, "the server failed; its log says why"))
+
+
+def _as_api(error: TrtKvCacheError) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return _too_many(str(error))
+    if isinstance(error, EndingError):
+        return ApiError(503, str(error), code="ending", headers=_LATER)
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error), "prompt", "context_length_exceeded")
+    if isinstance(error, (OptionError, PromptError)):
+        return ApiError(400, str(error))
+    _log.error("a sequence failed: %s", error)
+    return ApiError(500, str(error))
+
+
+def _too_many(message: str) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers=_LATER)
+
+
+def _error(error: ApiError) -> Response:
+    return _json(error.body, error.status, error.headers)
+
+
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

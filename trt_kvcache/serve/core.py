@@ -1,0 +1,279 @@
+"""The serving core: one thread steps a session for all requests, and each request waits for its own events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from trt_kvcache.errors import SessionError, TrtKvCacheError
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.serve.metrics import Metrics
+
+__all__ = ["EndingError", "QueueFullError", "ServingCore", "Work"]
+
+_log = logging.getLogger(__name__)
+
+
+class QueueFullError(TrtKvCacheError):
+    """More sequences wait than may."""
+
+
+class EndingError(SessionError):
+    """The server ends; whoever still ran is cut off."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One sequence to be continued.
+
+    Attributes:
+        tokens: of the prompt.
+        index: of its random numbers among sequences of one seed, see `DecodeSession.add`.
+    """
+
+    tokens: list[int]
+    index: int = 0
+
+
+class _Request:
+    """The sequences of one client's request, and the queue of what becomes of them."""
+
+    def __init__(self, works: Sequence[Work], config: GenerationConfig) -> None:
+        self.config = config
+        self.todo = deque(enumerate(works))
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[tuple[int, TokenEvent | TrtKvCacheError]] = asyncio.Queue()
+        self.came = time.perf_counter()
+        self.gone = False
+
+
+@dataclass(eq=False)
+class _Run:
+    """A sequence that has a row."""
+
+    request: _Request
+    place: int
+    tokens: int  # in the cache, or about to be
+    last: float = 0.0  # when its last token came
+
+
+_Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
+
+
+class ServingCore:
+    """Runs requests of any number of clients on one session, whose rows it takes all.
+
+    Requests take turns: each free row goes to the next sequence of the request that has waited longest since its last
+    one. A request whose reader is slow costs memory for its own tokens, and holds up nobody.
+
+    Args:
+        session: stays open; nobody else may step it or add to it meanwhile.
+        max_queue: most sequences that wait for a row.
+        name: of the model, in the metrics.
+    """
+
+    def __init__(self, session: DecodeSession, *, max_queue: int = 256, name: str = "model") -> None:
+        self.session, self.rows, self.max_queue = session, session.max_batch, max_queue
+        self._changed = threading.Condition()
+        self._requests: deque[_Request] = deque()  # with sequences that wait
+        self._runs: dict[int, _Run] = {}  # by slot
+        self._closed = False
+        self.metrics = Metrics(name, lambda: self.running, lambda: self.waiting, lambda: self.cache_usage)
+        self._thread = threading.Thread(target=self._work, name="serving", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._closed
+
+    @property
+    def running(self) -> int:
+        """Sequences that have a row."""
+        return len(self._runs)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a row."""
+        with self._changed:
+            return sum(len(request.todo) for request in self._requests)
+
+    @property
+    def cache_usage(self) -> float:
+        """The part of the caches that holds tokens, 0 to 1; of caches without an end, the part of the rows in use."""
+        capacity = self.session.cache.capacity
+        with self._changed:
+            if capacity is None:
+                return len(self._runs) / self.rows
+            return sum(min(run.tokens, capacity) for run in self._runs.values()) / (self.rows * capacity)
+
+    async def events(
+        self, works: Sequence[Work], config: GenerationConfig
+    ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        """Continue sequences: the place of each in `works`, and its event. Closing the iterator ends what is left.
+
+        Raises:
+            QueueFullError: so many do not fit into the queue now; none of them runs.
+            EndingError: the core is closed.
+            OptionError, PromptError, CapacityError, SessionError: of one of them, see `DecodeSession.add`; it ends all.
+        """
+        request = self._submit(works, config)
+        left = len(works)
+        try:
+            while left:
+                place, outcome = await request.events.get()
+                if isinstance(outcome, TrtKvCacheError):
+                    raise outcome
+                left -= outcome.finish_reason is not None
+                yield place, outcome
+        finally:
+            self._leave(request)
+
+    def close(self) -> None:
+        """End all that runs or waits with an `EndingError`, and the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _submit(self, works: Sequence[Work], config: GenerationConfig) -> _Request:
+        request = _Request(works, config)
+        with self._changed:
+            if self._closed:
+                raise EndingError("the server ends; ask again later")
+            busy = len(self._runs) + sum(len(other.todo) for other in self._requests)
+            if busy + len(works) > self.rows + self.max_queue:
+                raise QueueFullError(
+                    f"{busy} sequences run or wait, and at most {self.rows + self.max_queue} may; ask again later"
+                )
+            self._requests.append(request)
+            self._changed.notify()
+        self.metrics.prompt_tokens.inc(sum(len(work.tokens) for work in works))
+        return request
+
+    def _leave(self, request: _Request) -> None:
+        """Let the next turn free the rows of a request that nobody reads any more."""
+        with self._changed:
+            request.gone = True
+            request.todo.clear()
+            if request in self._requests:
+                self._requests.remove(request)
+            self._changed.notify()
+
+    # --- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._runs or self._requests or self._closed)
+            outcomes: _Outcomes = []
+            if self._closed:
+                self._end_all(EndingError("the server ended before this was complete; ask again later"), outcomes)
+                _deliver(outcomes)
+                return
+            try:
+                self._turn(outcomes)
+            except Exception as error:  # noqa: BLE001 - a bug; who waits must hear of it, and who comes later goes on
+                _log.exception("a step failed")
+                self._end_all(SessionError(f"a step failed: {type(error).__name__}"), outcomes)
+            _deliver(outcomes)
+
+    def _turn(self, outcomes: _Outcomes) -> None:
+        """Free the rows of those who left, fill free rows, and advance all by one step."""
+        for slot in [slot for slot, run in self._runs.items() if run.request.gone]:
+            self._end(slot, "abort")
+        while len(self._runs) < self.rows and (found := self._next()):
+            request, place, work = found
+            try:
+                slot = self.session.add(work.tokens, request.config, index=work.index)
+            except TrtKvCacheError as error:
+                outcomes.append((request, place, error))
+                continue
+            with self._changed:
+                self._runs[slot] = _Run(request, place, len(work.tokens))
+        if not self._runs:
+            return
+        try:
+            events = self.session.step()
+        except TrtKvCacheError as error:
+            if error.sequence is None:  # of nobody, as where the session was closed
+                self._end_all(error, outcomes)
+            elif run := self._end(error.sequence, "error"):
+                outcomes.append((run.request, run.place, error))
+            return
+        now = time.perf_counter()
+        for event in events:
+            if (run := self._runs.get(event.sequence)) is None:  # it left after a step that failed for another
+                continue
+            outcomes.append((run.request, run.place, event))
+            if event.token is not None:
+                self._count(run, now)
+            if event.finish_reason is not None:
+                self._end(event.sequence, str(FinishReason(event.finish_reason).value))
+
+    def _next(self) -> tuple[_Request, int, Work] | None:
+        """The next sequence that waits; its request goes to the end of the queue."""
+        with self._changed:
+            if not self._requests:
+                return None
+            request = self._requests.popleft()
+            place, work = request.todo.popleft()
+            if request.todo:
+                self._requests.append(request)
+            return request, place, work
+
+    def _count(self, run: _Run, now: float) -> None:
+        self.metrics.tokens.inc()
+        if run.last:
+            self.metrics.between_tokens.observe(now - run.last)
+        else:
+            self.metrics.first_token.observe(now - run.request.came)
+        run.last = now
+        run.tokens += 1
+
+    def _end(self, slot: int, reason: str) -> _Run | None:
+        """Forget a sequence, and free its row if it still has one."""
+        with self._changed:
+            run = self._runs.pop(slot, None)
+        if run is not None:
+            self.metrics.finished(reason, time.perf_counter() - run.request.came)
+            if slot in self.session.running:
+                self.session.remove(slot)
+        return run
+
+    def _end_all(self, error: TrtKvCacheError, outcomes: _Outcomes) -> None:
+        for slot in list(self._runs):
+            run = self._runs[slot]
+            outcomes.append((run.request, run.place, error))
+            try:
+                self._end(slot, "error")
+            except TrtKvCacheError:  # the session itself is closed
+                continue
+        with self._changed:
+            outcomes += [(request, place, error) for request in self._requests for place, _ in request.todo]
+            self._requests.clear()
+
+
+def _deliver(outcomes: _Outcomes) -> None:
+    """Put outcomes into the queues: one call into each event loop per step."""
+    by_loop: dict[asyncio.AbstractEventLoop, _Outcomes] = defaultdict(list)
+    for outcome in outcomes:
+        by_loop[outcome[0].loop].append(outcome)
+    for loop, mine in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put, mine)
+        except RuntimeError:  # the loop is closed: nobody reads
+            for request, _, _ in mine:
+                request.gone = True
+
+
+def _put(outcomes: _Outcomes) -> None:
+    for request, place, outcome in outcomes:
+        request.events.put_nowait((place, outcome))

@@ -1,0 +1,314 @@
+"""Requests of OpenAI's API, with some fields of vLLM's, as settings of a generation. What is not known is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from trt_kvcache.errors import OptionError, TrtKvCacheError
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.settings import changed
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.serve.core import Work
+
+__all__ = ["ApiError", "Asked", "ChatRequest", "CompletionRequest", "prepare", "read_request"]
+
+_MOST_COMPLETION = 16
+"""New tokens of a completion, where nothing is said; OpenAI's number."""
+_MOST_UNBOUNDED = 4096
+"""New tokens of a chat, where nothing is said and the caches have no end."""
+
+
+class ApiError(TrtKvCacheError):
+    """An answer in OpenAI's form of errors.
+
+    Args:
+        status: of HTTP.
+        message: one line.
+        param: the field of the request that is wrong.
+        code: a word for programs.
+        headers: of HTTP.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What a client reads."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+
+
+class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # vLLM's
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    # said to whoever keeps records; the answer is the same
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(_Request):
+    """Of ``/v1/completions``."""
+
+    prompt: Any  # a text, token ids, or a list of these
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a chat."""
+
+    role: str
+    content: str | list[Any]
+    name: str | None = None
+
+
+class ChatRequest(_Request):
+    """Of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+
+
+_STRUCTURED = "structured output is not supported; leave it out, or give {'type': 'text'}"
+_TOOLS = "tool calls are not supported; leave it out"
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": (({"type": "text"},), _STRUCTURED),
+    "guided_json": ((), _STRUCTURED),
+    "structured_outputs": ((), _STRUCTURED),
+    "tools": (([],), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "tool_choice": (("none",), _TOOLS),
+    "function_call": (("none",), _TOOLS),
+    "parallel_tool_calls": ((True, False), _TOOLS),
+    "presence_penalty": ((0,), "this penalty is not supported; use repetition_penalty, or leave it out"),
+    "frequency_penalty": ((0,), "this penalty is not supported; use repetition_penalty, or leave it out"),
+    "top_logprobs": ((0,), "only the token that was chosen has a log-probability; leave it out, or give 0"),
+    "best_of": ((1,), "sequences are not ranked; leave it out, and give n"),
+    "suffix": (("",), "text is not filled in; leave it out"),
+    "store": ((False,), "answers are not stored; leave it out"),
+    "service_tier": (("auto", "default"), "there is one tier; leave it out"),
+    "modalities": ((["text"],), "answers are text; leave it out"),
+    "audio": ((), "answers are text; leave it out"),
+}
+"""Fields that may be given with these values alone, which ask for nothing; and why."""
+
+Kind = TypeVar("Kind", CompletionRequest, ChatRequest)
+
+
+class Asked(msgspec.Struct):
+    """A request that can be run.
+
+    Attributes:
+        request: as it came.
+        works: `n` sequences for each prompt.
+        prompts: of each sequence: its text, where it is to be echoed.
+        config: of all of them.
+    """
+
+    request: CompletionRequest | ChatRequest
+    works: list[Work]
+    prompts: list[str]
+    config: GenerationConfig
+
+
+def read_request(body: bytes, kind: type[Kind]) -> Kind:
+    """Return a request with types.
+
+    Raises:
+        ApiError: the body is no such JSON, or a field is unknown, of another type, out of range or not supported.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ApiError(400, f"the body is no JSON that can be read: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
+    for name, (values, why) in _ONLY.items():
+        given = fields.pop(name, None)
+        if given is not None and not any(type(given) is type(v) and given == v for v in _numbers(values)):
+            raise ApiError(400, f"{name}: {why}", name, "unsupported")
+    try:
+        return msgspec.convert(fields, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        found = re.search(r"(?:unknown field|required field) `([^`]*)`|\$\.(\w+)", str(error))
+        raise ApiError(400, str(error).replace("Object ", "The request "), found and (found[1] or found[2])) from None
+
+
+def _numbers(values: tuple[Any, ...]) -> list[Any]:
+    """0 is 0.0, too; True is not 1."""
+    return [*values, *(float(v) for v in values if type(v) is int)]
+
+
+def prepare(session: DecodeSession, request: CompletionRequest | ChatRequest, most: int) -> Asked:
+    """Return what a request asks for, checked. It takes the time of a tokenizer and a chat template.
+
+    Args:
+        session: to run it.
+        request: as read.
+        most: sequences that one request may have.
+
+    Raises:
+        ApiError: it cannot be done.
+        OptionError, PromptError: the same, in words of the session.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options are for streams; leave them out, or set stream", "stream_options")
+    count = request.n or 1
+    asked = count * (1 if isinstance(request, ChatRequest) else len(_several(request.prompt)))
+    if asked > most:
+        raise ApiError(400, f"the request asks for {asked} sequences, and one may ask for {most}", "n")
+    tokens, texts, limit = _chat(session, request) if isinstance(request, ChatRequest) else _prompts(session, request)
+    for prompt in tokens:
+        _check_prompt(session, prompt)
+    works = [Work(prompt, index) for prompt in tokens for index in range(count)]
+    prompts = [text for text in texts for _ in range(count)]
+    return Asked(request, works, prompts, _config(session, request, limit))
+
+
+def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]], list[str], int]:
+    messages = []
+    for at, message in enumerate(request.messages):
+        if message.role not in ("system", "developer", "user", "assistant"):
+            raise ApiError(400, f"messages[{at}].role: supported: system, developer, user, assistant", "messages")
+        given = {"role": message.role, "content": _text(message.content, at)}
+        messages.append(given | ({"name": message.name} if message.name is not None else {}))
+    tokens = session.render_chat(messages)
+    limit = request.max_completion_tokens or request.max_tokens
+    capacity = session.cache.capacity
+    return [tokens], [""], limit or (_MOST_UNBOUNDED if capacity is None else max(1, capacity - len(tokens) + 1))
+
+
+def _text(content: str | list[Any], at: int) -> str:
+    if isinstance(content, str):
+        return content
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+        raise ApiError(400, f"messages[{at}].content: supported are text, and parts of type text", "messages")
+    return "".join(part["text"] for part in content)
+
+
+def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:
+    if request.logprobs:
+        raise ApiError(400, "logprobs: only the token that was chosen has one; give 0, or leave it out", "logprobs")
+    if request.echo and request.logprobs is not None:
+        raise ApiError(400, "echo: tokens of the prompt have no logprobs; leave one of the two out", "echo")
+    several = _several(request.prompt)
+    tokens = [_ids(session, prompt) for prompt in several]
+    texts = [""] * len(tokens)
+    if request.echo:
+        if session.tokenizer is None:
+            raise ApiError(400, "echo needs a tokenizer, and there is none; use return_token_ids", "echo")
+        texts = [p if isinstance(p, str) else str(session.tokenizer.decode(p)) for p in several]
+    return tokens, texts, request.max_tokens or _MOST_COMPLETION
+
+
+def _several(prompt: Any) -> list[Any]:
+    """The prompts of a request, of which one is allowed to come without a list."""
+    return prompt if isinstance(prompt, list) and prompt and not _is_ids(prompt) else [prompt]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def _ids(session: DecodeSession, prompt: Any) -> list[int]:
+    if _is_ids(prompt):
+        return list(prompt)
+    if not isinstance(prompt, str):
+        raise ApiError(400, "prompt: give a text, a list of token ids, or a list of these", "prompt")
+    if session.tokenizer is None:
+        raise ApiError(400, "prompt is text, and there is no tokenizer; give token ids", "prompt", "no_tokenizer")
+    return [int(token) for token in session.tokenizer.encode(prompt)]
+
+
+def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
+    if not prompt:
+        raise ApiError(400, "the prompt is empty; it needs at least one token", "prompt")
+    wrong = next((token for token in prompt if not 0 <= token < session.vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"token id {wrong} is out of range; the model has 0 to {session.vocab - 1}", "prompt")
+    capacity = session.cache.capacity
+    if capacity is not None and len(prompt) > capacity:
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt)} tokens, and the model takes {capacity} with the answer; give a shorter one",
+            "prompt",
+            "context_length_exceeded",
+        )
+
+
+def _config(session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int) -> GenerationConfig:
+    """The session's own settings, with those of the request. As OpenAI has it, temperature is 1 where none is given."""
+    temperature = 1.0 if request.temperature is None else request.temperature
+    settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": temperature > 0}
+    if temperature > 0:  # greedy decoding has none of these
+        settings |= {
+            "temperature": temperature,
+            "top_k": max(0, request.top_k or 0),
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "min_p": request.min_p,
+            "seed": request.seed,
+        }
+    if request.repetition_penalty is not None:
+        settings["repetition_penalty"] = request.repetition_penalty
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if stops:
+        if session.tokenizer is None:
+            raise ApiError(400, "stop needs a tokenizer, and there is none", "stop", "no_tokenizer")
+        if len(stops) > 16 or not all(0 < len(stop) <= 1000 for stop in stops):
+            raise ApiError(400, "stop: give at most 16 texts of 1 to 1000 characters", "stop")
+        settings["stop_strings"] = stops
+    if request.logit_bias:
+        settings["sequence_bias"] = _biases(session, request.logit_bias)
+    if request.ignore_eos:
+        settings |= {"eos_token_id": (), "forced_eos_token_id": None}
+    if request.logprobs or (isinstance(request, CompletionRequest) and request.logprobs is not None):
+        settings["output_logprobs"] = True
+    try:
+        return changed(session.config, settings)
+    except OptionError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _biases(session: DecodeSession, given: dict[str, float]) -> dict[int | tuple[int, ...], float]:
+    for token in given:
+        if not re.fullmatch(r"[0-9]{1,9}", token) or int(token) >= session.vocab:
+            raise ApiError(
+                400, f"logit_bias: {token[:40]!r} is no token id; the model has 0 to {session.vocab - 1}", "logit_bias"
+            )
+    return dict(session.config.sequence_bias) | {int(token): bias for token, bias in given.items()}

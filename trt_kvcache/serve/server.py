@@ -1,0 +1,119 @@
+"""The process that serves: a socket, uvicorn, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from uvicorn.server import HANDLED_SIGNALS
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.files import read_file
+from trt_kvcache.serve.app import Service
+
+__all__ = ["bind", "read_keys", "serve"]
+
+_SLOW = 5
+"""Seconds for answers that are complete to reach their readers, after the drain."""
+
+
+def read_keys(file: Path) -> list[str]:
+    """Return the keys of a file: one in a line; empty lines and those that begin with # count for nothing.
+
+    Raises:
+        OptionError: it cannot be read, others can read it, or it has no key.
+    """
+    try:
+        text = read_file(file, 1 << 20).decode()
+        others = os.name == "posix" and stat.S_IMODE(file.stat().st_mode) & 0o077
+    except OSError as error:
+        raise OptionError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{file} is no UTF-8 text; give a file with a key in each line") from None
+    if others:
+        raise OptionError(f"{file} holds keys, and others may read it; run: chmod 600 {file}")
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise OptionError(f"{file} holds no key; write one in each line")
+    return keys
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there: clients wait while a model is opened.
+
+    Raises:
+        OptionError: the address is in use, or is none of this machine.
+    """
+    sock = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        if os.name == "posix":  # on Windows it would take the port from another process
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen()  # or two processes could have it on Linux, until one listens
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        raise OptionError(f"{host} port {port} cannot be used: {error.strerror}; give another port") from None
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """Ends in order: after the first signal nothing new is taken, and what runs may end within a time."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+        super().__init__(config)
+        self._service, self._drain, self._until = service, drain, 0.0
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        numbers = list(HANDLED_SIGNALS)
+        usual = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in usual.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        # A second signal waits no longer.
+        self._until = now if self._service.draining else now + self._drain
+        self._service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.draining and (not self._service.active or time.monotonic() >= self._until):
+            await asyncio.to_thread(self._service.core.close)  # cuts off what still runs
+            return True
+        return await super().on_tick(counter)
+
+
+def serve(service: Service, sock: socket.socket, drain: float) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then until what runs has ended.
+
+    Args:
+        service: its core is closed at the end.
+        sock: see `bind`.
+        drain: seconds for what runs to end.
+    """
+    config = uvicorn.Config(
+        service.app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
+        server_header=False, timeout_graceful_shutdown=_SLOW,
+    )  # fmt: skip
+    # The command line's own watch ends steps that take long after a signal; here they may end by themselves.
+    watch = signal.set_wakeup_fd(-1)
+    try:
+        _Server(config, service, drain).run([sock])
+    finally:
+        signal.set_wakeup_fd(watch, warn_on_full_buffer=False)
+        service.core.close()
