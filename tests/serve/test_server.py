@@ -66,7 +66,18 @@ def test_the_real_client_and_the_end(folder: Path, tmp_path: Path) -> None:
     with DecodeSession.open(folder, max_batch=1) as session:
         expected = session.chat(messages, max_new_tokens=8).text
         completed = session.generate("the", max_new_tokens=8, seed=4, do_sample=True, top_k=0).text
-    flags = ("--api-key-file", str(keys), "--max-batch", "2", "--name", "tiny", "--max-queue", "4")
+    flags = (
+        "--api-key-file",
+        str(keys),
+        "--max-batch",
+        "2",
+        "--name",
+        "tiny",
+        "--max-queue",
+        "4",
+        "--prefix-cache",
+        "1MiB",
+    )
     with serving(folder, *flags) as (process, url):
         client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
         asked: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 8}

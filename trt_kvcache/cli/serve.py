@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.generate import RunFlags
-from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, given_flags
+from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags
 from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
 
@@ -51,7 +51,7 @@ def serve(
     keys = read_keys(api_key_file) if api_key_file is not None else []
     with (
         bind(host, port) as sock,
-        DecodeSession.open(model, tokenizer=tokenizer, **given_flags(running), **options) as session,
+        DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session,
     ):
         if not keys and host not in ("127.0.0.1", "::1", "localhost"):
             print_warnings([f"everyone who reaches {host} can use the model; give --api-key-file"])
