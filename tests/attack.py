@@ -44,8 +44,8 @@ from trt_kvcache.child import Child, ChildError  # noqa: E402
 from trt_kvcache.runtime.text import template_process, tokenizer_process  # noqa: E402
 from trt_kvcache.verify import sessions as sessions_of_verify  # noqa: E402
 
-SECONDS = 60.0
-"""An attempt that takes longer hangs: limits on foreign computations are far below."""
+SECONDS = 300.0
+"""An attempt that takes longer hangs: limits on foreign computations are far below, and machines are busy."""
 _GROWTH = 64 << 20  # bytes, over the second half of all attempts
 _FEW = 40  # attempts, before growth says anything
 

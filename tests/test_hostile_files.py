@@ -17,14 +17,16 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
+from foreign_decoders import make_foreign
 from hostile.files import NO_FILES
-from hostile.models import SMALL, endless, terabytes
+from hostile.models import SMALL, before_logits, endless, terabytes
 from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
+from onnx import TensorProto, helper
 
-from trt_kvcache import DecodeSession, GenerationConfig, UnsupportedModelError, plan_model, verify_model
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, UnsupportedModelError, plan_model, verify_model
 from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
+from trt_kvcache.errors import InvalidModelError, ModelError, OptionError, TrtKvCacheError
 from trt_kvcache.files import is_inside, read_file
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
@@ -221,6 +223,57 @@ def test_only_digits_are_numbers(tmp_path: Path, key: str, digits: str) -> None:
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(InvalidModelError, match="both must be numbers, and not negative"):
         plan_model(path)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(2**62, "has an axis of 4611686018427387904"), (2**31 - 1, "has 6442450941 numbers in one step; supported")],
+)
+def test_a_batch_of_any_size_is_one_line(tmp_path: Path, size: int, words: str) -> None:
+    proto = make_foreign("past-attention", SMALL)
+    for info in (*proto.graph.input, *proto.graph.output):
+        if len(info.type.tensor_type.shape.dim):
+            info.type.tensor_type.shape.dim[0].dim_value = size
+    onnx.save(proto, tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+@pytest.mark.parametrize(
+    ("depth", "words"), [(0, "the function 'f0' calls itself"), (40, "its functions become 2199023255659 nodes")]
+)
+def test_functions_that_call_each_other_ever_more_often(tmp_path: Path, depth: int, words: str) -> None:
+    proto = make_foreign("concat", SMALL)
+    opset = [helper.make_opsetid("", 24), helper.make_opsetid("evil", 1)]
+    proto.opset_import.append(opset[1])
+    for level in range(depth + 1):
+        below = f"f{max(0, level - 1)}" if level or not depth else ""
+        calls = [
+            helper.make_node(below or "Identity", [one], [two], domain="evil" if below else "")
+            for one, two in (("x", "m"), ("m", "y"))
+        ]
+        proto.functions.append(helper.make_function("evil", f"f{level}", ["x"], ["y"], calls, opset))
+    proto.graph.initializer.append(helper.make_tensor("zero", TensorProto.FLOAT, [], [0.0]))
+    before_logits(proto, f"f{depth}", ["zero"], domain="evil")
+    onnx.save(proto, tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=words):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def test_optional_values_are_one_line(tmp_path: Path) -> None:
+    proto = make_foreign("concat", SMALL)
+    node = next(n for n in proto.graph.node if n.op_type == "Add")
+    made = [
+        helper.make_node("Optional", [node.input[0]], ["optional"]),
+        helper.make_node("OptionalGetElement", ["optional"], ["element"]),
+    ]
+    at = [*proto.graph.node].index(node)
+    node.input[0] = "element"
+    for new in reversed(made):
+        proto.graph.node.insert(at, new)
+    onnx.save(proto, tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="'optional' is of type optional; supported are tensors"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
 def test_arrays_that_unpack_to_more_than_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,10 @@ CONTRADICTIONS: list[tuple[Edit, str]] = [
     (lambda data: data.update(double_buffered={"a": "b"}), "the tensors with two buffers are not those of the plan"),
     (lambda data: data.update(backend="evil"), "backend 'evil'; there are"),
     (_tensor(0, dtype="evil"), r"has the dtype 'evil', which no engine has"),
+    (
+        lambda data: data["plan"]["caches"][0].update(dtype="evil"),
+        "'key_cache.0' has the dtype 'evil'",
+    ),
     (_tensor(0, shape=[-1, -5], axes=["batch", "sequence"]), r"has the shape \[-1, -5\]"),
     (_tensor(0, name="a\nb"), "has a control character or line break in its name"),
     (_tensor(0, name="\x9b2J"), "has a control character or line break in its name"),

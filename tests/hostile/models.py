@@ -193,7 +193,7 @@ def _nested(proto: ModelProto, rng: random.Random) -> None:
         [],
         [helper.make_tensor_value_info("deep", TensorProto.FLOAT, [])],
     )
-    for depth in range(rng.choice([5, 40, 90])):
+    for depth in range(rng.choice([5, 12, 25])):
         name = f"deep_{depth}"
         other = body if depth < 5 else _zero(name)  # both: twice the size each time
         node = helper.make_node("If", [go], [name], name=name, then_branch=body, else_branch=other)

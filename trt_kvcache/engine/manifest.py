@@ -246,6 +246,11 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
         ranks = {len(tensor.axes), *(len(shape) for r in ranges for shape in (r.min, r.opt, r.max))}
         if ranks != {len(tensor.shape)}:
             yield f"{called} {list(tensor.shape)} has axes or profiles of another length"
+    plan = manifest.plan
+    for past, dtype in [*((c.past, c.dtype) for c in plan.caches), *((s.past, s.dtype) for s in plan.states)]:
+        if dtype not in DTYPES:
+            yield f"{past!r} has the dtype {dtype!r}, which no engine has"
+    yield from (f"state {state.past!r} has no axes" for state in manifest.plan.states if not state.shape)
     for cache in manifest.plan.caches:
         if not 0 <= cache.physical_sequence_axis < len(cache.physical_shape):
             yield f"cache {cache.past!r} {list(cache.physical_shape)} has no axis {cache.physical_sequence_axis}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, external_data_helper
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.check.cut import prepare_cut
 from trt_kvcache.importer.check.independence import compare_batches
 from trt_kvcache.importer.check.process import Verdict
@@ -134,7 +134,13 @@ def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: 
     copy, place = without_links(copy, folder)
     for tensor in copy.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
-            external_data_helper.load_external_data_for_tensor(tensor, str(place))
+            try:
+                external_data_helper.load_external_data_for_tensor(tensor, str(place))
+            except (OSError, ValueError, onnx.checker.ValidationError):
+                raise InvalidModelError(
+                    f"{folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
+                    "files stay as they are"
+                ) from None
             tensor.data_location = TensorProto.DEFAULT
             del tensor.external_data[:]
     return copy

@@ -18,6 +18,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
+    Scope,
     all_nodes,
     byte_size,
     describe,
@@ -33,6 +34,8 @@ from trt_kvcache.importer.protos import (
 
 TENSOR_SCATTER_OPSET = 24
 _FOREIGN_DOMAIN = "trt_kvcache.foreign"
+_SIZES = 1 << 31
+_MOST_NODES = 1 << 20
 _KEPT_BYTES = 1024  # constants up to this size are kept: shape inference reads shapes from them
 _NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
 _FLAGGED = {"Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
@@ -80,6 +83,7 @@ def check_graph(model: ModelProto, source: str) -> None:
     _check_types(model, source)
     _check_updates(model, source)
     _check_flags(model, source)
+    _check_functions(model, source)
     skeleton = _skeleton(model, source)
     try:
         onnx.checker.check_model(_without_external_data(skeleton))
@@ -88,6 +92,7 @@ def check_graph(model: ModelProto, source: str) -> None:
     try:
         flat = onnx.inliner.inline_local_functions(skeleton)
         inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
+        _check_no_optional(inferred, source)
         _check_element_types(inferred.graph, opset_version(inferred), source)
         onnx.shape_inference.infer_shapes(_without_stated_shapes(flat), strict_mode=True, data_prop=True)
     except _ONNX_ERRORS as error:
@@ -125,6 +130,28 @@ def _check_flags(model: ModelProto, source: str) -> None:
                         f"{source}: {describe(node)} has {attribute.name}={attribute.i}; it is a flag, 0 or 1: export "
                         "the model again"
                     )
+
+
+def _check_functions(model: ModelProto, source: str) -> None:
+    """Refuse functions that call themselves, or that become more nodes than any model has when they are inlined."""
+    functions = {(f.domain, f.name, f.overload): f for f in model.functions}
+    sizes: dict[tuple[str, str, str], int] = {}
+
+    def size(scope: Scope, callers: tuple[tuple[str, str, str], ...]) -> int:
+        count = 0
+        for node in all_nodes(scope):
+            name = (node.domain, node.op_type, node.overload)
+            if name in callers:
+                raise InvalidModelError(f"{source}: the function '{name[1]}' calls itself, which ONNX does not allow")
+            if name in functions and name not in sizes:
+                sizes[name] = size(functions[name], (*callers, name))
+            count += sizes.get(name, 1)
+        return count
+
+    if (nodes := size(model.graph, ())) > _MOST_NODES:
+        raise UnsupportedModelError(
+            f"{source}: its functions become {nodes} nodes where they are called; supported are up to {_MOST_NODES}"
+        )
 
 
 def _skeleton(model: ModelProto, source: str) -> ModelProto:
@@ -244,7 +271,7 @@ def check_text(message: Message, source: str) -> None:
 
 
 def _check_are_tensors(graph: GraphProto, source: str) -> None:
-    """Refuse inputs and outputs that are sequences, maps or optional."""
+    """Refuse inputs and outputs that are sequences, maps or optional, or of sizes that no engine counts."""
     for info in (*graph.input, *graph.output):
         kind = info.type.WhichOneof("value")
         if kind not in (None, "tensor_type"):
@@ -252,6 +279,23 @@ def _check_are_tensors(graph: GraphProto, source: str) -> None:
                 f"{source}: '{info.name}' is of type {kind.removesuffix('_type')}; supported are inputs and outputs "
                 "that are tensors: export each cache as an input and an output of its own"
             )
+        sizes = [size for size in shape_of(info) or () if isinstance(size, int) and size >= _SIZES]
+        if sizes:
+            raise UnsupportedModelError(
+                f"{source}: '{info.name}' has an axis of {sizes[0]}; supported are sizes below {_SIZES}, which engines "
+                "count in 32 bits: export it with smaller ones"
+            )
+
+
+def _check_no_optional(model: ModelProto, source: str) -> None:
+    """Refuse values that may be there or not."""
+    for scope in iter_scopes(model):
+        for info in scope.value_info:
+            if info.type.WhichOneof("value") == "optional_type":
+                raise UnsupportedModelError(
+                    f"{source}: '{info.name}' is of type optional; supported are tensors: export the model without "
+                    "optional values"
+                )
 
 
 def _check_types(model: ModelProto, source: str) -> None:

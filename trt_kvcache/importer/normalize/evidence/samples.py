@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ _LONG = 512  # new tokens, at most, of the longest update: masks have that squar
 _OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output
 _SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
 _HIDDEN_SHARE = 0.3
+_MOST = 1 << 28  # numbers of an input in a step
 _VALUED = (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK, OriginalRole.MASK)
 
 
@@ -133,9 +135,14 @@ def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) 
     """Refuse positions that are not one for each token, and what has no row for each sequence.
 
     Raises:
-        UnsupportedModelError: naming them.
+        UnsupportedModelError: naming them; or inputs that are too large for any machine.
     """
     shown = f"the {tensor.role.value.replace('_', ' ')} '{tensor.name}' {list(tensor.shape)}"
+    if math.prod(shape) > _MOST:
+        raise UnsupportedModelError(
+            f"{shown} has {math.prod(shape)} numbers in one step; supported are up to {_MOST}: export it with smaller "
+            "sizes"
+        )
     rows = [size for size, axis in zip(shape, tensor.axes, strict=True) if axis == "batch"]
     if tensor.role is OriginalRole.POSITIONS and shape[-1] != length:
         raise UnsupportedModelError(
