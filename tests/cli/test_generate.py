@@ -260,7 +260,7 @@ def test_a_draft_tells_how_it_did(folder: Path, tmp_path: Path) -> None:
     said = call(folder, *arguments, "--draft", str(tmp_path / "other.onnx"), code=1).stderr
     assert said.startswith("error: the draft has a vocabulary of 200 tokens, and the model one of 300; use a draft ")
     said = call(folder, *arguments, "--num-assistant-tokens", "3", code=1).stderr
-    assert said.startswith("error: num_assistant_tokens is 3, and the session has no draft model; open it with draft=")
+    assert said.startswith("error: --num-assistant-tokens is 3, and the session has no draft model; open it with --dr")
 
 
 def test_the_prefix_cache_tells_how_it_did(folder: Path) -> None:
