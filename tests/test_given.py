@@ -219,6 +219,8 @@ def test_everything_public_is_here() -> None:
         "note_touched",
         "take",
         "give_back",
+        "recall",
+        "remember",
         "seat",
         "seat_together",
     } <= {name.split()[0] for name in SESSION}

@@ -87,11 +87,13 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
     from trt_kvcache.runtime.generation.settings import Settings
     from trt_kvcache.runtime.generation.speculation import SpeculationStats
+    from trt_kvcache.runtime.prefix import PrefixStats
     from trt_kvcache.runtime.requests import EmbedsAll, Generation, Given, GivenAll, PositionsAll, Prompt
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.verify import OutputDifference, VerifyOptions, VerifyReport, VerifyStep, verify_model
 
 _HOMES = {
+    "trt_kvcache.runtime.prefix": ("PrefixStats",),
     "trt_kvcache.engine.build": (
         "ProgressEvent",
         "build_engine",
@@ -253,6 +255,7 @@ __all__ = [
     "PhysicalLayout",
     "PlanOptions",
     "PositionsAll",
+    "PrefixStats",
     "Profile",
     "ProgressEvent",
     "Prompt",
