@@ -16,8 +16,8 @@ FLAGS = (
     "backend", "cache-layout", "capacity", "check", "check-memory", "check-seconds", "compute-capabilities", "config",
     "constants", "declare-aliases", "embeddings", "encoder", "exporter", "fallback", "latent-attention", "logits",
     "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes", "memory-check", "minShapes", "opt-batch",
-    "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan", "target", "timing-cache", "tokenizer",
-    "tokens", "version-compatible", "window-chunk",
+    "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan", "target", "timing-cache",
+    "tokenizer", "tokens", "version-compatible", "window-chunk",
 )  # fmt: skip
 """Flags that messages of the library name, without their dashes. A test compares them with the messages."""
 

@@ -340,7 +340,7 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
         (["--tokens", "5", "--logit-bias", "7"], "'7' is not ID=BIAS"),
         (["--tokens", "5", "--eos", "3", "--ignore-eos"], "use one of them"),
         (["--tokens", "5", "--prefix-cache", "much"], "size 'much' is not a number of bytes"),
-        (["--tokens", "5", "--prefix-cache", "10"], "prefix_cache is 10 bytes, and a block of 32 tokens takes"),
+        (["--tokens", "5", "--prefix-cache", "10"], "--prefix-cache is 10 bytes, and a block of 32 tokens takes"),
         (["--tokens", "5", "--device", "cuda"], "a GPU runs engines"),
         (["--tokens", "5", "--num-beams", "99"], "--num-beams 99 needs as many rows, and 8 of 8 are free"),
     ],
