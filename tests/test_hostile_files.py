@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,11 +24,20 @@ from hostile.models import SMALL, before_logits, endless, terabytes
 from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
 from onnx import TensorProto, helper
 
-from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, UnsupportedModelError, plan_model, verify_model
+from trt_kvcache import (
+    DecodeSession,
+    GenerationConfig,
+    PlanOptions,
+    UnsupportedModelError,
+    plan_model,
+    rewrite_model,
+    verify_model,
+)
 from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.errors import InvalidModelError, ModelError, OptionError, TrtKvCacheError
 from trt_kvcache.files import is_inside, read_file
+from trt_kvcache.importer.files import save
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.steps.engine import EngineError
@@ -258,6 +268,21 @@ def test_functions_that_call_each_other_ever_more_often(tmp_path: Path, depth: i
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(ModelError, match=words):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def test_data_that_change_while_they_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_decoder(tmp_path / "model.onnx", SMALL, external_threshold=256)
+    copy = save._copy
+
+    def cut_in_between(data: Any, file: Any) -> None:
+        os.truncate(path.with_name("model.onnx.data"), 100)
+        copy(data, file)
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(save, "_copy", cut_in_between)
+    with pytest.raises(InvalidModelError, match=r"model.onnx.data: was changed or replaced while it was read"):
+        rewrite_model(path, tmp_path / "out" / "model.onnx")
+    assert not [*tmp_path.glob("out/*")]
 
 
 def test_optional_values_are_one_line(tmp_path: Path) -> None:

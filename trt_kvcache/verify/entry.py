@@ -36,7 +36,9 @@ def verify_import(
     """
     try:
         with bounded_memory():
-            return _verify(imported, verify, folder)
+            report = _verify(imported, verify, folder)
+        imported.source.check_unchanged()
+        return report
     except MemoryError:
         raise UnsupportedModelError(
             f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"

@@ -50,6 +50,7 @@ def save_model(
     Raises:
         OutputError: the file cannot be written, is one of the source's own, or a different file stands where a data
             file must be copied. Nothing is left behind.
+        InvalidModelError: a file of the source has changed since it was read: the copy may be of two states of it.
     """
     target = check_output(output)
     _check_target(target, source)
@@ -73,6 +74,7 @@ def save_model(
             if flipped:
                 place(changed, _aligned(flipped, source.path.parent))
             place(target, content)
+            source.check_unchanged()
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""  # a disk that is full names none
         raise OutputError(f"{output}: cannot be written: {error.strerror}{where}") from None
