@@ -44,6 +44,8 @@ SMALL = {
     "latents": ["--capacity", "512", "--layers", "1", "--hidden", "32", "--heads", "4", "--head-size", "8",
                 "--turns", "1"],
     "logits": ["--tokens", "16", "--turns", "1", "--layers", "1", "--hidden", "256", "--vocab", "1000"],
+    "serve": ["--clients", "2", "--rows", "2", "--tokens", "6", "--turns", "1", "--hidden", "192", "--layers", "1",
+              "--vocab", "500"],
     "span": ["--capacity", "256", "512", "--turns", "3"],
     "choice": ["--vocab", "1001", "--turns", "3"],
     "kernel": [],
@@ -76,7 +78,8 @@ def differences(data: Any) -> Iterator[float]:
     ("name", "rows"),
     [pytest.param("build", 7, marks=pytest.mark.slow), pytest.param("decode", 4, marks=pytest.mark.slow),
      ("host", 15), ("idioms", 6), ("latents", 2), pytest.param("logits", 2, marks=pytest.mark.slow), ("span", 2),
-     ("choice", 18), ("kernel", 12), pytest.param("draft", 2, marks=pytest.mark.slow)],
+     ("choice", 18), ("kernel", 12), pytest.param("draft", 2, marks=pytest.mark.slow),
+     pytest.param("serve", 1, marks=pytest.mark.slow)],
 )  # fmt: skip
 @pytest.mark.filterwarnings("default")  # other people's packages
 def test_prints_a_table_and_json(

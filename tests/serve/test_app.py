@@ -121,6 +121,27 @@ def test_answers_are_those_of_the_session(
     assert streamed.chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
+def test_the_real_client(service: Service, alone: DecodeSession) -> None:
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    httpx = pytest.importorskip("httpx2", reason="OpenAI's client comes without httpx2")
+    messages = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 8, "temperature": 0}
+
+    async def run() -> list[str]:
+        there = httpx.AsyncClient(transport=httpx.ASGITransport(service.app))
+        async with openai.AsyncOpenAI(base_url="http://x/v1", api_key="x", max_retries=0, http_client=there) as client:
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+            with pytest.raises(openai.BadRequestError, match="tool calls are not supported"):
+                await client.chat.completions.create(**asked, tools=[{"type": "function", "function": {"name": "f"}}])
+            whole = await client.chat.completions.create(**asked, logprobs=True)
+            assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+            stream = await client.chat.completions.create(**asked, stream=True)
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [whole.choices[0].message.content, "".join(parts)]
+
+    assert asyncio.run(run()) == [alone.chat(messages, max_new_tokens=8).text] * 2
+
+
 def test_choices_prompts_and_echo(service: Service, alone: DecodeSession) -> None:
     """`n` choices draw as the prompts of one call do; each prompt of a list as if it were alone."""
     body = {"prompt": ["the", "and the"], "n": 2, "seed": 5, "top_k": 30, "max_tokens": 6, "echo": True}

@@ -56,6 +56,7 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
             process.kill()
 
 
+@pytest.mark.slow  # a process takes seconds to start; tests/serve/test_app.py has the client without one
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM that a process can answer")
 def test_the_real_client_and_the_end(folder: Path, tmp_path: Path) -> None:
     """One server for all: its start is what takes time. Sync and async, whole and streamed, keys; then SIGTERM."""
@@ -132,6 +133,14 @@ def test_what_takes_longer_than_the_drain_is_cut_off(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="the server ended before"):
             list(stream)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM that a process can answer")
+@pytest.mark.slow
+def test_a_signal_right_after_the_start(folder: Path) -> None:
+    with serving(folder) as (process, _):
+        process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 

@@ -61,6 +61,9 @@ def serve(
         service = Service(session, named, keys, max_queue=max_queue)
         address, actual = sock.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
-        sys.stderr.write(f"{named}: {session.name}; http://{shown}:{actual}/v1, Ctrl-C ends it\n")
-        sys.stderr.flush()
-        run(service, sock, drain_timeout)
+
+        def started() -> None:
+            sys.stderr.write(f"{named}: {session.name}; http://{shown}:{actual}/v1, Ctrl-C ends it\n")
+            sys.stderr.flush()
+
+        run(service, sock, drain_timeout, started)

@@ -8,7 +8,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -71,9 +71,13 @@ def bind(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Ends in order: after the first signal nothing new is taken, and what runs may end within a time."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float, started: Callable[[], None]) -> None:
         super().__init__(config)
-        self._service, self._drain, self._until = service, drain, 0.0
+        self._service, self._drain, self._until, self._say_started = service, drain, 0.0, started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._say_started()
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -98,13 +102,14 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(service: Service, sock: socket.socket, drain: float) -> None:
+def serve(service: Service, sock: socket.socket, drain: float, started: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, and then until what runs has ended.
 
     Args:
         service: its core is closed at the end.
         sock: see `bind`.
         drain: seconds for what runs to end.
+        started: called once requests and signals are answered.
     """
     config = uvicorn.Config(
         service.app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
@@ -113,7 +118,7 @@ def serve(service: Service, sock: socket.socket, drain: float) -> None:
     # The command line's own watch ends steps that take long after a signal; here they may end by themselves.
     watch = signal.set_wakeup_fd(-1)
     try:
-        _Server(config, service, drain).run([sock])
+        _Server(config, service, drain, started).run([sock])
     finally:
         signal.set_wakeup_fd(watch, warn_on_full_buffer=False)
         service.core.close()
