@@ -79,7 +79,7 @@ def edited(rng: random.Random, tree: Any) -> Any:
                 holder.append(holder[key])
             elif way == 2:
                 deep: Any = holder[key]
-                for _ in range(rng.choice([3, 500])):
+                for _ in range(rng.choice([3, 200])):
                     deep = [deep]
                 holder[key] = deep
             else:
