@@ -247,7 +247,7 @@ def test_what_follows_a_rest_is_not_measured() -> None:
     assert max(times["a"]) < 0.3
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("end", "words"),
     [(partial(int, "x"), "a: ValueError: invalid literal"), (partial(os._exit, 3), "a: its process ended, exit code 3"),

@@ -131,7 +131,7 @@ def test_names_in_configs_stay_in_the_folder(name: str, inside: bool) -> None:
     assert is_inside(name) is inside
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_templates_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (_saved_tokenizer(tmp_path) / "chat_template.jinja").write_text(TEMPLATES[kind])
@@ -200,6 +200,7 @@ def _refuse(*_: object) -> None:
     raise EngineError("refused")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokenizers_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     tree = json.loads(_saved_tokenizer(tmp_path).joinpath("tokenizer.json").read_bytes())

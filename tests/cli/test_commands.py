@@ -78,6 +78,7 @@ def test_caches_that_grow_need_a_capacity() -> None:
         assert "--capacity" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
     text = run("plan", GROWING, "--capacity", 48).stdout
     for part in ("from Concat", "inputs and outputs change for the caller", "4 of 4 caches in place", "--capacity 48"):

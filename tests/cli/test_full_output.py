@@ -14,7 +14,7 @@ from decoders import DecoderConfig, write_decoder
 FULL = Path("/dev/full")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 @pytest.mark.parametrize(
     "arguments", [["plan", "MODEL"], ["plan", "MODEL", "--json"], ["--version"], ["--help"]], ids=" ".join

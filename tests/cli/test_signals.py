@@ -202,7 +202,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
 def test_generate_ends_in_a_step_that_does_not(number: signal.Signals, endless: Path, tmp_path: Path) -> None:
     tokens = ",".join(map(str, TRIGGER))
@@ -220,6 +220,7 @@ def test_generate_ends_in_a_step_that_does_not(number: signal.Signals, endless: 
         assert (process.returncode, stdout, stderr) == (128 + number, "", f"error: ended by {number.name}\n")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [[1, 2], TRIGGER], ids=["short steps", "one that does not end"])
 def test_a_thread_that_decodes_does_not_abort_the_process(tokens: list[int], endless: Path, tmp_path: Path) -> None:
     process = start([DECODING, str(endless), ",".join(map(str, tokens))], tmp_path)

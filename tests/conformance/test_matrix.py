@@ -46,7 +46,7 @@ def original_outputs(case: Case, model: onnx.ModelProto, feeds: Feeds) -> Feeds:
     return dict(zip((value.name for value in model.graph.output), values, strict=True))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", TREATED, ids=lambda case: case.key)
 def test_treated(case: Case, tmp_path: Path) -> None:
     model = case.model()

@@ -128,6 +128,7 @@ def test_options_reach_tensorrt(model: Path, tmp_path: Path) -> None:
     assert load_manifest(tmp_path / "model.engine") == manifest
 
 
+@pytest.mark.slow
 def test_circular_caches(tmp_path: Path) -> None:
     """A contract is bounded by the chunk; functional caches have two buffers. The second engine replaces the first."""
     config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)

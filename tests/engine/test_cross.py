@@ -14,7 +14,7 @@ from trt_kvcache.importer.plan import Role
 HIDDEN = "encoder_hidden_states"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mask"), [(k, m) for k in ("keys", "hidden") for m in ("none", "ones", "bool")])
 def test_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
     model = write(tmp_path / "m.onnx", cross_model(kind, mask))

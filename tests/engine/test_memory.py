@@ -55,6 +55,7 @@ def test_nothing_is_started(external: int | None, tmp_path: Path, monkeypatch: p
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_who_knows_better_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     little(monkeypatch, GB // 2)

@@ -142,7 +142,7 @@ def kernels() -> Iterator[tuple[dict[str, Any], dict[str, tuple[int, int, int]],
                 yield options, {}, "", True
 
 
-@pytest.mark.few(21)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("options", "ranges", "words", "splits"), list(kernels()), ids=str)
 def test_which_attentions_have_a_kernel(
     options: dict[str, Any], ranges: dict[str, tuple[int, int, int]], words: str, splits: bool

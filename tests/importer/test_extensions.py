@@ -53,7 +53,7 @@ def loaded(path: Path, model: onnx.ModelProto) -> list[str]:
     return loaded_for(path)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["concat", "concat-attention", "scatter", "gqa"])
 def test_a_plain_decoder_loads_no_extension(tmp_path: Path, form: str) -> None:
     assert loaded(tmp_path / "model.onnx", make_foreign(form, DecoderConfig(vocab=64, capacity=16))) == []

@@ -17,7 +17,7 @@ REACH = 24_576  # keys and head size together
 DECODE, PREFILL = (1, 1, 1), (1, 32, 64)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_fused_decoding_ends_at_48_kib(tmp_path: Path, head_size: int, beyond: int) -> None:

@@ -68,7 +68,7 @@ def types(model: onnx.ModelProto) -> Counter[int]:
     return Counter(t.data_type for t in model.graph.initializer)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("external", [False, True])
 def test_a_model_with_canonical_caches(external: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "in", external)
@@ -92,6 +92,7 @@ def test_plan_and_comparison_refer_to_the_weights_where_they_are() -> None:
     assert not types(model)[TensorProto.UINT8]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_rewritten_model_has_signed_weights_in_a_file_of_their_own(elsewhere: bool, tmp_path: Path) -> None:
     source = tmp_path / "in"

@@ -241,7 +241,7 @@ def dynamic(model: onnx.ModelProto, form: str, kind: Any, columns: bool) -> onnx
     return model
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["concat", "canonical"])
 @pytest.mark.parametrize(("product", "kind", "columns"), [("spelled", np.int8, False), ("fused", np.uint8, True)])
 @pytest.mark.parametrize("external", [False, True])

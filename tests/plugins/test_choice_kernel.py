@@ -94,7 +94,7 @@ def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:
         check(host, [ChoiceCase(logits, 1, blocks, shift)])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_number_against_its_neighbours(host: HostChoice, dtype: str) -> None:
     """Of two that follow each other the higher one wins, from either place: some, and all around the edges."""

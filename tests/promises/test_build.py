@@ -33,7 +33,7 @@ def _distinct() -> list[Entry]:
     return [entry for entry in first.values() if "Error: " not in record[entry[0]][0]]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("entry", _distinct(), ids=lambda entry: entry[0])
 def test_each_cache_is_one_buffer(entry: Entry, tmp_path: Path) -> None:
     _, make, given = entry

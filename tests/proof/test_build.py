@@ -48,6 +48,7 @@ def test_a_proof_lies_beside_the_engine(model: Path) -> None:
     assert "proof" in json.loads((engine.parent / "model.engine.json").read_text())
 
 
+@pytest.mark.slow
 def test_off_and_a_number_of_steps(model: Path) -> None:
     engine = model.with_name("model.engine")
     manifest = build_engine(model, engine, build=BuildOptions(proof="off"))

@@ -42,6 +42,7 @@ def image(rng: np.random.Generator, width: int, dtype: Any) -> tuple[list[int], 
     return ids, rng.standard_normal((12, width)).astype(dtype), places
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_images_in_float16_against_a_full_recomputation(forms: dict[str, Forms], device: str) -> None:
     """M-RoPE: rows of time, height and width, behind which text goes on; the original in ONNX Runtime, no cache."""
@@ -58,6 +59,7 @@ def test_images_in_float16_against_a_full_recomputation(forms: dict[str, Forms],
         assert [result.tokens for result in results] == wanted
 
 
+@pytest.mark.slow
 def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> None:
     """A model, tables in files and in memory, of other float types than the decoder's."""
     form = forms["static"]

@@ -193,7 +193,7 @@ def test_the_capacity_joins_the_other_options(corpus: Corpus) -> None:
     assert found == [wanted(corpus, "growing", i, 12) for i in range(3)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hybrid, growing", "hybrid, no convolution", "cross, growing"])
 def test_models_whose_caches_grow_verify_and_build(corpus: Corpus, name: str, tmp_path: Path) -> None:
     """Normalization makes the caches fixed, and leaves states and constants as they are."""

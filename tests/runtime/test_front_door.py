@@ -111,6 +111,7 @@ def test_a_tokenizer_that_is_not_there_is_named_where_text_needs_it(folder: Path
                 session.chat(messages)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("config", "capacity"),
     [

@@ -251,7 +251,7 @@ GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
 SMALL = Mixture(experts=6, k=2, hidden=64, inner=32)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mixture",
     [

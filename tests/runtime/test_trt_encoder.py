@@ -320,6 +320,7 @@ def test_two_sessions_of_one_engine(machine: Machine, tmp_path: Path) -> None:
     assert machine.used == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", ["fail_steps", "fail_late"])
 def test_an_encoder_that_fails_once(machine: Machine, fault: str, tmp_path: Path) -> None:
     """Also where a part of it is on the stream by then: its memory is freed when that has run, and no earlier."""

@@ -181,7 +181,7 @@ def test_threads_and_gpus(built: Path) -> None:
             runner.step(StepBatch(0, np.zeros((1, 1), np.int64), np.zeros(1, np.int64)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupt_at_any_line_leaves_the_next_steps_right(backend: str, tmp_path: Path) -> None:
     """Shapes and addresses that are half set, a stream that records, copies on their way: none reaches another step."""

@@ -102,7 +102,7 @@ def test_rows_that_start_apart_are_refused_where_the_batch_is_fixed(tmp_path: Pa
         interface.groups({"write_indices": np.array([4, 0])})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mistake", [*m.IN_REWRITES, m.one_position_early])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_mistake_in_the_importers_model_fails(tmp_path: Path, dtype: str, mistake: m.Mistake) -> None:

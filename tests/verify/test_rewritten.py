@@ -128,7 +128,7 @@ def _routed(plan: dict[str, Any]) -> None:
         cache["route"] = "functional"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("key", ["trt_kvcache.plan", "trt_kvcache.options"])
 @pytest.mark.parametrize("forge", [_swapped_caches, _swapped_roles, _longer, _routed])
 def test_a_plan_in_a_file_is_no_authority(tmp_path: Path, forge: Callable[[dict[str, Any]], None], key: str) -> None:

@@ -66,7 +66,7 @@ def test_mistakes_before_rounding_are_found(tmp_path: Path, dtype: Any, factor: 
     assert not report.passed
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [INT8, FP8])
 @pytest.mark.parametrize("attribute", ["SCORES", "WEIGHTS"])
 def test_a_rounding_that_is_lost_is_found(

@@ -145,7 +145,7 @@ def test_a_mistake_fails_whatever_rounding_does(tmp_path: Path, factor: float, m
     assert not verify(tmp_path, sensitive(factor), mistake).passed
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [SMALL, LARGE])
 def test_a_function_that_is_another_than_the_operator_of_its_name_fails(tmp_path: Path, factor: float) -> None:
     assert not verify(tmp_path, sensitive(factor, epsilon=0.1)).passed

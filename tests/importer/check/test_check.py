@@ -339,13 +339,14 @@ def _shapeless(graph: onnx.GraphProto) -> None:
                 tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("edit", [_deaf, _untyped, _shapeless])
 def test_faults_that_cut_mutants_found_are_refused(edit: Edit, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="does not follow|computes something else|could not be compared"):
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, edit)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [18, 90])
 def test_joins_of_other_shapes_and_types_than_inferred_are_no_foreign_error(seed: int) -> None:
     """A scalar in the place of rows, and bool in the place of numbers: refused or equal."""

@@ -167,6 +167,7 @@ def test_tensorrt_builds(case: Mixture) -> None:
     assert outcome.stage == "built", outcome.words
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_engines_keep_the_bits(bits: int) -> None:
     case = Mixture(bits=bits, experts=16, hidden=512, inner=512, dtype=np.float16)
