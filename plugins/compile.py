@@ -190,16 +190,17 @@ def _compile(source: str, name: str, options: tuple[str, ...], *, ptx: bool) -> 
     program = _handle_return(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = b" " * _handle_return(nvrtc.nvrtcGetProgramLogSize(program))
+        # Not bytes: NVRTC writes into them, and Python shares those of length 1, as an empty log has.
+        log = bytearray(_handle_return(nvrtc.nvrtcGetProgramLogSize(program)))
         _handle_return(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0").decode(errors="replace")
         _handle_return((status,), f"kernel {name} with {' '.join(options)}: {text.strip()}")
         size, read = (
             (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if ptx else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
         )
-        code = b" " * _handle_return(size(program))
+        code = bytearray(_handle_return(size(program)))
         _handle_return(read(program, code))
-        return (code.rstrip(b"\0") if ptx else code), text
+        return bytes(code.rstrip(b"\0") if ptx else code), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

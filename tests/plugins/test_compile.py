@@ -54,6 +54,13 @@ def test_every_kernel_compiles_without_local_memory(arch: str) -> None:
         list(pool.map(check, KERNELS, [arch] * len(KERNELS)))
 
 
+def test_an_empty_log_is_not_written_into_bytes_that_python_shares(folder: Path) -> None:
+    """NVRTC ends it with a 0; `bytes` of length 1 are the same object everywhere."""
+    compile_kernel(KernelConfig(16), "sm_80", ptx=True)
+    every = bytes(range(256))
+    assert [every[i : i + 1][0] for i in range(256)] == [*range(256)]
+
+
 @pytest.mark.parametrize(
     "config", [PLAIN, KernelConfig(16, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR, 2, length_type="int32")]
 )
