@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[random.Random, Path], str]] = {
 
 @dataclass
 class Answer:
-    """What became of an attempt.
+    """The outcome of an attempt.
 
     Attributes:
         word: what it came to, for the counts.
@@ -121,7 +121,7 @@ def work(scratch: Path) -> None:
 
 @dataclass
 class Report:
-    """What became of an attack.
+    """The outcome of an attack.
 
     Attributes:
         tried: attempts of each kind.

@@ -143,7 +143,7 @@ class Line:
 
 @dataclass
 class Report:
-    """What became of schedules.
+    """The outcome of schedules.
 
     Attributes:
         counts: schedules, sequences, tokens, and each kind of event.

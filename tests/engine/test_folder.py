@@ -22,7 +22,7 @@ from trt_kvcache import (
 )
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine import build as building
-from trt_kvcache.engine.folder import copy_texts, engine_in, is_model, output_engine
+from trt_kvcache.engine.folder import ENGINE, copy_texts, engine_in, is_model, output_engine
 
 TEXTS = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": 7}', "chat_template.jinja": "{{ a }}"}
 
@@ -70,6 +70,17 @@ def test_output_is_a_file_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").touch()
     with pytest.raises(OutputError, match=r"the folder of a model, model\.onnx; give another folder, or the name"):
         output_engine(tmp_path)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_of_something_else_are_neither_replaced_nor_removed(name: str, tmp_path: Path) -> None:
+    """A checkpoint's folder, for one; an engine's own folder is built into again."""
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(OutputError, match=f"holds {name}, and no engine that it belongs to; give another folder"):
+        output_engine(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / ENGINE).write_bytes(b"")
+    assert output_engine(tmp_path) == (tmp_path / ENGINE, tmp_path)
 
 
 @pytest.mark.parametrize("output", ["a/b/", "a/b/c.engine"])

@@ -1,4 +1,4 @@
-"""What stands in the place of a file, and random damage to what a file holds."""
+"""Pipes, devices, folders and huge files in the place of a file, and random damage to the contents of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds: a command that passes or is refused by one line, and an error of this package's."""
+"""A command holds if it passes, or is refused by one line; a call, if its error is one of this package."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def judge(status: int, stdout: str, stderr: str) -> None:
 
 
 def refused(call: Callable[[], Any]) -> Any:
-    """What a call gives; None if it is refused."""
+    """The result of a call; None if it is refused."""
     with suppress(TrtKvCacheError):
         return call()
     return None

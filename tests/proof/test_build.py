@@ -81,7 +81,9 @@ def test_auto_ends_a_recording_that_takes_too_long(model: Path, monkeypatch: pyt
     assert not list(scratch.iterdir())
 
 
-def test_an_interrupt_ends_the_recording(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [True, False], ids=["beside TensorRT", "before TensorRT"])
+def test_an_interrupt_ends_the_recording(model: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    monkeypatch.setattr(recording, "build_memory", lambda _: 0 if beside else 1 << 60)
     scratch = model.parent / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))

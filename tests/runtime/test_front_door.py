@@ -186,7 +186,7 @@ def test_what_is_shown_is_short(folder: Path) -> None:
 
 
 INTERNAL = {"Encoder", "Guard", "Slot", "Constants"}
-"""What sessions and caches are made of."""
+"""Parts of sessions and caches."""
 
 
 def test_names_in_annotations_are_public() -> None:

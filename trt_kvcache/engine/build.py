@@ -149,6 +149,8 @@ def _build_engine(
         # It takes the model, which is large if its weights are inside, and is not needed while TensorRT works.
         recording = _record(kept.pop(), most, setup, part.weights, half=half)
         stack.callback(recording.close)
+        if not recording.beside:
+            wait([recording.answer])
         ready: list[tuple[Manifest, Path, Path]] = []
         if encoder is not None:
             made, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
@@ -178,14 +180,12 @@ def _build_engine(
 
 
 def _record(imported: ImportedModel, most: Most, setup: _Setup, weights: int, *, half: bool) -> Recording:
-    """Begin to record the proof, and wait for it unless TensorRT may work meanwhile."""
+    """Begin to record the proof."""
     wanted = "off" if setup.build.strip_plan else setup.build.proof
     if wanted != "off":
         setup.progress(ProgressEvent(PHASE, None, 0, 1))
     recording = Recording(imported, most, wanted, weights, half=half)
     setup.progress.recording = recording
-    if not recording.beside:
-        wait([recording.answer])
     return recording
 
 

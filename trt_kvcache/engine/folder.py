@@ -52,7 +52,8 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
         output: a file; or a folder, which exists or ends with a slash.
 
     Raises:
-        OutputError: it is no path, or a folder with a model.
+        OutputError: it is no path, or a folder with a model, or with files for texts that belong to no engine: these
+            would be replaced.
     """
     path = given_path(output, "output", OutputError).expanduser()
     if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):
@@ -60,6 +61,12 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
     if models := _models_in(path):
         raise OutputError(
             f"{path}: the folder of a model, {models[0].name}; give another folder, or the name of a file"
+        )
+    others = [name for name in TEXTS if (path / name).exists()]
+    if others and not (path / ENGINE).exists():
+        raise OutputError(
+            f"{path}: this folder holds {others[0]}, and no engine that it belongs to; give another folder, or the "
+            "name of a file"
         )
     return path / ENGINE, path
 
