@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.serve.protocol import Asked, ChatRequest
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "whole_answer"]
 
 _REASONS = {
     FinishReason.EOS: "stop",
@@ -147,3 +149,15 @@ class Answer:
         given = sum(len(done.prompt) for done in self._done[::count])
         made = sum(len(done.tokens) for done in self._done)
         return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+
+
+async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
+    """Return the answer once its events have all come. Cancelling the call ends what is left.
+
+    Raises:
+        TrtKvCacheError: see `ServingCore.events`.
+    """
+    async with aclosing(events):
+        async for place, event in events:
+            answer.take(place, event)
+    return answer.whole()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
@@ -19,16 +18,25 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trt_kvcache import __version__
-from trt_kvcache.errors import CapacityError, OptionError, PromptError, TrtKvCacheError
+from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.serve.answers import Answer
-from trt_kvcache.serve.core import EndingError, QueueFullError, ServingCore
-from trt_kvcache.serve.protocol import ApiError, ChatRequest, CompletionRequest, prepare, read_request
+from trt_kvcache.serve.answers import Answer, whole_answer
+from trt_kvcache.serve.core import ServingCore
+from trt_kvcache.serve.protocol import (
+    LATER,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    as_api,
+    check_name,
+    prepare,
+    read_request,
+    too_many,
+)
 
 __all__ = ["Service"]
 
-_log = logging.getLogger(__name__)
 _LARGEST = 4 << 20
 """Bytes of a body: 500,000 token ids, or a text of as many."""
 _SECONDS = 60.0
@@ -88,9 +96,9 @@ class Service:
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         if scope["method"] == "POST" and self.draining:
-            return ApiError(503, "the server ends, and takes no new requests", code="ending", headers=_LATER)
+            return ApiError(503, "the server ends, and takes no new requests", code="ending", headers=LATER)
         if scope["method"] == "POST" and self.active >= self._most:
-            return _too_many(f"{self.active} requests run or wait, and at most {self._most} may; ask again later")
+            return too_many(f"{self.active} requests run or wait, and at most {self._most} may; ask again later")
         return None
 
     def _has_key(self, scope: Scope) -> bool:
@@ -120,7 +128,7 @@ class Service:
         return _json({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
-        self._check_name(request.path_params["name"])
+        check_name(request.path_params["name"], self._name)
         return _json(self._card())
 
     async def _embeddings(self, request: Request) -> Response:
@@ -136,18 +144,14 @@ class Service:
 
     async def _answer(self, http: Request, kind: type[_Kind]) -> Response:
         request = read_request(await _body(http), kind)
-        self._check_name(request.model)
+        check_name(request.model, self._name)
         asked = await asyncio.to_thread(prepare, self._session, request, self._most)
         answer = Answer(asked, self._name, self._session.tokenizer)
         events = self.core.events(asked.works, asked.config)
         if not request.stream:
-            return _json(await _unless_gone(http, _whole(events, answer)))
+            return _json(await _unless_gone(http, whole_answer(events, answer)))
         first = await _unless_gone(http, _first(events))  # what is refused now still has a status
         return _Stream(_lines(first, events, answer), media_type="text/event-stream", headers=_NO_CACHE)
-
-    def _check_name(self, name: str | None) -> None:
-        if name is not None and name != self._name:
-            raise ApiError(404, f"there is no model {name[:100]!r}; this is {self._name!r}", "model", "model_not_found")
 
     def _card(self) -> dict[str, Any]:
         card = {"id": self._name, "object": "model", "created": self._since, "owned_by": "trt-kvcache"}
@@ -183,7 +187,6 @@ class _Stream(StreamingResponse):
             await super().stream_response(send)
 
 
-_LATER = {"Retry-After": "1"}
 _NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -226,13 +229,6 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _whole(events: _Events, answer: Answer) -> dict[str, Any]:
-    async with aclosing(events):
-        async for place, event in events:
-            answer.take(place, event)
-    return answer.whole()
-
-
 async def _first(events: _Events) -> tuple[int, TokenEvent]:
     return await anext(events)
 
@@ -249,7 +245,7 @@ async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer)
                     yield _line(chunk_)
                 found = await anext(events, None)
         except TrtKvCacheError as error:
-            yield _line(_as_api(error).body)
+            yield _line(as_api(error).body)
             return
     if (usage := answer.last_chunk()) is not None:
         yield _line(usage)
@@ -264,7 +260,7 @@ def _line(chunk: dict[str, Any]) -> bytes:
 
 
 async def _refused(request: Request, error: TrtKvCacheError) -> Response:
-    return _error(_as_api(error))
+    return _error(as_api(error))
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:
@@ -277,25 +273,6 @@ async def _gone(request: Request, error: ClientDisconnect) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return _error(ApiError(500, "the server failed; its log says why"))
-
-
-def _as_api(error: TrtKvCacheError) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, QueueFullError):
-        return _too_many(str(error))
-    if isinstance(error, EndingError):
-        return ApiError(503, str(error), code="ending", headers=_LATER)
-    if isinstance(error, CapacityError):
-        return ApiError(400, str(error), "prompt", "context_length_exceeded")
-    if isinstance(error, (OptionError, PromptError)):
-        return ApiError(400, str(error))
-    _log.error("a sequence failed: %s", error)
-    return ApiError(500, str(error))
-
-
-def _too_many(message: str) -> ApiError:
-    return ApiError(429, message, code="queue_full", headers=_LATER)
 
 
 def _error(error: ApiError) -> Response:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from trt_kvcache.errors import OptionError, TrtKvCacheError
+from trt_kvcache.errors import CapacityError, OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.serve.core import Work
+from trt_kvcache.serve.core import EndingError, QueueFullError, Work
 
-__all__ = ["ApiError", "Asked", "ChatRequest", "CompletionRequest", "prepare", "read_request"]
+__all__ = [
+    "LATER",
+    "ApiError",
+    "Asked",
+    "ChatRequest",
+    "CompletionRequest",
+    "as_api",
+    "check_name",
+    "prepare",
+    "read_request",
+    "too_many",
+]
+
+_log = logging.getLogger(__name__)
+
+LATER = {"Retry-After": "1"}
+"""Headers of an answer that may be another one in a second."""
 
 _MOST_COMPLETION = 16
 """New tokens of a completion, where nothing is said; OpenAI's number."""
@@ -49,6 +66,37 @@ class ApiError(TrtKvCacheError):
         """What a client reads."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api(error: TrtKvCacheError) -> ApiError:
+    """Return an error of a session or a core in OpenAI's form."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return too_many(str(error))
+    if isinstance(error, EndingError):
+        return ApiError(503, str(error), code="ending", headers=LATER)
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error), "prompt", "context_length_exceeded")
+    if isinstance(error, (OptionError, PromptError)):
+        return ApiError(400, str(error))
+    _log.error("a sequence failed: %s", error)
+    return ApiError(500, str(error))
+
+
+def too_many(message: str) -> ApiError:
+    """Return the error of a queue that is full."""
+    return ApiError(429, message, code="queue_full", headers=LATER)
+
+
+def check_name(given: str | None, name: str) -> None:
+    """Refuse a request for another model than the one that is served.
+
+    Raises:
+        ApiError: it names another one.
+    """
+    if given is not None and given != name:
+        raise ApiError(404, f"there is no model {given[:100]!r}; this is {name!r}", "model", "model_not_found")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
