@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 from decoders import DecoderConfig, write_decoder
 
+from trt_kvcache import __version__
 from trt_kvcache.resources import resource_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this source tree, as it lies in site-packages."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this source tree."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "dist")]
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    (wheel,) = (folder / "dist").iterdir()
+    (file,) = folder.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as it lies in site-packages."""
+    folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+        archive.extractall(folder)
+    return folder
 
 
 def run_unpacked(unpacked: Path, *arguments: str) -> str:
@@ -90,6 +101,55 @@ def test_the_plugin_is_imported_from_a_source_tree() -> None:
     from trt_kvcache.plugins import source
 
     assert Path(source.__file__).resolve() == ROOT / "plugins" / "source.py"
+
+
+def in_environment(folder: Path, *words: str) -> str:
+    """Run a program of a virtual environment, away from this source tree."""
+    scripts = folder / ("Scripts" if os.name == "nt" else "bin")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(scripts / words[0]), *words[1:]]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_pip_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Into an environment of its own, which finds what the wheel needs in this one."""
+    venv.create(tmp_path, symlinks=os.name != "nt")
+    pip = [sys.executable, "-m", "pip", "--python", str(tmp_path), "install", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--no-compile", str(wheel)], capture_output=True, check=True, timeout=120)
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(in_environment(tmp_path, "python", "-c", ask).strip())
+    (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
+    where = in_environment(tmp_path, "python", "-c", "import trt_kvcache; print(trt_kvcache.__file__)")
+    assert Path(where.strip()) == site / "trt_kvcache" / "__init__.py"
+    assert in_environment(tmp_path, "trt-kvcache", "--version") == f"trt-kvcache {__version__}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_the_wheel_works_with_what_pip_installs_for_it(wheel: Path, version: str, tmp_path: Path) -> None:
+    python = shutil.which(f"python{version}")
+    if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip(f"there is no Python {version} here")
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig())
+    with tempfile.TemporaryDirectory() as name:  # 700 MB, which pytest would keep
+        folder = Path(name)
+        subprocess.run([python, "-m", "venv", folder], capture_output=True, check=True, timeout=120)
+        in_environment(folder, "pip", "install", "--quiet", f"{wheel}[text,plugin,serve]")
+        in_environment(folder, "pip", "check")
+        assert "caches in place" in in_environment(folder, "trt-kvcache", "plan", str(model))
+        assert "gives the original's numbers" in in_environment(folder, "trt-kvcache", "verify", str(model))
+
+
+def test_the_metadata_name_the_versions_of_python_that_are_tested(unpacked: Path) -> None:
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    named = re.findall(
+        r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata.read_text("utf-8"), re.MULTILINE
+    )
+    assert named == ["3.11", "3.12", "3.13"]
 
 
 @pytest.mark.slow
