@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
@@ -40,6 +41,7 @@ from trt_kvcache.files import is_inside, read_file
 from trt_kvcache.importer.files import save
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.simplify import take_branches
 from trt_kvcache.importer.steps.engine import EngineError
 from trt_kvcache.machine import bounded_memory, free_memory
 from trt_kvcache.runtime import embeddings
@@ -269,6 +271,32 @@ def test_functions_that_call_each_other_ever_more_often(tmp_path: Path, depth: i
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(ModelError, match=words):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+@pytest.mark.parametrize("depth", [2, 10])
+def test_branches_in_branches_get_names_of_bounded_length(depth: int) -> None:
+    """Each is named after its If, which is named after the one around it: twice the length each time."""
+    name = "x"
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["outside"], [name])], "body", [], [helper.make_empty_tensor_value_info(name)]
+    )
+    for level in range(depth):
+        name = f"{'made_' * 20}{level}"
+        twice = [
+            helper.make_node("If", ["go"], [f"{name}_{i}"], name=f"{name}_{i}", then_branch=body, else_branch=body)
+            for i in range(2 if level < 3 else 1)
+        ]
+        sum_ = helper.make_node("Sum", [n.output[0] for n in twice], [name])
+        body = helper.make_graph([*twice, sum_], name, [], [helper.make_empty_tensor_value_info(name)])
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(body.node, "g", [value("outside", 1, [1])], [value(name, 1, [1])])
+    graph.initializer.append(helper.make_tensor("go", TensorProto.BOOL, [], [True]))
+    take_branches(graph, {"go": np.array(True)})
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model)
+    assert max(len(n) for node in graph.node for n in (node.name, *node.output)) < 400 * depth
+    made = ort.InferenceSession(model.SerializeToString()).run(None, {"outside": np.ones(1, np.float32)})[0]
+    assert made == 2 ** min(depth, 3)
 
 
 def test_data_that_change_while_they_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

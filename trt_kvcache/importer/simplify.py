@@ -18,6 +18,7 @@ converting its operators, and graphsurgeon's `fold_constants` (0.6.1) reads `Sha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ _LARGEST = 1024  # elements of a constant that may be a shape, an axis or a fact
 _HIDDEN = ("TensorScatter", "Attention")
 _PREFIX = "trt_kvcache/simplify/"
 _MOST_ROUNDS = 8
+_NAME = 200  # characters of what names inside a branch start with
 _STAY = frozenset((
     "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",  # TensorRT reads them as they are
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",
@@ -418,7 +420,7 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
     """Replace, in place, the node at `index` by a branch of it. Names inside get the node's name in front."""
     node = graph.node[index]
-    prefix = f"{node.name or node.output[0]}/"
+    prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}
     made = {name for n in body.node for name in n.output}
     copies = []
@@ -432,6 +434,11 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
     graph.initializer.extend(inner.initializer)
     own = set(names.values())
     graph.value_info.extend(v for v in inner.value_info if v.name in own)
+
+
+def _short(name: str) -> str:
+    """A name of bounded length. A branch in a branch has the outer name in its own, and would double it each time."""
+    return name if len(name) <= _NAME else f"{name[:_NAME]}~{hashlib.sha1(name.encode()).hexdigest()[:12]}"
 
 
 def _merge_equal(graph: GraphProto) -> None:
