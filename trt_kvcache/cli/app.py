@@ -17,6 +17,7 @@ from trt_kvcache.cli.build import build
 from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.check import check
 from trt_kvcache.cli.command import Command
+from trt_kvcache.cli.deploy import deploy
 from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.export import export
 from trt_kvcache.cli.generate import generate
@@ -98,5 +99,8 @@ def _root(
     """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
 
 
-for _command in (export, plan, rewrite, build, verify, generate, chat, serve, bench, inspect, check, plugins, doctor):
+_COMMANDS = (
+    export, plan, rewrite, build, verify, generate, chat, serve, deploy, bench, inspect, check, plugins, doctor,
+)  # fmt: skip
+for _command in _COMMANDS:
     app.command(cls=Command)(with_flags(_command))

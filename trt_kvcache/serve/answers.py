@@ -12,14 +12,15 @@ from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.serve.protocol import Asked, ChatRequest
 
-__all__ = ["Answer", "whole_answer"]
+__all__ = ["REASONS", "Answer", "whole_answer"]
 
-_REASONS = {
+REASONS = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CAPACITY: "length",
 }
+"""OpenAI's words."""
 
 
 class Answer:
@@ -116,7 +117,7 @@ class Answer:
         self, place: int, reason: FinishReason | None, logprobs: list[dict[str, Any]], tokens: list[int]
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": place, "logprobs": None}
-        choice["finish_reason"] = None if reason is None else _REASONS.get(reason, "stop")
+        choice["finish_reason"] = None if reason is None else REASONS.get(reason, "stop")
         if self._with_logprobs and self._chat:
             content = [{key: said[key] for key in ("token", "bytes", "logprob")} for said in logprobs]
             choice["logprobs"] = {"content": [{**said, "top_logprobs": []} for said in content], "refusal": None}

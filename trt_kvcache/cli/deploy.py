@@ -1,0 +1,64 @@
+"""``trt-kvcache deploy``: what another server needs to run an engine or a model."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.options import refuse_checkpoint
+
+
+class Server(str, Enum):
+    """The server to write for."""
+
+    TRITON = "triton"
+
+
+def deploy(
+    server: Annotated[Server, typer.Argument(metavar="triton", help="NVIDIA Triton Inference Server.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="ENGINE|MODEL", help="The folder of one; it is copied.", readable=False)
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FOLDER", help="The model repository; may hold other models.", readable=False
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model name in the repository. Default: the folder's.")
+    ] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Most sequences at a time. Default: the engine's, else 8.")
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="Tokens per sequence, of a model whose caches grow."),
+    ] = None,
+    max_queue: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row. Default: 256.")
+    ] = None,
+) -> None:
+    """Write a model repository for Triton: streams, cancelling, one session for all requests."""
+    refuse_checkpoint(model)
+    from trt_kvcache.cli.output import console, print_warnings
+    from trt_kvcache.cli.summary import print_next
+    from trt_kvcache.engine.folder import is_model
+    from trt_kvcache.errors import OptionError
+    from trt_kvcache.serve.repository import write_repository
+
+    if capacity is not None and not is_model(model):
+        raise OptionError(
+            f"--capacity {capacity} is for models, and {model} is taken for an engine, which has its own; leave it out"
+        )
+    given = {"max_batch": max_batch, "capacity": capacity, "max_queue": max_queue}
+    parameters = {key: value for key, value in given.items() if value is not None}
+    written = write_repository(model, output, name or model.resolve().name, parameters)
+    if not (model / "tokenizer.json").is_file():
+        print_warnings(["there is no tokenizer: the model takes input_ids and gives output_ids"])
+    out = console()
+    out.print(f"{written}: config.pbtxt, 1/model.py, 1/model/")
+    print_next(out, f"tritonserver --model-repository {output}")

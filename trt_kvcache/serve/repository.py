@@ -1,0 +1,92 @@
+"""A model repository for Triton: the folder of an engine or a model, a configuration, and a python backend's model."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from trt_kvcache.engine.folder import is_model
+from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache.errors import InvalidModelError, OptionError, OutputError
+from trt_kvcache.importer.files.folder import find_model
+
+__all__ = ["FOLDER", "write_repository"]
+
+FOLDER = "model"
+"""Beside ``model.py``: a copy of the folder that was given."""
+
+_CONFIG = """name: "{name}"
+backend: "python"
+max_batch_size: 0  # the session puts the requests of all clients into one batch
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "text_input", data_type: TYPE_STRING, dims: [ 1 ], optional: true }},
+  {{ name: "input_ids", data_type: TYPE_INT64, dims: [ -1 ], optional: true }},
+  {{ name: "stream", data_type: TYPE_BOOL, dims: [ 1 ], optional: true }},
+  {{ name: "sampling_parameters", data_type: TYPE_STRING, dims: [ 1 ], optional: true }}
+]
+output [
+  {{ name: "text_output", data_type: TYPE_STRING, dims: [ 1 ] }},
+  {{ name: "output_ids", data_type: TYPE_INT64, dims: [ -1 ] }},
+  {{ name: "finish_reason", data_type: TYPE_STRING, dims: [ 1 ] }}
+]
+instance_group [ {{ count: 1, kind: {kind} }} ]
+"""
+_PARAMETER = 'parameters {{ key: "{}", value {{ string_value: "{}" }} }}\n'
+_MODEL = '''"""What this folder's model does for Triton is in the package trt-kvcache."""
+
+from trt_kvcache.serve.triton import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def write_repository(model: Path, output: Path, name: str, parameters: Mapping[str, int]) -> Path:
+    """Write ``output/name/``, complete or not at all; other models of the repository stay.
+
+    Args:
+        model: the folder of an engine or of a model; it is copied.
+        output: the repository.
+        name: of the model in Triton.
+        parameters: `max_batch`, `capacity`, `max_queue`: of the session and its core, where they are said.
+
+    Returns:
+        The folder written.
+
+    Raises:
+        OptionError: the name is none for a folder.
+        InvalidModelError, ManifestError: there is no such model or engine.
+        OutputError: the model's folder exists in the repository, or cannot be written.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise OptionError(f"name is {name!r}; give letters, digits, and any of _ . - after the first")
+    if not model.is_dir():
+        raise InvalidModelError(f"{model}: no folder, and all of it is copied; give that of an engine or a model")
+    on_cpu = is_model(model)
+    if on_cpu:
+        find_model(model)
+    else:
+        load_manifest(model)
+    final = output / name
+    if final.exists():
+        raise OutputError(f"{final} exists; remove it, or give another name")
+    if final.resolve().is_relative_to(model.resolve()):
+        raise OutputError(f"{final} lies in {model}, which is copied; give another folder")
+    config = _CONFIG.format(name=name, kind="KIND_CPU" if on_cpu else "KIND_GPU")
+    config += "".join(_PARAMETER.format(*item) for item in parameters.items())
+    made = output / f".{name}.{secrets.token_hex(4)}.tmp"
+    try:
+        (made / "1").mkdir(parents=True)
+        (made / "config.pbtxt").write_text(config, encoding="utf-8")
+        (made / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
+        shutil.copytree(model, made / "1" / FOLDER)
+        made.rename(final)
+    except (OSError, shutil.Error) as error:
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise OutputError(f"{final} cannot be written: {why}") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return final
