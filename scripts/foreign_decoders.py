@@ -10,6 +10,7 @@ caches as these exporters have them, or with latent attention:
     past-attention      mobius-onnx, dynamic: Attention-24 with past_key and past_value
     gqa                 onnxruntime-genai: com.microsoft.GroupQueryAttention with packed Q, K and V
     scatter             torch.onnx.export, StaticCache: ScatterND into `capacity` rows, Attention-24 with a mask
+    shift               own torch code: cat(past[:, :, S:], new) in `capacity` rows, the caller's mask, Attention-24
     latents             torch.onnx.export, DeepSeek V3: caches of latents, four times as wide as a head, and of what is
                         rotated of the keys, half as wide; keys and values of all heads are computed from them
 """
@@ -26,7 +27,7 @@ import onnx
 from decoders import DecoderConfig, weights
 from onnx import TensorProto, helper, numpy_helper
 
-FORMS = ("concat", "concat-attention", "past-attention", "gqa", "scatter", "latents")
+FORMS = ("concat", "concat-attention", "past-attention", "gqa", "scatter", "shift", "latents")
 F32, I64, BOOL, I32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.INT32
 MICROSOFT = "com.microsoft"
 
@@ -91,7 +92,8 @@ def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
 
     Args:
         form: one of `FORMS`.
-        config: its shape; `capacity` of the form ``"scatter"`` only, and `dtype`, `mode`, `mask` of none.
+        config: its shape; `capacity` of the forms ``"scatter"`` and ``"shift"`` only, and `dtype`, `mode`, `mask` of
+            none.
 
     Returns:
         A float32 model with inputs and outputs named as the exporter names them: `input_ids`, `position_ids`,
@@ -109,7 +111,12 @@ def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
     tokens = b.input("input_ids", I64, "batch", "sequence")
     if form != "gqa":
         b.input("position_ids", I64, "batch", "sequence")
-    b.input("cur_len", I64) if form == "scatter" else b.input("attention_mask", I64, "batch", "past + sequence")
+    if form == "scatter":
+        b.input("cur_len", I64)
+    elif form == "shift":
+        b.input("attention_mask", BOOL, "batch", 1, "sequence", c.capacity)
+    else:
+        b.input("attention_mask", I64, "batch", "past + sequence")
     b.output("logits", F32, "batch", "sequence", c.vocab)
     x = b.add("Gather", ["embed.weight", tokens], "embed", axis=0)
     shared = _shared(b)
@@ -165,6 +172,8 @@ def _shared(b: _Builder) -> dict[str, str]:
         sizes = b.add("Concat", [b.add("Shape", ["input_ids"]), b.size("attention_mask", 1)], axis=0)
         return shared | {"mask": b.add("Unsqueeze", [b.add("Expand", [visible, sizes]), b.ints(1)])}
     new = b.size("input_ids", 1)
+    if b.form == "shift":
+        return shared | {"mask": "attention_mask", "new": new}
     if b.form == "scatter":
         rows = b.add("Add", [b.range(b.scalar(0), new), "cur_len"])
         shared["rows"] = b.add("Unsqueeze", [rows, b.ints(-1)])
@@ -197,8 +206,9 @@ def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
         return _latent_attention(b, i, x, shared)
     c, p = b.config, f"layers.{i}"
     n, h = c.kv_heads, c.head_size
-    rows: int | str = c.capacity if b.form == "scatter" else "past"
-    total: int | str = c.capacity if b.form == "scatter" else "past + sequence"
+    fixed = b.form in ("scatter", "shift")
+    rows: int | str = c.capacity if fixed else "past"
+    total: int | str = c.capacity if fixed else "past + sequence"
     past = [b.input(_past_name(i, part), F32, "batch", n, rows, h) for part in ("key", "value")]
     present = [b.output(f"present.{i}.{part}", F32, "batch", n, total, h) for part in ("key", "value")]
     if b.form == "gqa":
@@ -215,7 +225,7 @@ def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
                      q_num_heads=c.query_heads, kv_num_heads=n, scale=h**-0.5, is_causal=1)  # fmt: skip
     q, k, v = (_split(b, t, m) for t, m in ((q, c.query_heads), (k, n), (v, n)))
     q, k = (_rotate(b, t, shared) for t in (q, k))
-    write = _scatter if b.form == "scatter" else _grow
+    write = {"scatter": _scatter, "shift": _shift}.get(b.form, _grow)
     for old, update, new in zip(past, (k, v), present, strict=True):
         write(b, old, update, new, shared)
     keys, values = (_repeat(b, t) for t in present)
@@ -299,6 +309,11 @@ def _grow(b: _Builder, past: str, update: str, present: str, shared: dict[str, s
     b.add("Concat", [past, update], present, axis=-2)
 
 
+def _shift(b: _Builder, past: str, update: str, present: str, shared: dict[str, str]) -> None:
+    kept = b.add("Slice", [past, shared["new"], b.ints(2**62), b.ints(2)])
+    b.add("Concat", [kept, update], present, axis=2)
+
+
 def _scatter(b: _Builder, past: str, update: str, present: str, shared: dict[str, str]) -> None:
     """`index_copy` along the rows, as torch.onnx writes it."""
     major, new = (b.add("Transpose", [t], perm=[2, 0, 1, 3]) for t in (past, update))
@@ -321,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", metavar="OUT.onnx", type=Path)
     parser.add_argument("--form", choices=FORMS, default="concat")
-    parser.add_argument("--capacity", type=int, default=256, help="rows of the caches of the form scatter")
+    parser.add_argument("--capacity", type=int, default=256, help="rows of the caches of the forms scatter and shift")
     given = parser.parse_args(arguments)
     onnx.save(make_foreign(given.form, DecoderConfig(capacity=given.capacity)), given.output)
     print(given.output)

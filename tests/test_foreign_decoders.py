@@ -15,7 +15,7 @@ from trt_kvcache.verify import VerifyOptions, verify_import
 
 IDIOMS = {
     "concat": "Concat", "concat-attention": "Concat", "past-attention": "Attention", "gqa": "GroupQueryAttention",
-    "scatter": "ScatterND", "latents": "Concat",
+    "scatter": "ScatterND", "shift": "shift", "latents": "Concat",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Static(torch.nn.Module):
     """Caches of fixed size `[B, N, L, H]`, written at `cur_len` (a scalar), attended as far as that plus S.
 
     Layers that attend a window have the whole capacity as well: transformers' own caches of a window's size choose
-    between "not full yet" and "full" in Python, which an export can only do once for good.
+    between "not full yet" and "full" in Python, which an export can only do once for good (`Rolled`).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -150,6 +150,57 @@ def static(model: Any, capacity: int) -> Export:
         Static(model), (tokens, positions, torch.tensor(5), past),
         ["input_ids", "position_ids", "cur_len", *names("past_key_values", layers)],
         ["logits", *names("present", layers)], (auto, auto, None, ({0: Dim.AUTO},) * len(past)),
+    )  # fmt: skip
+
+
+class Rolled(torch.nn.Module):
+    """`Static`, one token a step, with transformers' own caches of W rows in layers that attend a window.
+
+    These count their tokens in Python: the export is of the state in which they are full (roll, then write the last
+    row), with the caller's masks, or of the first step.
+    """
+
+    def __init__(self, model: torch.nn.Module, full: bool) -> None:
+        super().__init__()
+        self.model, self.full = model, full
+
+    def forward(self, input_ids, position_ids, cur_len, masks, past):
+        layers = static_cache(past, cur_len).layers
+        for i, (key, value) in enumerate(pairs(past)):
+            if (rows := key.shape[2]) == self.model.config.sliding_window:
+                layers[i] = StaticSlidingWindowLayer(max_cache_len=rows, sliding_window=rows)
+                layers[i].lazy_initialization(key, value)
+                layers[i].keys, layers[i].values = key.clone(), value.clone()
+                layers[i].cumulative_length_int = rows if self.full else 0
+        cache = Cache(layers=layers)
+        given = masks if len(masks) > 1 else next(iter(masks.values()), None)
+        result = self.model(input_ids, attention_mask=given, position_ids=position_ids, past_key_values=cache)
+        return result.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def rolled(model: Any, capacity: int, *, full: bool = True, masked: bool = True) -> Export:
+    """As `Rolled`.
+
+    Args:
+        model: of transformers, some of whose layers attend a window.
+        capacity: rows of the other layers' caches.
+        full: the caches of windows are full; else they are empty.
+        masked: the caller gives a mask for each kind of layer.
+    """
+    config, (n, h) = model.config, heads(model.config)
+    layers, window = config.num_hidden_layers, config.sliding_window
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    rows = {kind: window if kind == "sliding_attention" else capacity for kind in kinds}
+    past = tuple(torch.randn(2, n, rows[kind], h) for kind in kinds for _ in range(2))
+    shown = {kind: torch.ones(2, 1, 1, count, dtype=torch.bool) for kind, count in rows.items()}
+    if config._attn_implementation == "eager":
+        shown = {kind: torch.zeros(mask.shape) for kind, mask in shown.items()}
+    masks, batch = shown if masked else {}, {0: Dim.AUTO}
+    tokens = torch.randint(3, config.vocab_size, (2, 1))
+    return Export(
+        Rolled(model, full), (tokens, torch.full((2, 1), 5), torch.tensor(5), masks, past),
+        ["input_ids", "position_ids", "cur_len", *masks, *names("past_key_values", layers)],
+        ["logits", *names("present", layers)], (batch, batch, None, dict.fromkeys(masks, batch), (batch,) * len(past)),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 from decoders import DecoderConfig, write_decoder
+from foreign_decoders import make_foreign
 from hybrids import cross_logits, cross_model, encoder_constants, hybrid_logits, hybrid_model, write
 from numpy.typing import NDArray
 from onnx import numpy_helper
@@ -225,6 +226,13 @@ def _planes(folder: Path) -> Made:
     return Made(forms.embeds, logits, given, {"embeddings": forms.table})
 
 
+def _shifted(config: DecoderConfig, folder: Path) -> Made:
+    """A cache whose rows the model moves in every step."""
+    onnx.save(make_foreign("shift", config), folder / "model.onnx")
+    twin = Twin(write_decoder(folder / "twin.onnx", config), config)
+    return Made(folder / "model.onnx", lambda tokens, places, i: twin.logits(tokens))
+
+
 def _hybrid(folder: Path, **options: Any) -> Made:
     model = write(folder / "model.onnx", hybrid_model(**options))
     return Made(model, lambda tokens, places, i: hybrid_logits(tokens))
@@ -278,6 +286,7 @@ FAMILIES = {
     "circular, one token": _decoder(replace(CIRCULAR, sequence=1), max_chunk=1),
     "circular, heads-major": _decoder(replace(CIRCULAR, form="heads-major", capacity=16), CONTRACT),
     "circular, batch 3": _decoder(replace(CIRCULAR, capacity=16, batch=3), CONTRACT, max_batch=None),
+    "circular, shifted": Family(partial(_shifted, replace(CIRCULAR, capacity=16)), CONTRACT),
     "embeddings": Family(partial(_placed, BASE)),
     "embeddings, batch 3": Family(partial(_placed, replace(BASE, batch=3, sequence=4)), max_batch=None, max_chunk=4),
     "planes": Family(_planes, GROWING),

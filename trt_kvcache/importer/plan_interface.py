@@ -70,7 +70,8 @@ class OriginalTensor:
             ``"capacity"``, or ``""``.
         kept: rows, at most, of a growing cache that is cut to the newest ones: ``min(P, kept)`` in,
             ``min(P + S, kept)`` out; of a padding mask over it, which has ``min(P, kept) + S`` columns; None: it is as
-            long as the text.
+            long as the text. Where the axis of the past has a fixed size, the cache is shifted: it always has `kept`
+            rows, and a mask over it as many columns, those of tokens last.
         order: of a cache, its axes as the rewritten model has them in the order in which they lie as exported, where
             some may be merged; None: the same.
         rows_only: an output that holds the new rows of a cache only.
@@ -92,9 +93,9 @@ class OriginalTensor:
 
     @property
     def room(self) -> int | None:
-        """Rows of the past of a growing cache that always has as many, whether they hold tokens or not."""
+        """Rows of the past of a growing cache that always has as many, those of tokens first."""
         known = dict(zip(self.axes, self.shape, strict=True)).get("past")
-        return known if self.io == "input" and isinstance(known, int) else None
+        return known if self.io == "input" and self.kept is None and isinstance(known, int) else None
 
 
 @dataclass(frozen=True)

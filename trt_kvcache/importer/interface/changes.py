@@ -15,6 +15,7 @@ _WHY = {
     OriginalRole.POSITIONS: "new tokens are at write_indices, write_indices + 1, ...",
     OriginalRole.MASK: "masks follow from write_indices and nonpad_kv_seqlen",
 }
+_WHY_SHIFTED = "a query sees the tokens that a cache holds up to its own, which write_indices says"
 _COLUMNS = "a column is a row of the cache: those of new tokens begin at write_indices, not behind all rows of the past"
 _ADDED = {
     "write_indices": "tokens in the cache before this step: the row of the first new token, per sequence",
@@ -45,6 +46,8 @@ def find_changes(
                     if tensor.name in counts
                     else "an input unchanged"
                     if tensor.name in copies
+                    else _WHY_SHIFTED
+                    if tensor.kept is not None and tensor.role is OriginalRole.MASK
                     else _WHY.get(tensor.role, "nothing reads it")
                 )
                 changes.append(InterfaceChange(io, _old(tensor, room), "", why))
@@ -94,6 +97,8 @@ def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circ
     axis = tensor.axes.index("past") if circular and "past" in tensor.axes else None
     rows = str(shape[axis]) if axis is not None and axis < len(shape) else "L"
     what = "a circular buffer of a window" if circular else "a buffer of fixed capacity L"
+    if axis is not None and tensor.kept is not None and isinstance(tensor.shape[axis], int):
+        what = f"token t lies in row t mod {rows}, and no row moves"
     names = {"batch": "B", "past": rows}
     dims = [
         str(d) if isinstance(d, int) and a != "past" else names.get(a, str(d))

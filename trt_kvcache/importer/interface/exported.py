@@ -85,7 +85,7 @@ class Interface:
         return [t for t in self.inputs.values() if t.role in roles]
 
     def capacity(self, given: int | None) -> int:
-        """The capacity: of fixed caches, or as given.
+        """The capacity: of fixed caches, or as given; of shifted ones where there are no others.
 
         Raises:
             NoCapacityError: caches grow or have a symbolic length, and none is given.
@@ -99,8 +99,11 @@ class Interface:
                     "in all: leave the option out, or export with another length"
                 )
             return whole
-        caches = [t for t in self.of(OriginalRole.FIXED_CACHE) if "capacity" in t.axes]
-        fixed = {d for t in caches if isinstance(d := t.shape[t.axes.index("capacity")], int)}
+        shifted = {f.past.name: f.kept for f in self._found.values() if f.shifted and f.kept is not None}
+        growing = [t for t in self.of(OriginalRole.GROWING_CACHE) if t.name not in shifted]
+        caches = self.of(OriginalRole.FIXED_CACHE)
+        sizes = [t.shape[t.axes.index("capacity")] for t in caches if "capacity" in t.axes]
+        fixed = {d for d in sizes if isinstance(d, int)} if growing or caches else set(shifted.values())
         if given is not None and fixed and fixed != {given}:
             raise OptionError(
                 f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
@@ -108,9 +111,8 @@ class Interface:
             )
         if given is not None:
             return given
-        growing = self.of(OriginalRole.GROWING_CACHE)
         if growing or not fixed:
-            name = (growing or self.of(OriginalRole.FIXED_CACHE))[0].name
+            name = (growing or caches)[0].name
             raise NoCapacityError(
                 f"the cache '{name}' {'is as long as the text' if growing else 'has a symbolic length'}, and TensorRT "
                 "needs a fixed one: pass --capacity N, the most tokens that a sequence may have"

@@ -246,7 +246,7 @@ def _may_be_state(cache: Candidate) -> bool:
     Of a convolution, like a rolling cache whose next value nothing reads, or like new rows behind a past of a fixed
     length; of linear attention, like a cache written by masked addition.
     """
-    if cache.idiom == "rolling":
+    if cache.idiom == "rolling" or cache.shifted:
         return not consumers(cache.present)
     if cache.room is not None:
         return True
@@ -298,6 +298,8 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = say_layouts(interface.tensors, exported.writes)
     tensors = tuple(replace(t, singly=exported.singly and t.name == interface.tokens) for t in tensors)
+    shifted = {c.visibility.own.name: c.key.kept for c in exported.cores if c.key.shifted and c.visibility.own}
+    tensors = tuple(replace(t, kept=shifted.get(t.name, t.kept)) for t in tensors)
     changes = find_changes(tensors, model, counts, copies)
     notes = (
         *_own_masks(exported.cores),
@@ -313,7 +315,8 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
 
 def _own_masks(cores: Sequence[Core]) -> list[str]:
     """What to know about the masks that the caller gives."""
-    names = dict.fromkeys(core.visibility.own.name for core in cores if core.visibility.own is not None)
+    own = [core.visibility.own for core in cores if not core.key.shifted]
+    names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [
         f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
         "trained with one, is in this mask only"

@@ -9,6 +9,12 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, is_op
 
+FOR_GOOD = (
+    "transformers' StaticSlidingWindowLayer counts its tokens in Python, so that an export holds one count for good: "
+    "export it with layers that are full (cumulative_length_int = W), one token a step, and give the masks as inputs: "
+    "attention_mask={'sliding_attention': mask, ...}"
+)
+"""What to know of updates and masks that are the same whatever the past."""
 _ADVICE = (
     "export the model with Concat(past, new), or with index_copy, index_put or a slice at write position + 0 .. S - 1"
 )
@@ -20,7 +26,7 @@ class Candidate:
 
     Attributes:
         idiom: the operator that writes, or ``"Concat, Slice"``, ``"Concat, new rows returned"``, ``"one-hot"``,
-            ``"rolling"``, ``"unchanged"``.
+            ``"shift"``, ``"rolling"``, ``"unchanged"``.
         past: the graph input.
         present: the graph output.
         node: the node that writes; None: nothing does.
@@ -34,6 +40,7 @@ class Candidate:
         kept: the newest rows that are left of a cache that grows, at most; None: all.
         rows_only: present holds the new rows only, in whatever layout.
         room: rows of a past that always has as many, whether they hold tokens or not; None: as many as hold tokens.
+        shifted: past and present always have `kept` rows: the oldest go as new ones come, and those of tokens are last.
         reason: why it cannot be done in place, if the search already sees that; "" otherwise.
         advice: what to do about `reason`.
     """
@@ -52,13 +59,14 @@ class Candidate:
     kept: int | None = None
     rows_only: bool = False
     room: int | None = None
+    shifted: bool = False
     reason: str = ""
     advice: str = ""
 
     @property
     def is_cut(self) -> bool:
         """Whether rows may be cut off between past and present."""
-        return self.growing and any(is_op(node, "Slice") for node in self.region)
+        return self.growing and not self.shifted and any(is_op(node, "Slice") for node in self.region)
 
     @property
     def whole(self) -> gs.Tensor:

@@ -21,7 +21,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.attention.bias import emit_bias
-from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
+from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS
 
@@ -176,7 +176,7 @@ class Canonical:
             self.opset = 25
         nothing = gs.Variable.empty()
         inputs = [query, self._heads_major(core.key, core.head_size), self._heads_major(core.value, core.value_size)]
-        if (mask := self._mask(seen, kind)) is not None:
+        if (mask := self._mask(core, kind)) is not None:
             inputs.append(mask)
         if seen.bounded or seen.causal:
             inputs += [nothing] * (6 - len(inputs)) + [self.lengths]
@@ -189,9 +189,11 @@ class Canonical:
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
 
-    def _mask(self, seen: Visibility, kind: int) -> gs.Tensor | None:
+    def _mask(self, core: Core, kind: int) -> gs.Tensor | None:
         """The mask of an attention, bool or in the type of its queries; None: it has none beside its attributes."""
-        emit, mask = self.emit, seen.own
+        emit, seen, mask = self.emit, core.visibility, core.visibility.own
+        if core.key.shifted and (rows := core.key.kept) is not None:
+            mask = load("ring_windows").emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
         if seen.by_position:
             mask = load("ring_windows").emit_by_position(emit, self.positions(), self.capacity)
         if seen.bias is not None:

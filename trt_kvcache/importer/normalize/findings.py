@@ -41,6 +41,7 @@ class Write:
         new_rows: present as exported holds the new rows only: the axes of the cache in the order in which they lie in
             it, which may merge some. None: it holds the whole cache.
         room: rows of a past that always has as many, those of tokens first; None: as many as hold tokens.
+        shifted: past and present always have `kept` rows, those of tokens last; here it is a ring of as many.
     """
 
     idiom: str
@@ -59,6 +60,7 @@ class Write:
     fronts: tuple[gs.Tensor, ...] = ()
     new_rows: tuple[int, ...] | None = None
     room: int | None = None
+    shifted: bool = False
 
     @property
     def relaid(self) -> tuple[int, ...] | None:
@@ -66,7 +68,9 @@ class Write:
         return (0, 1, 3, 2) if self.growing and self.axis == 3 and len(self.past.shape) == 4 else None
 
     def rows(self, sample: Sample) -> int:
-        """Rows of past and new tokens together in a sample, where the cache grows."""
+        """Rows that attention reads in a sample, where the cache grows or is shifted."""
+        if self.shifted and self.kept is not None:
+            return self.kept
         return (sample.held(self.kept) if self.room is None else self.room) + sample.length
 
 

@@ -10,6 +10,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     several tokens after others, singly     ->   one by one, where the original takes no more
     new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
     past of F rows, and masks over F + S    <-   its first P rows, and masks that hide the others
+    shifted cache of W rows, masks over W   <->  the newest rows, last in it; masks that hide what is before them
     where only the newest rows are kept     <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
 
@@ -192,8 +193,11 @@ class OriginalInterface:
             case OriginalRole.PADDING_MASK:
                 places = np.arange(shape[-1])
                 held = places < past + length if self._room is None else (places < past) | (places >= self._room)
+                if tensor.kept is not None:  # the last column is that of the newest token
+                    held = places >= shape[-1] - past - length
                 return np.broadcast_to(held, shape).astype(dtype)
-        visible = np.arange(shape[-1])[None] <= past + np.arange(length)[:, None]
+        places = np.arange(shape[-1])[None] + (0 if tensor.kept is None else past + length - shape[-1])
+        visible = (places >= 0) & (places <= past + np.arange(length)[:, None])
         allowed = np.broadcast_to(visible, shape)
         return np.where(allowed, 0, np.finfo(dtype).min).astype(dtype) if dtype.kind == "f" else allowed.astype(dtype)
 
@@ -209,8 +213,13 @@ class OriginalInterface:
             return self._roomy(tensor, whole, sizes["past"])
         first = 0 if tensor.kept is None else max(0, sizes["past"] - tensor.kept)
         order = tensor.order or tuple(range(whole.ndim))
-        held = (slice(None),) * order[tensor.axes.index("past")] + (slice(first, sizes["past"]),)
-        return np.ascontiguousarray(whole[held].transpose(order))
+        axis = order[tensor.axes.index("past")]
+        held = whole[(slice(None),) * axis + (slice(first, sizes["past"]),)]
+        size = tensor.shape[tensor.axes.index("past")]
+        if tensor.kept is not None and isinstance(size, int):
+            free = [(size - held.shape[axis] if a == axis else 0, 0) for a in range(held.ndim)]
+            held = np.pad(held, free)  # a shifted cache begins with rows that hold nothing yet
+        return np.ascontiguousarray(held.transpose(order))
 
     def _roomy(self, tensor: OriginalTensor, whole: Array, past: int) -> Array:
         """A past that always has as many rows: those of tokens first, and others that nothing shows."""
@@ -294,7 +303,9 @@ class OriginalInterface:
         Circular caches have no other rows once they are full.
         """
         axis = self._row_axis(tensor)
-        if not tensor.rows_only and (self._past_of[tensor.name] not in self._circular or tensor.kept is not None):
+        if tensor.kept is not None:
+            held = np.moveaxis(np.moveaxis(held, axis, 0)[-tokens:], 0, axis)
+        elif not tensor.rows_only and self._past_of[tensor.name] not in self._circular:
             held = np.moveaxis(np.moveaxis(held, axis, 0)[:tokens], 0, axis)
         first = 0 if tensor.kept is None and not tensor.rows_only else tokens - held.shape[axis]
         place = [rows, *[slice(None)] * (axis - 1), slice(first, first + held.shape[axis])]

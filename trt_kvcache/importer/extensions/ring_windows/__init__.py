@@ -1,4 +1,4 @@
-"""Windows held as circular buffers (``--sliding circular``); `written`: circular caches that models write themselves.
+"""Windows held as circular buffers (``--sliding circular``); circular caches that models write (`written`, `shifted`).
 
     present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
     output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
@@ -31,6 +31,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.extensions.ring_windows.shifted import check_shifted
 from trt_kvcache.importer.extensions.ring_windows.written import check_ring, emit_by_position
 from trt_kvcache.importer.graph import (
     BOOL,
@@ -46,7 +47,7 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.planning.attention_facts import is_used
 
-__all__ = ["Rings", "check_ring", "emit_by_position", "make_circular"]
+__all__ = ["Rings", "check_ring", "check_shifted", "emit_by_position", "emit_visible", "make_circular"]
 
 _VIEWS = ("Transpose", "Reshape")
 
@@ -191,7 +192,7 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
             tensor.shape = shape
     for node in pair.readers:
         lengths = node.inputs[6] if idle else None
-        visible = _visible(emit, pair.keys.inputs[2], lengths, node.inputs[0], pair.window, rows)
+        visible = emit_visible(emit, pair.keys.inputs[2], lengths, node.inputs[0], pair.window, rows)
         sinks = input_or_none(node, SINKS)
         beyond = [] if sinks is None else [gs.Variable.empty()] * (SINKS - 4) + [sinks]
         node.inputs = [*node.inputs[:3], visible, *beyond]
@@ -200,10 +201,19 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
         node.attrs["is_causal"] = 0
 
 
-def _visible(
+def emit_visible(
     emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
 ) -> gs.Variable:
-    """Bool ``[B, 1, S, R]``; made once for all attentions of one window whose queries have one symbol for S."""
+    """Which rows of a ring queries see: bool ``[B, 1, S, R]``, made once for all attentions alike.
+
+    Args:
+        emit: of the graph.
+        write_indices: int64 ``[B]``, tokens before the step.
+        lengths: int64 ``[B]``, 0 where a row takes no part in the step; None: all do.
+        query: ``[B, H, S, D]``, or what else has S as its axis 1: alike are those with one symbol for S, or one name.
+        window: W.
+        rows: R.
+    """
     length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
 
     def op(name: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int = INT64, **attrs: int) -> gs.Variable:

@@ -32,6 +32,7 @@ from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import FLOATS, is_op, made_of_constants, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias
+from trt_kvcache.importer.normalize.candidate import FOR_GOOD
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Sinks, Visibility, Write
@@ -132,7 +133,7 @@ class Masks:
     @property
     def kept(self) -> int | None:
         """Rows that the cache of keys is cut to; None: it is not cut."""
-        return None if self.write is None else self.write.kept
+        return None if self.write is None or self.write.shifted else self.write.kept
 
     def rows(self, sample: Sample) -> int:
         """The number of keys."""
@@ -294,6 +295,9 @@ def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Sampl
     masks, bias = _without_bias(masks, samples)
     own = _find_own(masks, graph, interface, samples)
     if own is None:
+        if masks.write is not None and masks.write.shifted:
+            shifted: Visibility = load("ring_windows").check_shifted(masks, samples)
+            return shifted
         found = replace(_template(masks, samples), bias=bias, slopes=masks.slopes)
         if masks.write is None or not masks.write.circular:
             return found
@@ -315,7 +319,9 @@ def _template(masks: Masks, samples: Samples) -> Visibility:
     for guess in (Visibility(), Visibility(causal=False), Visibility(window=window)):
         if all(np.all(given == _drawn(guess, sample, given.shape[-1])) for sample, given in seen):
             return guess
-    raise UnsupportedModelError(_no_template(masks, longest, visible))
+    before, after = (masks.visible(sample) for sample in samples.twins)
+    still = masks.write is not None and not masks.write.growing and np.array_equal(before, after) and not after.all()
+    raise UnsupportedModelError(_no_template(masks, longest, visible) + f". {FOR_GOOD}" * still)
 
 
 def _drawn(template: Visibility, sample: Sample, keys: int) -> Array:

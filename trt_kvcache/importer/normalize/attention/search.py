@@ -296,7 +296,7 @@ def smallest(samples: Samples) -> Sample:
 
 def _read(write: Write) -> tuple[gs.Tensor, ...]:
     """The tensors of a cache that attention may read: not a present that is cut to less than that."""
-    return (write.present, *write.aliases) if write.kept is None else write.aliases
+    return (write.present, *write.aliases) if write.kept is None or write.shifted else write.aliases
 
 
 def _rounding(node: gs.Node, what: str) -> Rounding | None:

@@ -206,6 +206,11 @@ def _describe(region: _Region, present: gs.Tensor) -> Candidate | None:
                       updates=tuple(updates), masks=tuple(masks))  # fmt: skip
     if node is None or _is_rolling(region, node, axis):
         mover = next((n for n in reversed(region.nodes) if is_op(n, *_CUTS)), None)
+        joint = next((n for n in region.nodes if is_op(n, "Concat")), None)
+        if joint is not None and mover is not None and len(updates) == 1:
+            axis = _guess_axis(region, joint, views, updates)
+            if (rows := _length(past, axis)) is not None:
+                return replace(found, idiom="shift", axis=axis, growing=True, kept=rows, shifted=True, advice=_ROLLING)
         if mover is not None:
             reason = f"{mover.op} '{mover.name}' moves its rows in every step"
         elif is_op(node, "Concat"):

@@ -18,7 +18,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, elem_type, is_op, producer
-from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.candidate import FOR_GOOD, Candidate
 from trt_kvcache.importer.normalize.evidence.probe import Array, Probe, Shape
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Write
@@ -87,7 +87,7 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
     else:
         raise _refusal(candidate, runs, steps)
     order = _order(candidate, update, perm, runs[0]) if candidate.rows_only else None
-    whole = _wanted(candidate, runs[0], axis, perm, cut=False)
+    whole = _wanted(candidate, runs[0], axis, perm, cut=candidate.shifted)
     assert whole is not None
     rows = (slice(None),) * axis + (slice(runs[0].step.total),)
     return Write(
@@ -98,7 +98,8 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
         None if perm == tuple(range(len(perm))) else perm,
         axis,
         candidate.growing,
-        not candidate.growing and _is_circular(candidate, update, axis, perm, runs[0], samples.wrapped),
+        candidate.shifted
+        or (not candidate.growing and _is_circular(candidate, update, axis, perm, runs[0], samples.wrapped)),
         candidate.node.name,
         candidate.positions,
         tuple(_same(candidate, runs[0], whole)),
@@ -107,6 +108,7 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
         () if candidate.growing else tuple(_same(candidate, runs[0], whole[rows])),
         order,
         candidate.room,
+        candidate.shifted,
     )
 
 
@@ -231,7 +233,7 @@ def _same(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[gs.Tensor]
     """Tensors of the region, and views of them, that are the whole cache, or its rows in use, in its layout."""
     pending = [t for node in candidate.region for t in node.outputs]
     seen = {candidate.past.name} if candidate.rows_only else {candidate.past.name, candidate.present.name}
-    pending += [] if candidate.rows_only or candidate.kept else [candidate.present]
+    pending += [] if candidate.rows_only or (candidate.kept and not candidate.shifted) else [candidate.present]
     while pending:
         tensor = pending.pop(0)
         value = run.probe.value(tensor.name)
@@ -279,7 +281,14 @@ def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]
         return candidate.refusal(_why_unknown(update, unknown), _SIZES)
     if not runs:
         return candidate.refusal(f"the new rows in '{update.name}' do not have one axis for each axis of the cache")
-    return candidate.refusal(_describe(candidate, runs))
+    if candidate.shifted:
+        mover = next(n for n in reversed(candidate.region) if is_op(n, "Slice", "Gather", "Split", "Pad"))
+        return candidate.refusal(
+            f"{mover.op} '{mover.name}' moves its rows in every step, by another number than that of the new rows, or "
+            "these do not come last"
+        )
+    advice = "" if candidate.growing or candidate.positions or candidate.masks else FOR_GOOD
+    return candidate.refusal(_describe(candidate, runs), advice)
 
 
 def _why_unknown(tensor: gs.Tensor, sample: Sample) -> str:
