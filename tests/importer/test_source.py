@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -306,6 +306,30 @@ def test_illegal_weight(tmp_path: Path, elem_type: int, dims: list[int]) -> None
     model.graph.initializer[0].data_type = elem_type
     model.graph.initializer[0].dims[:] = dims
     assert refusal(write(tmp_path / "model.onnx", model))
+
+
+@pytest.mark.parametrize(
+    ("elem_type", "field", "values"),
+    [
+        (TensorProto.STRING, "raw_data", bytes(16)),
+        (TensorProto.STRING, "string_data", [b"x"] * 5),
+        (TensorProto.FLOAT, "float_data", [1.0] * 5),
+        (TensorProto.INT4, "int32_data", [1]),
+    ],
+)
+@pytest.mark.parametrize("size", [4, 4096])
+def test_data_that_do_not_fill_their_shape(
+    tmp_path: Path, elem_type: int, field: str, values: Sequence[object], size: int
+) -> None:
+    """ONNX's checker looks at a model without its large tensors, and takes too many values and packed ones."""
+    tensor = TensorProto(name="odd", data_type=elem_type, dims=[size])
+    if isinstance(values, bytes):
+        tensor.raw_data = values
+    else:
+        getattr(tensor, field).extend(values)
+    model = scatter_model()
+    model.graph.initializer.append(tensor)
+    assert "tensor 'odd' is not legal" in refusal(write(tmp_path / "model.onnx", model))
 
 
 def test_scatter_in_a_function_of_an_older_opset(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
-from onnx import GraphProto, ModelProto, TensorProto
+from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text, stamp
@@ -242,11 +242,14 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
     """Check that every tensor's data are there in full; returns the external files, each with its stamp."""
     files: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for tensor in iter_tensors(proto):
+        is_outside = tensor.data_location == TensorProto.EXTERNAL
         try:
             needed = byte_size(tensor)
+            if not is_outside and (needed is None or not tensor.HasField("raw_data")):
+                numpy_helper.to_array(tensor)
         except (ValueError, KeyError) as error:
             raise InvalidModelError(f"{path}: tensor '{tensor.name}' is not legal ({error}); {_AGAIN}") from None
-        if tensor.data_location == TensorProto.EXTERNAL:
+        if is_outside:
             _check_external(tensor, needed, path, files)
         elif tensor.HasField("raw_data") and needed is not None and len(tensor.raw_data) != needed:
             raise InvalidModelError(
