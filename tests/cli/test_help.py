@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,19 @@ def test_version() -> None:
         [sys.executable, "-m", "trt_kvcache", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == f"trt-kvcache {trt_kvcache.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("pl", ["plan", "plugins"]),
+        ("plan --cap", ["--capacity"]),
+        ("plan mod", [""]),  # the shell completes names of files
+    ],
+)
+def test_shells_complete_what_is_typed(typed: str, completed: list[str]) -> None:
+    words = ["trt-kvcache", *typed.split()]
+    asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_TRT_KVCACHE_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "trt_kvcache"]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == completed

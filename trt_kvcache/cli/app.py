@@ -77,7 +77,6 @@ def _has_folder() -> bool:
 
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # whose tables cut names at 80 columns
