@@ -1,7 +1,7 @@
 """The tables of exporters and architectures, from fresh exports taken through plan, verify and build.
 
     python scripts/exporter_matrix.py                     print the tables of the stored results
-    python scripts/exporter_matrix.py --write             put them into docs/exporters.md, between the markers
+    python scripts/exporter_matrix.py --write             put them into docs/exporters-tables.md, between the markers
     python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store what came of it
     python scripts/exporter_matrix.py --measure --families    the same for the second table
     python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trt_kvcache import CachePlan
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "exporters.md"
+PAGE = ROOT / "docs" / "exporters-tables.md"
 RESULTS = ROOT / "tests" / "exporters" / "results.json"
 BEGIN, END = "<!-- exporters:begin -->", "<!-- exporters:end -->"
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families:begin -->", "<!-- families:end -->"
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--arch", action="append", default=[], choices=names, help="only this one")
     parser.add_argument("--families", action="store_true", help="measure those of the second table")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that exports")
-    parser.add_argument("--write", action="store_true", help="update docs/exporters.md")
+    parser.add_argument("--write", action="store_true", help="update docs/exporters-tables.md")
     given = parser.parse_args()
     if given.measure:
         exporters, archs = [*EXPORTERS], [*ARCHITECTURES]

@@ -1,6 +1,6 @@
 """More families of decoders, beside those of `checkpoints.ARCHITECTURES`: each by few exporters.
 
-`docs/exporters.md` shows what was measured.
+`docs/exporters-tables.md` shows what was measured.
 
 Names are transformers' own (`model_type`), with what differs from its usual form behind a hyphen. Every feature that
 bears on caches and attention is on: windows that are small, layers of different kinds, biases, norms of queries and
