@@ -1,0 +1,54 @@
+"""Hooks of MkDocs: pages that do not lie in `docs/`, and links that leave it.
+
+README.md and CHANGELOG.md become pages; the page of commands is made of the commands. Links to other files of the
+repository become plain text: the site does not have them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+_LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that do not lie in `docs/`."""
+    for source, page in _PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "cli.md", content=commands()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links of the repository into links of the site."""
+    sources = {page: source for source, page in _PAGES.items()}
+    folder = posixpath.dirname(sources.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+
+    def turned(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        path = posixpath.normpath(posixpath.join(folder, target))
+        there = _PAGES.get(path, path.removeprefix("docs/"))
+        return f"[{text}]({there}{anchor})" if files.get_file_from_path(there) else text
+
+    return _LINK.sub(turned, markdown)
+
+
+def commands() -> str:
+    """Return the page of commands, in Markdown."""
+    import typer
+    from typer.cli import get_docs_for_click
+
+    from trt_kvcache.cli.app import app
+
+    command: Any = typer.main.get_command(app)
+    context = command.context_class(command, info_name="trt-kvcache")
+    return get_docs_for_click(obj=command, ctx=context, name="trt-kvcache", title="Commands")

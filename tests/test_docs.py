@@ -1,0 +1,74 @@
+"""The documentation site: it quotes real messages, builds without a warning, and its notebook runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from decoders import DecoderConfig
+from foreign_decoders import make_foreign
+from small_checkpoint import write_checkpoint
+
+import trt_kvcache
+from trt_kvcache.export.run import installed
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+
+def test_the_messages_that_troubleshooting_quotes_exist() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) > 15
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "trt_kvcache").rglob("*.py")]
+    joined = [re.sub(r'"\s*\n\s*f?"', "", source) for source in sources]  # a message may take several lines
+    for message in quoted:
+        parts = message.split("…")
+        longest = max(parts, key=len)
+        pattern = re.compile(".*".join(map(re.escape, parts)))
+        assert any(longest in text and pattern.search(text) for text in joined), message
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """With the pages of README, commands and API; every link leads to a page."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra: docs)")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {page: (tmp_path / page / "index.html").read_text(encoding="utf-8") for page in (".", "cli", "api")}
+    assert 'href="serving/"' in pages["."]
+    assert "--compute-capabilities" in pages["cli"]
+    assert all(f'id="trt_kvcache.{name}"' in pages["api"] for name in trt_kvcache.__all__ if name != "__version__")
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Without torch, a decoder of the same size takes the place of the export."""
+    pytest.importorskip("nbclient", reason="nbclient is not installed (extra: docs)")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed (extra: docs)")
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    export = tmp_path / "docs" / "tutorial" / "my-export"
+    if "torch" not in installed():
+        write_checkpoint(export)
+        (export / "model.safetensors").unlink()
+        onnx.save(make_foreign("concat", DecoderConfig(vocab=512)), export / "model.onnx")
+    (tmp_path / "docs").mkdir(exist_ok=True)
+    code = (
+        "import sys, nbformat, nbclient;"
+        "nbclient.NotebookClient(nbformat.read(sys.argv[1], 4), timeout=300, kernel_name='python3').execute()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(DOCS / "tutorial.ipynb")],
+        cwd=tmp_path / "docs",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
