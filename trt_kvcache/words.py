@@ -1,4 +1,4 @@
-"""Options in messages: arguments in Python, flags on the command line. Sizes in words; tables for notebooks.
+"""Options in messages: arguments in Python, flags on the command line. Sizes in words; control characters.
 
 Messages are written with flags, such as ``--capacity 256``: no other text looks like one. `as_arguments` makes
 ``capacity=256`` of it. `as_flags` does the reverse, for messages that name arguments of their own.
@@ -7,10 +7,12 @@ Messages are written with flags, such as ``--capacity 256``: no other text looks
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 
-__all__ = ["FLAGS", "as_arguments", "as_flags", "html_table", "human_bytes"]
+__all__ = ["CONTROL", "FLAGS", "as_arguments", "as_flags", "human_bytes", "visible"]
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""Control characters, line breaks, and marks that turn the direction of text."""
 
 FLAGS = (
     "backend", "cache-layout", "capacity", "check", "check-memory", "check-seconds", "compute-capabilities", "config",
@@ -90,8 +92,11 @@ def human_bytes(count: int) -> str:
     return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table for a notebook; names come from files, and are escaped."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<p>{escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def visible(text: str, kept: str = "") -> str:
+    """Return a text with its control characters as Python's escapes.
+
+    Args:
+        text: any.
+        kept: control characters that stay, such as line breaks of our own.
+    """
+    return CONTROL.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)

@@ -22,11 +22,13 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from runtime.hash_runner import HashRunner
 from runtime.tokenizers_in_code import byte_level
+from sample_plans import sample_manifest, sample_plan
 from typer.testing import CliRunner
 
 import trt_kvcache
 from trt_kvcache import DecodeSession, GenerationConfig, OptionError, PromptError, Settings
 from trt_kvcache.cli.app import app
+from trt_kvcache.files import FileIdentity
 from trt_kvcache.runtime.generation.settings import SYNONYMS
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -174,7 +176,7 @@ def test_what_is_shown_is_short(folder: Path) -> None:
         session.step()
         shown = (session, session.cache, session.plan)
         lines = [repr(value) for value in shown]
-        page = session.plan._repr_html_() + session.cache._repr_html_()
+        page = session._repr_html_()
     assert lines[0].startswith("<DecodeSession: ONNX Runtime ")
     assert "2 of 2 caches in place, 1 running" in lines[0]
     assert lines[1] == "<KVCache: 1 of 8 rows in use, capacity 64, 128.0 KiB>"
@@ -182,6 +184,9 @@ def test_what_is_shown_is_short(folder: Path) -> None:
     assert page.count("<table>") == 2
     assert "<td>2</td>" in page  # caches that are alike are one row
     assert repr(session) == "<DecodeSession: closed>"
+    assert session._repr_html_() == "<p>DecodeSession: closed</p>"
+    manifest = sample_manifest(sample_plan(2), FileIdentity("<b>", 3, "00"))
+    assert "<td>&lt;b&gt;</td><td>3 B</td><td>00</td>" in manifest._repr_html_()
     assert all(len(line) < 200 and "\n" not in line for line in lines)
 
 

@@ -15,6 +15,7 @@ from trt_kvcache.cli.options import (
     Device,
     DeviceOption,
     EmbeddingsOption,
+    HtmlOption,
     JsonOption,
     RunnableArgument,
     SessionPlanFlags,
@@ -23,9 +24,14 @@ from trt_kvcache.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from trt_kvcache.runtime.bench import BenchReport, Timing
+    from collections.abc import Sequence
+
+    from trt_kvcache.runtime.bench import BenchReport
+
+    Results = Sequence[tuple[str, BenchReport]]
 
 _COMMAS = "1,2,..."
+_TITLES = 3  # results that a picture names in its title
 
 
 @dataclass(frozen=True)
@@ -52,33 +58,56 @@ def bench(
         int | None, run_flag(min=1, metavar="N", help="ONNX Runtime threads (default: one per core).")
     ] = None,
     embeddings: EmbeddingsOption = None,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RESULT.json", help="An earlier result of --json, to compare with.", readable=False),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.", readable=False)
     ] = None,
+    html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Time prefill by length, decode by position and by batch: medians, a table, one JSON line last."""
-    options = planning.session_options(model)
+    """Time prefill by length, decode by position and by batch: medians, a table, one JSON line last.
+
+    A RESULT.json in the place of the model is shown, not measured again.
+    """
     import msgspec
 
     from trt_kvcache.cli.output import console, json_text
+    from trt_kvcache.files import check_output
+    from trt_kvcache.runtime.bench import load_report
+
+    pyplot = None if plot is None else load_pyplot(plot)
+    if html is not None:
+        check_output(html)
+    earlier = [(path.name, load_report(path)) for path in compare or []]
+    if model.suffix == ".json":
+        results = [*earlier, (model.name, load_report(model))]
+    else:
+        options = planning.session_options(model)
+        opened = {"device": device.value, "check": check.value, "embeddings": embeddings, "max_batch": max_batch}
+        measured = _measure(model, measure, {**opened, "threads": threads, **options})
+        results = [*earlier, (measured.model, measured)]
+    out = console()
+    if not json:
+        _print(results)
+    if json or model.suffix != ".json":
+        out.print(json_text(msgspec.json.encode(results[-1][1]).decode()), soft_wrap=True)
+    if plot is not None:
+        draw(pyplot, results, plot)
+    if html is not None:
+        from trt_kvcache.cli.pages import bench_page, save_page
+
+        save_page(html, bench_page(results))
+
+
+def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any]) -> BenchReport:
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
-    pyplot = None if plot is None else load_pyplot(plot)
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)
-    with (
-        bounded_on_cpu(model),
-        DecodeSession.open(
-            model,
-            device=device.value,
-            check=check.value,
-            embeddings=embeddings,
-            max_batch=max_batch,
-            threads=threads,
-            **options,
-        ) as session,
-    ):
+    with bounded_on_cpu(model), DecodeSession.open(model, **options) as session:
         room = min(session.cache.capacity or 4096, 4096)
         timings = bench_session(
             session,
@@ -88,28 +117,38 @@ def bench(
             repeats=measure.repeats,
             warmup=measure.warmup,
         )
-        measured = report(session, list(timings))
-    out = console()
-    if not json:
-        _print(measured)
-    out.print(json_text(msgspec.json.encode(measured).decode()), soft_wrap=True)
-    if plot is not None:
-        draw(pyplot, measured, plot)
+        return report(session, model.absolute().name, list(timings))
 
 
-def _print(measured: BenchReport) -> None:
+def _print(results: Results) -> None:
     from trt_kvcache.cli.output import console, human_bytes, table
 
-    out = console()
-    capacity = "circular" if measured.capacity is None else f"capacity {measured.capacity}"
-    out.print(f"{measured.runner}, {capacity}, {measured.max_batch} rows, up to {measured.max_chunk} tokens per step")
-    out.print(f"caches {human_bytes(measured.cache_bytes)}, process peak {human_bytes(measured.peak_bytes)}\n")
-    rows = table("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s")
-    for t in measured.timings:
-        spread = f"{t.low_ms:.2f} to {t.high_ms:.2f}"
-        cells = (t.phase, str(t.batch), str(t.tokens), f"{t.median_ms:.2f}", spread, f"{t.tokens_per_second:.1f}")
-        rows.add_row(*cells)
+    out, several = console(), len(results) > 1
+    for name, r in results:
+        called = f"{name}: " if several else ""
+        out.print(f"{called}{r.title}; {r.runner}, {r.max_batch} rows, up to {r.max_chunk} tokens per step")
+        out.print(f"caches {human_bytes(r.cache_bytes)}, process peak {human_bytes(r.peak_bytes)}")
+    out.print()
+    if several:
+        rows = table("phase", "batch", "tokens", *(f"{name}\nmedian ms" for name, _ in results))
+        times = [{(t.phase, t.batch, t.tokens): t.median_ms for t in r.timings} for _, r in results]
+        for case in dict.fromkeys(case for found in times for case in found):
+            first = times[0].get(case)
+            rows.add_row(case[0], str(case[1]), str(case[2]), *(_beside(found.get(case), first) for found in times))
+    else:
+        rows = table("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s")
+        for t in results[0][1].timings:
+            spread = f"{t.low_ms:.2f} to {t.high_ms:.2f}"
+            cells = (t.phase, str(t.batch), str(t.tokens), f"{t.median_ms:.2f}", spread, f"{t.tokens_per_second:.1f}")
+            rows.add_row(*cells)
     out.print(rows)
+
+
+def _beside(median: float | None, first: float | None) -> str:
+    """A time, and how many times the first one it is."""
+    if median is None:
+        return "-"
+    return f"{median:.2f}" if first in (None, median) else f"{median:.2f} ({median / first:.2f}x)"
 
 
 def _numbers(name: str, text: str | None) -> list[int]:
@@ -145,24 +184,31 @@ def load_pyplot(path: Path) -> Any:
     return pyplot
 
 
-def draw(pyplot: Any, measured: BenchReport, path: Path) -> None:
-    """Three panels: prefill by length, decode by position, tokens per second by batch.
+def draw(pyplot: Any, results: Results, path: Path) -> None:
+    """Three panels over logarithmic axes: prefill by length, decode by position, tokens per second by batch.
 
     Raises:
         OutputError: the file cannot be written.
     """
+    from trt_kvcache.cli.pages import PANELS
     from trt_kvcache.errors import OutputError
 
-    prefill = [t for t in measured.timings if t.phase == "prefill"]
-    decode = [t for t in measured.timings if t.phase == "decode"]
-    alone = [t for t in decode if t.batch == 1]
-    together = [t for t in decode if t.tokens == decode[0].tokens]
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    _panel(axes[0], "prefill", "tokens of the prompt", prefill, [t.tokens for t in prefill])
-    _panel(axes[1], "decode", "tokens in the cache", alone, [t.tokens for t in alone])
-    axes[2].plot([t.batch for t in together], [t.tokens_per_second for t in together], marker="o")
-    axes[2].set(title="decode", xlabel="sequences per step", ylabel="tokens/s", ylim=(0, None))
-    figure.suptitle(measured.runner)
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    for axis, (title, label, pick) in zip(axes, PANELS, strict=True):
+        sizes = set()
+        for name, measured in results:
+            points = pick(measured)
+            sizes |= {int(p.x) for p in points}
+            bars = [[p.y - (p.low or p.y) for p in points], [(p.high or p.y) - p.y for p in points]]
+            axis.errorbar([p.x for p in points], [p.y for p in points], bars, marker="o", capsize=3, label=_plain(name))
+        axis.set(title=title, xlabel=label, xscale="log", yscale="log")
+        axis.set_xticks(sorted(sizes), map(str, sorted(sizes)))
+        axis.set_xticks([], minor=True)
+        axis.grid(alpha=0.3, which="both")
+    if len(results) > 1:
+        axes[0].legend()
+    titles = dict.fromkeys(_plain(f"{r.title}; {r.runner}") for _, r in results)
+    figure.suptitle("\n".join([*titles][:_TITLES]))
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -171,9 +217,8 @@ def draw(pyplot: Any, measured: BenchReport, path: Path) -> None:
         pyplot.close(figure)
 
 
-def _panel(axis: Any, title: str, label: str, timings: list[Timing], sizes: list[int]) -> None:
-    """Medians, with quartiles as bars."""
-    medians = [t.median_ms for t in timings]
-    bars = [[t.median_ms - t.low_ms for t in timings], [t.high_ms - t.median_ms for t in timings]]
-    axis.errorbar(sizes, medians, bars, marker="o", capsize=3)
-    axis.set(title=title, xlabel=label, ylabel="ms", ylim=(0, None))
+def _plain(text: str) -> str:
+    """A text as Matplotlib draws it letter by letter: a dollar sign would begin a formula."""
+    from trt_kvcache.cli.output import visible
+
+    return visible(text).replace("$", r"\$")

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import JsonOption, TablesOption
+from trt_kvcache.cli.options import HtmlOption, JsonOption, TablesOption
 
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine or its folder.", readable=False)],
     tables: TablesOption = False,
+    html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show an engine's manifest and check it: the engine's hash, and with a GPU the engine's own I/O and aliases."""
@@ -23,10 +24,6 @@ def inspect(
     from trt_kvcache.cli.summary import command_line, plan_lines, print_lines, print_next
 
     report = inspect_engine(engine)
-    if json:
-        print_json(report)
-        return
-    out = console()
     manifest = report.manifest
     batch = batch_of(manifest.plan, manifest.max_batch)
     checked = "the hash is the manifest's; "
@@ -34,13 +31,21 @@ def inspect(
         checked += f"not opened: {report.not_opened}"
     else:
         checked += "opened: inputs, outputs, profiles and aliases are the manifest's"
+    lines = [*manifest_lines(manifest), *plan_lines(manifest.plan, batch, built=True), ("checked", checked)]
+    if html is not None:
+        from trt_kvcache.cli.pages import inspect_page, save_page
+
+        save_page(html, inspect_page(report, lines))
+    if json:
+        print_json(report)
+        return
+    out = console()
     if tables:
         print_manifest(out, manifest)
         out.print()
         print_plan(out, "plan", manifest.plan, batch)
         out.print(f"\n{'checked':11}{checked}")
     else:
-        lines = [*manifest_lines(manifest), *plan_lines(manifest.plan, batch, built=True), ("checked", checked)]
         print_lines(out, f"{engine.name}: {manifest.plan.in_place_text}", lines)
     if not manifest.is_encoder:
         print_next(out, command_line("generate", engine, "--prompt", "Hello"))

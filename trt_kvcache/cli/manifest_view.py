@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trt_kvcache.engine.manifest import FileIdentity, Manifest
 
 _FEW = 8  # tokens of a setting that are shown
+PROFILE_COLUMNS = ("input", "smallest", "typical", "largest", "profile")
 
 
 def print_manifest(out: Console, manifest: Manifest) -> None:
@@ -55,18 +56,24 @@ def _few(tokens: object) -> str:
 
 def print_profiles(out: Console, manifest: Manifest) -> None:
     """Print one table of all profiles: the shapes of each input that has a dynamic dimension."""
+    rows = profile_rows(manifest)
+    if not rows:
+        return
+    grid = table(*PROFILE_COLUMNS, title="Profiles")
+    for cells in rows:
+        grid.add_row(*cells)
+    out.print()
+    out.print(grid)
+
+
+def profile_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+    """Return input, shapes and profiles, for each input that has a dynamic dimension."""
     profiles_of: dict[tuple[str, ...], list[str]] = {}
     for profile in manifest.profiles:
         for name, shapes in profile.shapes.items():
             sizes = ("x".join(map(str, shape)) or "scalar" for shape in (shapes.min, shapes.opt, shapes.max))
             profiles_of.setdefault((name, *sizes), []).append(profile.name)
-    if not profiles_of:
-        return
-    grid = table("input", "smallest", "typical", "largest", "profile", title="Profiles")
-    for cells, _ in group_rows([(*row, ", ".join(names)) for row, names in profiles_of.items()], 1):
-        grid.add_row(*cells)
-    out.print()
-    out.print(grid)
+    return [cells for cells, _ in group_rows([(*row, ", ".join(names)) for row, names in profiles_of.items()], 1)]
 
 
 def file_text(file: FileIdentity) -> str:

@@ -48,6 +48,10 @@ EmbeddingsOption = Annotated[
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 TablesOption = Annotated[bool, typer.Option("--all", help="Every table, with a row for each group of layers.")]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write a page for a browser, too.", readable=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 
 

@@ -12,7 +12,9 @@ import sys
 from typing import IO, TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
+from trt_kvcache.words import CONTROL
 from trt_kvcache.words import human_bytes as human_bytes
+from trt_kvcache.words import visible as visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,21 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""Control characters, line breaks, and marks that turn the direction of text."""
-
 _PIPED_WIDTH = 1000
 """Columns of output that is no terminal: wide enough that no name is folded."""
-
-
-def visible(text: str, kept: str = "") -> str:
-    """Return a text with its control characters as Python's escapes.
-
-    Args:
-        text: any.
-        kept: control characters that stay, such as line breaks of our own.
-    """
-    return _CONTROL.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
 
 
 def console(stream: IO[str] | None = None) -> Console:
@@ -108,7 +97,7 @@ def print_json(data: Any) -> None:
 
 def json_text(encoded: str) -> str:
     """Return JSON with all control characters as JSON's escapes; encoders write those from U+007F on as they are."""
-    return _CONTROL.sub(lambda f: f[0] if f[0] == "\n" else f"\\u{ord(f[0]):04x}", encoded)
+    return CONTROL.sub(lambda f: f[0] if f[0] == "\n" else f"\\u{ord(f[0]):04x}", encoded)
 
 
 def print_error(message: str) -> None:

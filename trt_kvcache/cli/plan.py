@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import JsonOption, ModelArgument, PlanFlags, TablesOption
+from trt_kvcache.cli.options import HtmlOption, JsonOption, ModelArgument, PlanFlags, TablesOption
 
 
 def plan(
@@ -14,6 +14,7 @@ def plan(
     flags: PlanFlags,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size for the memory estimate.")] = 1,
     tables: TablesOption = False,
+    html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show what a build will do to every cache and every attention, without doing it."""
@@ -22,19 +23,27 @@ def plan(
     from trt_kvcache.cli.output import console, print_json, print_warnings
     from trt_kvcache.cli.plan_view import batch_of, plan_data, print_plan
     from trt_kvcache.cli.summary import build_line, plan_lines, print_lines, print_next
+    from trt_kvcache.files import check_output
 
+    if html is not None:
+        check_output(html)
     made = plan_model(model, options)
-    batch = batch_of(made, max_batch)
+    batch, name = batch_of(made, max_batch), model.absolute().name
+    tensorrt = made.options.target.value == "tensorrt"
+    command = build_line(model, flags, max_batch if batch == max_batch else 1, tensorrt=tensorrt)
+    if html is not None:
+        from trt_kvcache.cli.pages import plan_page, save_page
+
+        save_page(html, plan_page(name, made, batch, command))
     if json:
         print_json(plan_data(made, batch))
     else:
-        out, name = console(), model.absolute().name
+        out = console()
         if tables:
             print_plan(out, name, made, batch)
             out.print()
         else:
             title = f"{name}: {made.in_place_text} (opset {made.opset}, target {made.options.target.value})"
             print_lines(out, title, plan_lines(made, batch))
-        tensorrt = made.options.target.value == "tensorrt"
-        print_next(out, build_line(model, flags, max_batch if batch == max_batch else 1, tensorrt=tensorrt))
+        print_next(out, command)
     print_warnings(made.warnings)

@@ -96,7 +96,7 @@ def _print_states(out: Console, plan: CachePlan) -> None:
 def _print_caches(out: Console, plan: CachePlan) -> None:
     if not plan.caches:
         return
-    rows = group_rows([_cache_row(cache) for cache in plan.caches], 3)
+    rows = group_rows([cache_row(cache) for cache in plan.caches], 3)
     columns = ("past\npresent", "shape\nin the engine", "dtype\nmode", "idiom\nlayout", "route")
     grid = table(*columns, title="Caches")
     for (past, present, _, logical, physical, dtype, mode, idiom, layout, route), layers in rows:
@@ -108,7 +108,8 @@ def _print_caches(out: Console, plan: CachePlan) -> None:
     _print_notes(out, [(row[9], row[0], row[2]) for row, _ in rows])
 
 
-def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
+def cache_row(cache: CacheUpdate) -> tuple[str, ...]:
+    """Return past, present, reason; shape, shape in the engine, dtype, mode, idiom, layout and route."""
     longest = cache.contract.max_update_length if cache.contract else None
     bound = f", at most {longest} tokens per update" if longest else ""
     mode = cache.mode.value + (", packed" if cache.form is UpdateForm.PACKED_NHD else "")
@@ -129,7 +130,7 @@ def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
 def _print_attention(out: Console, plan: CachePlan) -> None:
     if not plan.attention:
         return
-    rows = group_rows([_attention_row(node) for node in plan.attention], 2)
+    rows = group_rows([attention_row(node) for node in plan.attention], 2)
     grid = table("attention", "dtype", "heads", "size", "kind", "keys", "mask", title="Attention")
     for (node, _, dtype, heads, size, keys, mask, kind), layers in rows:
         many = f" x{len(layers)}" if len(layers) > 1 else ""
@@ -139,7 +140,8 @@ def _print_attention(out: Console, plan: CachePlan) -> None:
     _print_notes(out, [(row[7], row[0], row[1]) for row, _ in rows])
 
 
-def _attention_row(node: AttentionPlan) -> tuple[str, ...]:
+def attention_row(node: AttentionPlan) -> tuple[str, ...]:
+    """Return node, reason; dtype, heads, head size, keys, mask and kind."""
     heads = str(node.query_heads) if node.query_heads == node.kv_heads else f"{node.query_heads}/{node.kv_heads}"
     same = node.head_size == node.value_head_size
     size = str(node.head_size) if same else f"{node.head_size}, values {node.value_head_size}"
@@ -200,7 +202,7 @@ def _print_logits_span(out: Console, plan: CachePlan) -> None:
 
 def _print_tensors(out: Console, plan: CachePlan) -> None:
     for io, title in (("input", "Inputs"), ("output", "Outputs")):
-        rows = group_rows([_tensor_row(tensor) for tensor in plan.tensors if tensor.io == io], 2)
+        rows = group_rows([tensor_row(tensor) for tensor in plan.tensors if tensor.io == io], 2)
         grid = table("name", "role", "dtype", "shape", "found by", title=title)
         for (name, found_by, role, dtype, shape), _ in rows:
             grid.add_row(name, role, dtype, shape, found_by)
@@ -208,6 +210,7 @@ def _print_tensors(out: Console, plan: CachePlan) -> None:
         out.print(grid)
 
 
-def _tensor_row(tensor: TensorRole) -> tuple[str, ...]:
+def tensor_row(tensor: TensorRole) -> tuple[str, ...]:
+    """Return name, source of the role; role, dtype and shape."""
     role = "" if tensor.role is Role.OTHER else "embeddings" if tensor.embedded else tensor.role.value
     return tensor.name, tensor.found_by.partition(":")[0], role, tensor.dtype, shape_text(tensor.shape)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trt_kvcache.cli.options import AllOption, JsonOption, ModelArgument, PlanFlags, given_flags
+from trt_kvcache.cli.options import AllOption, HtmlOption, JsonOption, ModelArgument, PlanFlags, given_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,6 +72,7 @@ def verify(
         typer.Option(metavar="FILE", help="Compare MODEL with this file, which 'rewrite' wrote of it.", readable=False),
     ] = None,
     every_row: AllOption = False,
+    html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run the original and the rewritten model side by side on ONNX Runtime over a decode; fail where they differ."""
@@ -79,8 +80,15 @@ def verify(
     from trt_kvcache import verify_model
     from trt_kvcache.cli.output import console, print_json
     from trt_kvcache.cli.summary import build_line, print_next
+    from trt_kvcache.files import check_output
 
+    if html is not None:
+        check_output(html)
     report = verify_model(model, plan, options, rewritten)
+    if html is not None:
+        from trt_kvcache.cli.pages import save_page, verify_page
+
+        save_page(html, verify_page(model.absolute().name, report))
     if json:
         print_json(report)
     else:
@@ -92,7 +100,6 @@ def verify(
 
 
 def _print(out: Console, model: str, report: VerifyReport, *, every_row: bool) -> None:
-    from trt_kvcache.cli.grouping import group_rows
     from trt_kvcache.cli.output import table
 
     engines = report.original_engine
@@ -101,18 +108,28 @@ def _print(out: Console, model: str, report: VerifyReport, *, every_row: bool) -
     runs = sum(max(1, len(step.spans), len(step.kept)) for step in report.steps)
     out.print(f"{model}: original against rewritten on {engines}, {len(report.steps)} steps, {runs} runs")
     grid = table("output", "role", "dtype", "largest difference", "of its scale", "allowed", "")
-    keys = [(o.name, o.role, o.dtype, f"{o.tolerance:.1g}", str(o.passed)) for o in report.outputs]
-    for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):
-        outputs = [report.outputs[at] for at in members]
-        verdict = "FAILED" if not outputs[0].passed else "same bits" if all(o.exact for o in outputs) else "ok"
-        absolute, relative = _largest(o.max_absolute for o in outputs), _largest(o.max_relative for o in outputs)
-        grid.add_row(*row[:3], absolute, relative, row[3], verdict)
+    for row in output_rows(report, every_row=every_row):
+        grid.add_row(*row)
     out.print()
     out.print(grid)
     out.print()
     for note in report.notes:
         out.print(f"note: {note}")
     out.print("the rewritten model gives the original's numbers" if report.passed else "FAILED")
+
+
+def output_rows(report: VerifyReport, *, every_row: bool = False) -> list[tuple[str, ...]]:
+    """Return name, role, dtype, differences, tolerance and verdict of the outputs, those of layers as one."""
+    from trt_kvcache.cli.grouping import group_rows
+
+    rows = []
+    keys = [(o.name, o.role, o.dtype, f"{o.tolerance:.1g}", str(o.passed)) for o in report.outputs]
+    for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):
+        outputs = [report.outputs[at] for at in members]
+        verdict = "FAILED" if not outputs[0].passed else "same bits" if all(o.exact for o in outputs) else "ok"
+        absolute, relative = _largest(o.max_absolute for o in outputs), _largest(o.max_relative for o in outputs)
+        rows.append((*row[:3], absolute, relative, row[3], verdict))
+    return rows
 
 
 def _largest(differences: Iterable[float | None]) -> str:

@@ -16,6 +16,8 @@ from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import CachePlan, Target
+from trt_kvcache.page import Html, table, tag
+from trt_kvcache.words import human_bytes
 
 __all__ = [
     "ENCODER",
@@ -112,6 +114,11 @@ class Manifest:
         limits = "of an encoder" if self.is_encoder else f"batch {self.max_batch}, chunk {self.max_chunk}"
         built = f"{self.engine.name}, {self.backend} {self.backend_version}"
         return f"<Manifest: {built}, {self.plan.in_place_text}, {limits}>"
+
+    def _repr_html_(self) -> Html:
+        files = [f for f in (self.engine, self.encoder, self.proof, *self.model) if f is not None]
+        rows = [(file.name, human_bytes(file.size), file.blake3[:16]) for file in files]
+        return tag("div", tag("p", repr(self)[1:-1]), table(("file", "size", "BLAKE3"), rows), self.plan._repr_html_())
 
     @property
     def is_encoder(self) -> bool:

@@ -24,7 +24,8 @@ from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
-from trt_kvcache.words import html_table, human_bytes
+from trt_kvcache.page import Html, table, tag
+from trt_kvcache.words import human_bytes
 
 
 class Route(str, Enum):
@@ -318,12 +319,13 @@ class CachePlan:
     def __repr__(self) -> str:
         return f"<CachePlan: {self.in_place_text}, {human_bytes(self.cache_bytes())} per sequence>"
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> Html:
         columns = ("caches", "shape", "dtype", "mode", "idiom", "route", "why")
         alike = Counter(
             (str(list(c.physical_shape)), c.dtype, c.mode.value, c.idiom, c.route.value, c.reason) for c in self.caches
         )
-        return html_table(repr(self)[1:-1], columns, [(count, *cells) for cells, count in alike.items()])
+        rows = [(count, *cells) for cells, count in alike.items()]
+        return tag("div", tag("p", repr(self)[1:-1]), table(columns, rows))
 
     @property
     def in_place_text(self) -> str:

@@ -6,15 +6,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.files import read_file
 from trt_kvcache.machine import peak_memory
+from trt_kvcache.page import Html, table, tag
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.words import html_table
 
-__all__ = ["BenchReport", "Timing", "bench_session", "default_sizes", "report"]
+__all__ = ["BenchReport", "Timing", "bench_session", "default_sizes", "load_report", "report"]
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Amount = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,12 @@ class Timing:
     """
 
     phase: str
-    batch: int
-    tokens: int
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    tokens_per_second: float
+    batch: _Count
+    tokens: _Count
+    median_ms: _Amount
+    low_ms: _Amount
+    high_ms: _Amount
+    tokens_per_second: _Amount
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,31 +51,41 @@ class BenchReport:
     """What was measured, and on what.
 
     Attributes:
+        model: name of the file.
+        runner: what ran it where.
+        dtype: of the caches.
         capacity: tokens per sequence; None where circular caches go on for ever.
         cache_bytes: of all cache buffers.
         peak_bytes: most main memory that the process has had.
     """
 
+    model: str
     runner: str
+    dtype: str
     capacity: int | None
     max_batch: int
     max_chunk: int
     cache_bytes: int
     peak_bytes: int
-    timings: tuple[Timing, ...]
+    timings: Annotated[tuple[Timing, ...], msgspec.Meta(min_length=1)]
 
     def __repr__(self) -> str:
-        capacity = "circular" if self.capacity is None else f"capacity {self.capacity}"
-        return f"<BenchReport: {self.runner}, {capacity}, {self.max_batch} rows, {len(self.timings)} timings>"
+        return f"<BenchReport: {self.title}, {self.runner}, {self.max_batch} rows, {len(self.timings)} timings>"
 
-    def _repr_html_(self) -> str:
+    @property
+    def title(self) -> str:
+        """Model, type and capacity: ``"model.onnx, float16, capacity 4096"``."""
+        capacity = "circular" if self.capacity is None else f"capacity {self.capacity}"
+        return f"{self.model}, {self.dtype}, {capacity}"
+
+    def _repr_html_(self) -> Html:
         columns = ("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s")
         rows = [
             (t.phase, t.batch, t.tokens, f"{t.median_ms:.2f}", f"{t.low_ms:.2f} to {t.high_ms:.2f}",
              f"{t.tokens_per_second:.1f}")
             for t in self.timings
         ]  # fmt: skip
-        return html_table(repr(self)[1:-1], columns, rows)
+        return tag("div", tag("p", repr(self)[1:-1]), table(columns, rows))
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
@@ -133,9 +150,12 @@ def bench_session(
             )
 
 
-def report(session: DecodeSession, timings: Sequence[Timing]) -> BenchReport:
-    """The timings with what they were measured on."""
+def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> BenchReport:
+    """The timings of a model with what they were measured on."""
+    dtypes = dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in session.plan.caches)
     return BenchReport(
+        model=model,
+        dtype=", ".join(dtypes),
         runner=session.name,
         capacity=session.cache.capacity,
         max_batch=session.max_batch,
@@ -144,6 +164,23 @@ def report(session: DecodeSession, timings: Sequence[Timing]) -> BenchReport:
         peak_bytes=peak_memory(),
         timings=tuple(timings),
     )
+
+
+def load_report(path: Path) -> BenchReport:
+    """Read a result that ``bench`` printed: the last line of a file.
+
+    Raises:
+        OptionError: it cannot be read, or is none.
+    """
+    try:
+        lines = read_file(path).splitlines()
+        return msgspec.json.decode(lines[-1] if lines else b"", type=BenchReport)
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"{path}: no JSON that 'trt-kvcache bench' printed ({error}); give such a file, or measure again"
+        ) from error
 
 
 Tokens = Callable[[int], list[int]]

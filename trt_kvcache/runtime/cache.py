@@ -14,6 +14,7 @@ from typing import Any
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
 from trt_kvcache.given import given_list, given_whole, is_whole, shown
 from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.page import Html, table, tag
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.crop import check_crop
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
@@ -26,7 +27,7 @@ from trt_kvcache.runtime.rows import Rows
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.tokens import read_ids
-from trt_kvcache.words import html_table, human_bytes
+from trt_kvcache.words import human_bytes
 
 
 class KVCache:
@@ -74,10 +75,9 @@ class KVCache:
         limit = f"capacity {self.capacity}" if self.capacity is not None else f"window {self.window}"
         return f"<KVCache: {len(self._slots)} of {self.rows} rows in use, {limit}, {human_bytes(self.bytes)}>"
 
-    def _repr_html_(self) -> str:
-        return html_table(
-            repr(self)[1:-1], ("slot", "row", "tokens"), [(n, s.row, s.length) for n, s in self._slots.items()]
-        )
+    def _repr_html_(self) -> Html:
+        rows = [(name, slot.row, slot.length) for name, slot in self._slots.items()]
+        return tag("div", tag("p", repr(self)[1:-1]), table(("slot", "row", "tokens"), rows))
 
     @property
     def slots(self) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from trt_kvcache.engine.folder import engine_in
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.given import given_list, given_path, given_switch, given_whole, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.page import Html, tag
 from trt_kvcache.runtime.beside import Unread, default_config
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
@@ -222,6 +223,10 @@ class DecodeSession:
             return "<DecodeSession: closed>"
         running = f"{len(self._loop.slots)} running" if self._loop.slots else "idle"
         return f"<DecodeSession: {self.name}; {self.plan.in_place_text}, {running}; cache {self.cache!r}>"
+
+    def _repr_html_(self) -> Html:
+        said = tag("p", repr(self)[1:-1])
+        return said if self._guard.open.closed else tag("div", said, self.plan._repr_html_(), self.cache._repr_html_())
 
     @property
     def name(self) -> str:

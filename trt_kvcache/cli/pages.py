@@ -1,0 +1,370 @@
+"""Pages for a browser: what `plan`, `verify`, `bench` and `inspect` say, with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trt_kvcache.cli.grouping import group_rows
+from trt_kvcache.cli.manifest_view import PROFILE_COLUMNS, profile_rows
+from trt_kvcache.cli.output import human_bytes, shape_text
+from trt_kvcache.cli.plan_view import attention_row, cache_row, mask_text, tensor_row
+from trt_kvcache.cli.summary import plan_lines
+from trt_kvcache.cli.verify import output_rows
+from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, OriginalRole, OriginalTensor, UpdateMode
+from trt_kvcache.page import Html, Point, chart, page, table, tag
+
+if TYPE_CHECKING:
+    from trt_kvcache.cli.summary import Lines
+    from trt_kvcache.engine.inspect import EngineReport
+    from trt_kvcache.engine.manifest import Manifest
+    from trt_kvcache.runtime.bench import BenchReport, Timing
+    from trt_kvcache.verify import VerifyReport
+
+__all__ = ["bench_page", "inspect_page", "plan_page", "save_page", "verify_page"]
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_GPUS = tuple((f"a GPU of {size} GiB", float(size << 30)) for size in (8, 24, 80))
+
+
+def save_page(path: Path, made: Html) -> None:
+    """Write a page, all or nothing.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    from trt_kvcache.files import atomic_file
+
+    with atomic_file(path) as file:
+        file.write(made.encode("utf-8", "backslashreplace"))
+
+
+def plan_page(model: str, plan: CachePlan, batch: int, command: str) -> Html:
+    """Return the page of a plan.
+
+    Args:
+        model: its name.
+        plan: of it.
+        batch: sequences of the memory estimate.
+        command: the one that comes next.
+    """
+    lines = [*plan_lines(plan, batch), ("next", command)]
+    about = f"(opset {plan.opset}, target {plan.options.target.value})"
+    return page(f"{model}: plan", _head(model, plan.in_place_text, about), _listed(lines), *_plan(plan))
+
+
+def inspect_page(report: EngineReport, lines: Lines) -> Html:
+    """Return the page of an engine.
+
+    Args:
+        report: of its inspection.
+        lines: labels and texts of the engine and its plan.
+    """
+    manifest, name = report.manifest, Path(report.engine).name
+    about = f"(built by {manifest.created_by})"
+    return page(
+        f"{name}: engine",
+        _head(name, manifest.plan.in_place_text, about),
+        _listed(lines),
+        *_profiles(manifest),
+        *_plan(manifest.plan),
+    )
+
+
+def verify_page(model: str, report: VerifyReport) -> Html:
+    """Return the page of a verification: each output's largest difference, and all steps."""
+    verdict = f"{'gives' if report.passed else 'does not give'} the original's numbers"
+    engines = " and ".join(dict.fromkeys((report.original_engine, report.rewritten_engine)))
+    notes = [*([("failure", report.failure)] if report.failure else []), *(("note", note) for note in report.notes)]
+    outputs = [(*row[:6], _bar(row), row[6]) for row in output_rows(report)]
+    steps = [
+        (at, s.episode, s.length, _few(s.starts), _few(s.valid), _few(s.spans) or "-", _number(s.difference))
+        for at, s in enumerate(report.steps)
+    ]
+    return page(
+        f"{model}: verification",
+        _head(model, verdict, f"(original against rewritten on {engines}, {len(report.steps)} steps)", report.passed),
+        _listed(notes),
+        _titled("Largest differences", "An output's scale is the largest magnitude of its numbers in a step."),
+        table(("output", "role", "type", "absolute", "of its scale", "allowed", "share of that", ""), outputs),
+        _titled("Steps", "Tokens of the update; for each row the tokens before it, and the valid ones after it."),
+        table(("step", "episode", "tokens", "before", "valid", "rows read", "difference"), steps),
+    )
+
+
+def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
+    """Return the page of measurements, each with its name."""
+    rows = [
+        (name, r.model, r.dtype, r.capacity or "circular", r.runner, r.max_batch, r.max_chunk,
+         human_bytes(r.cache_bytes), human_bytes(r.peak_bytes))
+        for name, r in results
+    ]  # fmt: skip
+    timings = [
+        (name, t.phase, t.batch, t.tokens, f"{t.median_ms:.2f}", f"{t.low_ms:.2f} to {t.high_ms:.2f}",
+         f"{t.tokens_per_second:.1f}")
+        for name, r in results for t in r.timings
+    ]  # fmt: skip
+    last = results[-1][1]
+    title, about = (
+        (", ".join(name for name, _ in results), "compared") if len(results) > 1 else (last.title, last.runner)
+    )
+    return page(
+        f"{title}: times",
+        _head(title, "", about),
+        table(("", "model", "type", "capacity", "runs on", "rows", "tokens per step", "caches", "process peak"), rows),
+        tag("h2", "Times"),
+        tag("div", *_bench_charts(results), class_="charts"),
+        tag("h2", "All measurements"),
+        table(("", "phase", "batch", "tokens", "median ms", "quartiles", "tokens/s"), timings),
+    )
+
+
+# --- parts of a plan
+
+
+def _plan(plan: CachePlan) -> Iterable[Html]:
+    if plan.warnings:
+        yield from (tag("h2", "Warnings"), *(tag("p", warning, class_="bad") for warning in plan.warnings))
+    if plan.caches:
+        yield _titled("Memory of the caches", "Without the weights.")
+        yield tag("div", *_memory(plan), class_="charts")
+        yield _titled("The graph around each cache", "As exported, and as it is in the engine.")
+        yield from _around(plan)
+        rows = group_rows([cache_row(cache) for cache in plan.caches], 2)
+        yield tag("h2", "Caches and routes")
+        yield table(
+            ("past\npresent", "", "shape\nin the engine", "type, mode", "as exported\nlayout", "route", "why"),
+            [
+                (f"{r[0]}\n{r[1]}", f"x{len(n)}", f"{r[3]}\n{r[4]}", f"{r[5]}\n{r[6]}", f"{r[7]}\n{r[8]}", r[9], r[2])
+                for r, n in rows
+            ],
+        )
+    if plan.attention:
+        nodes = group_rows([attention_row(node) for node in plan.attention], 1)
+        yield tag("h2", "Attention")
+        yield table(
+            ("attention", "", "type", "heads", "size", "kind", "keys", "mask", "why"),
+            [(r[0], f"x{len(n)}", *r[2:5], r[7], r[5], r[6], r[1]) for r, n in nodes],
+        )
+    if plan.masks:
+        yield tag("h2", "Masks")
+        yield table(("mask", "a key j is visible to query i where"), [(m.name, mask_text(m)) for m in plan.masks])
+    if plan.changes:
+        changes = group_rows([(c.old, c.new, c.why, c.io) for c in plan.changes], 3)
+        yield tag("h2", "What changes for the caller")
+        yield table(
+            ("", "as exported", "here", "why"),
+            [(io, old or "-", new or "-", why) for (old, new, why, io), _ in changes],
+        )
+    for io in ("input", "output"):
+        tensors = group_rows([tensor_row(t) for t in plan.tensors if t.io == io], 2)
+        if tensors:
+            yield tag("h2", f"{io.title()}s")
+            yield table(("name", "role", "type", "shape", "found by"), [(r[0], *r[2:5], r[1]) for r, _ in tensors])
+
+
+def _memory(plan: CachePlan) -> Iterable[Html]:
+    """Bytes by batch size for several capacities, and by capacity for several batch sizes."""
+    linear = [cache.capacity for cache in plan.caches if cache.mode is UpdateMode.LINEAR]
+    most = max(linear, default=0)
+    capacities = sorted({most * 2**n // 4 for n in range(5)} - {0}) if most else [0]
+    fixed = [c.physical_shape[0] for c in plan.caches if isinstance(c.physical_shape[0], int)]
+    batches = fixed[:1] or _BATCHES
+    held = {c: {b: float(_at(plan, most, c).cache_bytes(b)) for b in batches} for c in capacities}
+    drawn = partial(chart, y_text=lambda size: human_bytes(int(size)), binary=True, marks=_GPUS)
+    yield drawn(
+        "Bytes by sequences",
+        "sequences",
+        [
+            (f"{c} tokens each" if most else "a window each", [Point(b, size) for b, size in sizes.items()])
+            for c, sizes in held.items()
+        ],
+    )
+    if most:
+        yield drawn(
+            "Bytes by capacity",
+            "tokens per sequence",
+            [(_count(b, "sequence"), [Point(c, held[c][b]) for c in capacities]) for b in batches[::2]],
+        )
+
+
+def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
+    """The plan with another capacity, in the place of the largest that it has."""
+
+    def changed(cache: CacheUpdate) -> CacheUpdate:
+        axis = cache.physical_sequence_axis
+        shape = tuple(capacity if at == axis else dim for at, dim in enumerate(cache.physical_shape))
+        return replace(cache, physical_shape=shape)
+
+    linear = UpdateMode.LINEAR
+    caches = tuple(changed(c) if c.mode is linear and c.capacity == most else c for c in plan.caches)
+    return replace(plan, caches=caches)
+
+
+def _around(plan: CachePlan) -> Iterable[Html]:
+    """For each group of caches that differ in their layer only: boxes before and after."""
+    before = {tensor.name: tensor for tensor in plan.original}
+    masks = {mask.name: mask_text(mask) for mask in plan.masks}
+    readers: dict[str, list[AttentionPlan]] = {}
+    for node in plan.attention:
+        for past in node.caches:
+            readers.setdefault(past, []).append(node)
+    rows, whole = [], {}
+    for cache in plan.caches:
+        key = (*cache_row(cache)[2:], *(f"{n.kind.value}, {n.keys}, {n.mask}" for n in readers.get(cache.past, [])))
+        rows.append((cache.past, cache.present, cache.write_indices or "", *key))
+        whole[len(rows) - 1] = cache
+    # Groups of one form, keys and values, are one drawing.
+    alike: dict[tuple[str, ...], list[tuple[tuple[str, ...], CacheUpdate]]] = {}
+    for row, members in group_rows(rows, 2):
+        alike.setdefault(row[2:], []).append((row, whole[members[0]]))
+    for found in alike.values():
+        cache = found[0][1]
+        past, present = (_names(row[at] for row, _ in found) for at in range(2))
+        nodes = readers.get(cache.past, [])
+        yield tag(
+            "div",
+            tag("span", "as exported", class_="dim"),
+            _exported(past, present, cache, before),
+            tag("span", "in the engine", class_="dim"),
+            _in_engine(past, present, cache, nodes, masks),
+            class_="part",
+        )
+
+
+def _exported(past: str, present: str, cache: CacheUpdate, before: dict[str, OriginalTensor]) -> Html:
+    was, now = before.get(cache.past), before.get(cache.present)
+    same = cache.logical_shape
+    grows = was is not None and was.role is OriginalRole.GROWING_CACHE
+    cost = "grows in each step, and is copied" if grows else "of fixed capacity"
+    read = "reads all rows" if grows else "reads the whole capacity"
+    both = "Attention" in cache.idiom
+    return _flow(
+        _box(past, f"{_type(cache)} {shape_text(was.shape if was else same)}", cost),
+        _box(cache.idiom, "writes the new rows", read if both else ""),
+        _box(present, shape_text(now.shape if now else same)),
+        *([] if both else [_box("attention", read)]),
+    )
+
+
+def _in_engine(
+    past: str, present: str, cache: CacheUpdate, nodes: Sequence[AttentionPlan], masks: dict[str, str]
+) -> Html:
+    place = f"at {cache.write_indices}" if cache.write_indices else "at the start"
+    names = {"native": "TensorRT's cache update", "plugin": "cache update by the plugin"}
+    write = _box(names.get(cache.route.value, "plain operators"), "writes the new rows", f"{place}, {cache.mode.value}")
+    shape = f"{_type(cache)} {shape_text(cache.physical_shape)}"
+    if cache.in_place:
+        inner = _flow(_box(past), write, _box(present))
+        buffers = tag("div", tag("small", f"one buffer: {shape}"), inner, class_="box buffer")
+    else:
+        inner = _flow(_box(past, shape), write, _box(present, shape))
+        buffers = tag("div", tag("small", "two buffers: all rows are copied in each step"), inner, class_="box copied")
+    readers = dict.fromkeys((n.kind.value, n.keys, n.mask) for n in nodes)
+    read = {"span": "reads the rows in use", "mask": "reads as many rows as its mask has"}
+    boxes = [
+        _box(f"attention, {kind}", read.get(keys, "reads the whole capacity"), masks.get(mask or "", ""))
+        for kind, keys, mask in readers
+    ]
+    return _flow(buffers, *boxes)
+
+
+def _type(cache: CacheUpdate) -> str:
+    return "float32" if cache.dtype == "float" else cache.dtype
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _box(title: str, *texts: str) -> Html:
+    return tag("div", title, *(tag("small", text) for text in texts if text), class_="box")
+
+
+def _flow(*boxes: Html) -> Html:
+    steps = [tag("div", tag("span", "→"), box, class_="step") for box in boxes[1:]]
+    return tag("div", boxes[0], *steps, class_="flow")
+
+
+# --- parts of all pages
+
+
+def _head(title: str, verdict: str, about: str, good: bool = True) -> Html:
+    return tag(
+        "header", tag("h1", title), tag("p", tag("strong", verdict, class_="good" if good else "bad"), " ", about)
+    )
+
+
+def _titled(title: str, about: str) -> Html:
+    return tag("div", tag("h2", title), tag("p", about, class_="dim"))
+
+
+def _listed(lines: Iterable[tuple[str, str]]) -> Html:
+    return tag(
+        "dl",
+        *(
+            tag("dt" if at == 0 else "dd", text.replace(" (--all)", ""))
+            for pair in lines
+            for at, text in enumerate(pair)
+        ),
+    )
+
+
+def _profiles(manifest: Manifest) -> Iterable[Html]:
+    yield tag("h2", "Profiles")
+    yield table(PROFILE_COLUMNS, profile_rows(manifest))
+
+
+def _bench_charts(results: Sequence[tuple[str, BenchReport]]) -> Iterable[Html]:
+    for title, label, pick in PANELS:
+        lines = [(name, points) for name, result in results if (points := pick(result))]
+        if lines:
+            yield chart(title, label, lines)
+
+
+def _prefill(measured: BenchReport) -> list[Point]:
+    return [_point(t, t.tokens) for t in measured.timings if t.phase == "prefill"]
+
+
+def _decode(measured: BenchReport) -> list[Point]:
+    return [_point(t, t.tokens) for t in measured.timings if t.phase == "decode" and t.batch == 1]
+
+
+def _batches(measured: BenchReport) -> list[Point]:
+    decode = [t for t in measured.timings if t.phase == "decode"]
+    return [Point(t.batch, t.tokens_per_second) for t in decode if t.tokens == decode[0].tokens]
+
+
+def _point(timing: Timing, x: int) -> Point:
+    return Point(x, timing.median_ms, timing.low_ms, timing.high_ms)
+
+
+PANELS = (
+    ("prefill, ms", "tokens of the prompt", _prefill),
+    ("decode, ms per step", "tokens in the cache", _decode),
+    ("decode, tokens/s", "sequences per step", _batches),
+)
+"""Of a measurement: title, axis, and what is drawn."""
+
+
+def _bar(row: Sequence[str]) -> Html:
+    """The difference as a share of what is allowed."""
+    share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0
+    width = f"width:{8 * min(1.0, share):.2f}em"
+    return tag("span", class_="bar bad" if row[6] == "FAILED" else "bar", style=width)
+
+
+def _number(value: float | None) -> str:
+    return "not comparable" if value is None else f"{value:.2g}"
+
+
+def _few(values: Sequence[Any]) -> str:
+    more = f", ... ({len(values)})" if len(values) > 8 else ""
+    return ", ".join(map(str, values[:8])) + more
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
