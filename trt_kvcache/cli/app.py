@@ -30,6 +30,7 @@ from trt_kvcache.cli.rewrite import rewrite
 from trt_kvcache.cli.serve import serve
 from trt_kvcache.cli.signals import last_words
 from trt_kvcache.cli.verify import verify
+from trt_kvcache.cli.worker import worker
 from trt_kvcache.errors import TrtKvCacheError
 
 
@@ -99,7 +100,7 @@ def _root(
 
 
 _COMMANDS = (
-    export, plan, rewrite, build, verify, generate, chat, serve, deploy, bench, inspect, check, plugins, doctor,
+    export, plan, rewrite, build, verify, generate, chat, serve, worker, deploy, bench, inspect, check, plugins, doctor,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(cls=Command)(with_flags(_command))

@@ -1,0 +1,147 @@
+"""A real Dynamo: its frontend and two workers, one of which is killed under load. Nothing is lost, no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("dynamo") is None or importlib.util.find_spec("dynamo.frontend") is None:
+    pytest.skip("NVIDIA Dynamo is not installed (extra: dynamo, and ai-dynamo)", allow_module_level=True)
+pytest.importorskip("openai", reason="OpenAI's client is not installed")
+
+import openai
+from serve.models import free_port, write_served
+
+from trt_kvcache import DecodeSession
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+ROWS, TOKENS = 4, 150
+
+
+@contextmanager
+def process(log: Path, environment: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    with (
+        log.open("wb") as file,
+        subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=file, stderr=file) as started,
+    ):
+        try:
+            yield started
+        finally:
+            started.terminate()
+            try:
+                started.wait(20)
+            except subprocess.TimeoutExpired:
+                started.kill()
+
+
+@contextmanager
+def cluster(folder: Path, tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """The frontend's URL, and two workers."""
+    port = free_port()
+    environment = os.environ | {
+        "DYN_FILE_KV": str(tmp_path / "discovery"), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+        "DYN_EVENT_PLANE_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1", "HOME": str(tmp_path),
+    }  # fmt: skip
+    worker = ("trt_kvcache", "worker", str(folder), "--engine", "dynamo", "--name", "tiny", "--max-batch", str(ROWS))
+    frontend = (
+        "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--discovery-backend", "file",
+        "--request-plane", "tcp", "--event-plane", "zmq", "--router-mode", "round-robin", "--migration-limit", "3",
+    )  # fmt: skip
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(process(tmp_path / f"worker{at}", environment, *worker, "--max-queue", "20"))
+            for at in range(2)
+        ]
+        stack.enter_context(process(tmp_path / "frontend", environment, *frontend))
+        yield f"http://127.0.0.1:{port}/v1", workers
+
+
+def until_there(url: str, logs: list[Path]) -> None:
+    """Wait until the frontend has the model, and knows both workers."""
+    until = time.monotonic() + 120
+    while True:
+        assert time.monotonic() < until, "\n".join(log.read_text(errors="replace") for log in logs)
+        time.sleep(0.5)
+        with suppress(OSError):
+            with urllib.request.urlopen(f"{url}/models", timeout=5) as answer:
+                models = json.load(answer)["data"]
+            with urllib.request.urlopen(f"{url.removesuffix('/v1')}/health", timeout=5) as answer:
+                instances = json.load(answer)["instances"]
+            if models and len([one for one in instances if one["endpoint"] == "generate"]) == 2:
+                return
+
+
+def test_a_worker_is_killed_under_load(tmp_path: Path) -> None:
+    folder = write_served(tmp_path / "model", capacity=2048)
+    texts = ["the cache", "reads", "what the model wrote", "a", "keeps what"]
+    cases: list[dict[str, Any]] = [{"temperature": 0}, *({"seed": seed, "temperature": 1} for seed in range(3))]
+    with DecodeSession.open(folder, max_batch=1) as session:
+        assert session.tokenizer is not None
+        alone = {
+            (text, case): session.generate(
+                session.render_chat([{"role": "user", "content": text}]), max_new_tokens=TOKENS, eos_token_id=(),
+                **({"do_sample": True, "top_k": 0, "seed": given["seed"]} if "seed" in given else {}),
+            ).text
+            for text in texts for case, given in enumerate(cases)
+        }  # fmt: skip
+
+    async def main(url: str, workers: list[subprocess.Popen[bytes]]) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            heard = 0
+
+            async def ask(text: str, case: int, tokens: int = TOKENS) -> str:
+                nonlocal heard
+                stream: Any = await client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": text}], max_tokens=tokens, stream=True,
+                    extra_body={"ignore_eos": True}, **cases[case],
+                )  # fmt: skip
+                said = ""
+                async for chunk in stream:
+                    said += chunk.choices[0].delta.content or ""
+                    heard += 1
+                return said
+
+            jobs = {key: asyncio.ensure_future(ask(*key)) for key in alone}
+            while heard < 300:
+                await asyncio.sleep(0.01)
+                assert time.monotonic() < start + 300
+            workers[0].kill()
+            assert not all(job.done() for job in jobs.values())
+            found = dict(zip(jobs, await asyncio.gather(*jobs.values(), return_exceptions=True), strict=True))
+            assert found == alone
+
+            # Clients that go away free rows and queue of the worker that is left.
+            gone = [asyncio.ensure_future(ask("the cache", 0, 1900)) for _ in range(20)]
+            await asyncio.sleep(3)
+            for job in gone:
+                job.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+            again = time.monotonic()
+            assert await ask("reads", 0) == alone["reads", 0]
+            assert time.monotonic() - again < 10
+
+            for given in ({"n": 2, "temperature": 1}, {"response_format": {"type": "json_object"}}, {"logprobs": True}):
+                with pytest.raises(openai.BadRequestError):
+                    await client.chat.completions.create(
+                        model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=3, **given
+                    )
+
+    start = time.monotonic()
+    with cluster(folder, tmp_path) as (url, workers):
+        until_there(url, [tmp_path / "worker0", tmp_path / "worker1", tmp_path / "frontend"])
+        asyncio.run(main(url, workers))
+        workers[1].terminate()
+        assert workers[1].wait(30) == 0, (tmp_path / "worker1").read_text(errors="replace")

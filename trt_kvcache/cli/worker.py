@@ -1,0 +1,66 @@
+"""``trt-kvcache worker``: one of several processes that a distributed server sends requests to."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.generate import RunFlags
+from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags
+from trt_kvcache.cli.output import print_warnings
+from trt_kvcache.errors import OptionError
+
+
+class WorkerEngine(str, Enum):
+    """The server that the worker belongs to."""
+
+    DYNAMO = "dynamo"
+
+
+def worker(
+    model: RunnableArgument,
+    running: RunFlags,
+    planning: SessionPlanFlags,
+    engine: Annotated[WorkerEngine, typer.Option(help="dynamo: NVIDIA Dynamo.")] = WorkerEngine.DYNAMO,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
+    max_queue: Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")] = 256,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
+        ),
+    ] = None,
+) -> None:
+    """Answer requests of NVIDIA Dynamo's frontend until SIGTERM or Ctrl-C; DYN_... variables count."""
+    options = planning.session_options(model)
+    try:
+        from trt_kvcache.serve.dynamo import Engine, run, write_texts
+    except ImportError as error:
+        raise OptionError(
+            f"worker needs {error.name}: pip install 'trt-kvcache[dynamo]', and after it "
+            "pip install --no-deps ai-dynamo==1.6.1"
+        ) from None
+    from trt_kvcache.runtime.session import DecodeSession
+
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        print_warnings([f"everyone who reaches {host} can use the model: Dynamo's workers ask for no key"])
+    named = name or model.resolve().name
+    with (
+        TemporaryDirectory(prefix="trt-kvcache-") as texts,
+        DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session,
+    ):
+        write_texts(model, tokenizer, session, Path(texts))
+
+        def started() -> None:
+            sys.stderr.write(f"{named}: {session.name}; a worker of Dynamo at {host}, Ctrl-C ends it\n")
+            sys.stderr.flush()
+
+        run(Engine(session, named, max_queue), Path(texts), named, host, started)

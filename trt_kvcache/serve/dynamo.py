@@ -1,0 +1,290 @@
+"""A worker of NVIDIA Dynamo over a serving core: token ids come in, and token ids go out.
+
+Dynamo's frontend has the HTTP interface, chat templates and tokenizers. If a worker ends, the frontend sends its
+requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn
+by the seed and its position. What would depend on the number of new tokens is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, Worker, WorkerConfig
+from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
+
+from trt_kvcache.engine.folder import TEXTS
+from trt_kvcache.errors import OptionError, TrtKvCacheError
+from trt_kvcache.files import read_object
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.settings import changed
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.serve.answers import REASONS
+from trt_kvcache.serve.core import EndingError, ServingCore, Work
+from trt_kvcache.serve.protocol import as_api
+
+__all__ = ["Engine", "run", "write_texts"]
+
+_HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
+"""Where a worker listens: Dynamo takes the address of the machine if they are not set."""
+_UNBOUNDED = 4096
+"""New tokens where nothing is said and the caches have no end."""
+_COUNTED = ("min_new_tokens", "begin_suppress_tokens", "forced_bos_token_id", "exponential_decay_length_penalty")
+"""Settings that count new tokens, which begin anew on another worker."""
+
+_PENALTY = "use repetition_penalty, or leave it out"
+_ONLY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "sampling_options": {
+        "n": ((1,), "a request has one answer; ask several times"),
+        "best_of": ((1,), "sequences are not ranked; leave it out"),
+        "presence_penalty": ((0,), _PENALTY),
+        "frequency_penalty": ((0,), _PENALTY),
+        "use_beam_search": ((False,), "there is no beam search here; leave it out"),
+        "length_penalty": ((1,), "there is no beam search here; leave it out"),
+        "guided_decoding": ((), "structured output is not supported by workers; leave response_format out"),
+        "include_stop_str_in_output": ((False,), "texts end before a stop; leave it out"),
+    },
+    "stop_conditions": {
+        "min_tokens": ((0,), "it would count anew on another worker; leave it out"),
+        "max_thinking_tokens": ((), "thinking is not counted; leave it out"),
+    },
+    "output_options": {
+        "logprobs": ((), "workers give no log-probabilities; leave it out"),
+        "prompt_logprobs": ((), "workers give no log-probabilities, and echo needs them; leave both out"),
+    },
+}
+"""Fields that may have these values alone, which ask for nothing; and why."""
+_KNOWN = {
+    "sampling_options": {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"},
+    "stop_conditions": {
+        "max_tokens", "stop", "stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden", "ignore_eos",
+    },
+    "output_options": {"skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"},
+}  # fmt: skip
+"""Fields that are kept, here or by the frontend, which ends texts at `stop`."""
+_PROMPTS = ("prompt_embeds", "multi_modal_data", "encoder_result", "prefill_result", "bootstrap_info")
+
+
+def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession, folder: Path) -> None:
+    """Write what Dynamo's frontend reads: tokenizer, chat template, and a ``config.json`` with what it insists on.
+
+    Args:
+        model: the model or engine, or its folder.
+        tokenizer: ``tokenizer.json`` or its folder; None: those beside the model.
+        session: of the model.
+        folder: exists.
+
+    Raises:
+        OptionError: there is no tokenizer, or a file cannot be read.
+    """
+    source = tokenizer or model
+    source = source if source.is_dir() else source.parent
+    if not (source / "tokenizer.json").is_file():
+        raise OptionError(
+            f"{source} has no tokenizer.json, and Dynamo's frontend makes token ids of all texts; give --tokenizer "
+            "FOLDER, or use 'trt-kvcache serve', which takes token ids"
+        )
+    for name in TEXTS:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+    file = folder / "config.json"
+    said = read_object(file) if file.is_file() else {}
+    defaults = {
+        "architectures": ["trt_kvcache"],
+        "model_type": "trt_kvcache",
+        "eos_token_id": sorted(session.config.eos_token_ids),
+    }
+    file.write_text(json.dumps(defaults | said), encoding="utf-8")
+
+
+class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
+    """What Dynamo's worker drives.
+
+    Args:
+        session: stays open.
+        name: of the model.
+        max_queue: see `ServingCore`.
+
+    Raises:
+        OptionError: the model's own settings count new tokens.
+    """
+
+    def __init__(self, session: DecodeSession, name: str, max_queue: int) -> None:
+        plain = GenerationConfig()
+        for setting in _COUNTED:
+            if getattr(session.config, setting) != getattr(plain, setting):
+                raise OptionError(
+                    f"generation_config.json sets {setting}, which counts new tokens; a sequence that moves to another "
+                    "worker would count anew; remove it, or use 'trt-kvcache serve'"
+                )
+        self._session, self._name = session, name
+        self._core = ServingCore(session, max_queue=max_queue, name=name)
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by id of the request
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        """Of Dynamo's own command lines, which this has not."""
+        raise NotImplementedError
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Return what the frontend has to know."""
+        return EngineConfig(
+            model=self._name,
+            served_model_name=self._name,
+            llm=LlmRegistration(
+                context_length=self._session.cache.capacity,
+                max_num_seqs=self._session.max_batch,
+                max_num_batched_tokens=self._session.max_batch * self._session.max_chunk,
+            ),
+        )
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Continue the prompt of a request: chunks of one token each.
+
+        Raises:
+            InvalidArgument: it cannot be done (HTTP 400).
+            HttpError: the queue is full (429), or the sequence failed (500).
+            EngineShutdown: this worker ends; another one goes on.
+        """
+        chunks: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+        task = asyncio.ensure_future(self._continue(request, chunks))
+        self._tasks[context.id()] = task
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield chunk
+        finally:
+            self._tasks.pop(context.id(), None)
+            task.cancel()
+
+    async def abort(self, context: Any) -> None:
+        """Free the row of a request that nobody reads any more; Dynamo only stops to read `generate`."""
+        if (task := self._tasks.get(context.id())) is not None:
+            task.cancel()
+
+    async def _continue(
+        self, request: dict[str, Any], chunks: asyncio.Queue[dict[str, Any] | Exception | None]
+    ) -> None:
+        try:
+            work, config = read_request(self._session, request)
+            made = 0
+            async with aclosing(self._core.events([work], config)) as events:
+                async for _, event in events:
+                    tokens = [] if event.token is None else [event.token]
+                    made += len(tokens)
+                    chunk: dict[str, Any] = {"token_ids": tokens, "index": 0}
+                    if event.finish_reason is not None:
+                        chunk["finish_reason"] = REASONS.get(event.finish_reason, "stop")
+                        counts = {"prompt_tokens": len(work.tokens), "completion_tokens": made}
+                        chunk["completion_usage"] = counts | {"total_tokens": sum(counts.values())}
+                    chunks.put_nowait(chunk)
+        except TrtKvCacheError as error:
+            chunks.put_nowait(_as_dynamo(error))
+        finally:
+            chunks.put_nowait(None)
+
+    async def cleanup(self) -> None:
+        """End what still runs; the frontend moves it to other workers."""
+        await asyncio.to_thread(self._core.close)
+
+
+def _as_dynamo(error: TrtKvCacheError) -> Exception:
+    if isinstance(error, EndingError):
+        return EngineShutdown(str(error))  # type: ignore[no-any-return]
+    refused = as_api(error)
+    if refused.status == 400:
+        return InvalidArgument(refused.message)  # type: ignore[no-any-return]
+    return HttpError(refused.status, refused.message)  # type: ignore[no-any-return]
+
+
+def read_request(session: DecodeSession, request: dict[str, Any]) -> tuple[Work, GenerationConfig]:
+    """Return what a request asks for.
+
+    Args:
+        session: to run it.
+        request: Dynamo's ``PreprocessedRequest``.
+
+    Raises:
+        OptionError: it asks for something that is not supported, or a value is illegal.
+        PromptError, CapacityError: the prompt does not fit.
+    """
+    for name in _PROMPTS:
+        if request.get(name):
+            raise OptionError(f"{name}: prompts are token ids, prefilled here; leave it out")
+    given: dict[str, Any] = {}
+    for group, known in _KNOWN.items():
+        for name, value in (request.get(group) or {}).items():
+            if value is None:
+                continue
+            values, why = _ONLY[group].get(name, ((), "it is not known here; leave it out"))
+            if name in known:
+                given[name] = value
+            elif value not in values:
+                raise OptionError(f"{name}: {why}")
+    tokens = list(request["token_ids"])
+    capacity = session.cache.capacity
+    left = _UNBOUNDED if capacity is None else max(1, capacity - len(tokens) + 1)
+    ends = {*session.config.eos_token_ids}
+    for name in ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden"):
+        ends.update(given.get(name) or ())
+    settings: dict[str, Any] = {"max_new_tokens": given.get("max_tokens") or left, "eos_token_id": tuple(sorted(ends))}
+    if given.get("ignore_eos"):
+        settings |= {"eos_token_id": (), "forced_eos_token_id": None}
+    temperature = given.get("temperature", 1.0)
+    settings["do_sample"] = temperature != 0
+    if temperature != 0:  # greedy decoding has none of these
+        settings |= {
+            "temperature": temperature,
+            "top_k": max(0, given.get("top_k", 0)),
+            "top_p": given.get("top_p", 1.0),
+            "min_p": given.get("min_p"),
+            "seed": given.get("seed"),
+        }
+    if "repetition_penalty" in given:
+        settings["repetition_penalty"] = given["repetition_penalty"]
+    return Work(tokens), changed(session.config, settings)
+
+
+def run(engine: Engine, texts: Path, name: str, host: str, started: Callable[[], None]) -> None:
+    """Register the worker, and answer until SIGTERM or Ctrl-C.
+
+    Dynamo's environment variables (``DYN_NAMESPACE``, ``DYN_DISCOVERY_BACKEND``, ...) count; where they are not set,
+    workers find each other by files of this machine.
+
+    Args:
+        engine: its core is closed at the end.
+        texts: see `write_texts`.
+        name: of the model.
+        host: address to listen at.
+        started: called before the worker is registered.
+    """
+    for variable in _HOSTS:
+        os.environ.setdefault(variable, host)
+    config = WorkerConfig(
+        namespace=os.environ.get("DYN_NAMESPACE", "dynamo"),
+        component="trt-kvcache",
+        model_name=str(texts),
+        served_model_name=name,
+        discovery_backend=os.environ.get("DYN_DISCOVERY_BACKEND", "file"),
+        request_plane=os.environ.get("DYN_REQUEST_PLANE", "tcp"),
+        event_plane=os.environ.get("DYN_EVENT_PLANE", "zmq"),
+        enable_kv_routing=False,  # there are no events of a prefix cache
+    )
+    # Signals are Dynamo's now, which also calls the handlers that it finds.
+    watch = signal.set_wakeup_fd(-1)
+    usual = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    started()
+    try:
+        asyncio.run(Worker(engine, config).run())
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(watch, warn_on_full_buffer=False)
