@@ -173,7 +173,7 @@ def test_key_files(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("trt_kvcache.serve")]:
+    for name in [name for name in sys.modules if name.startswith("trt_kvcache.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert "pip install 'trt-kvcache[serve]'" in run(str(folder))

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from trt_kvcache import __version__
+from trt_kvcache.cli.batch import batch
 from trt_kvcache.cli.bench import bench
 from trt_kvcache.cli.build import build
 from trt_kvcache.cli.chat import chat
@@ -100,7 +101,8 @@ def _root(
 
 
 _COMMANDS = (
-    export, plan, rewrite, build, verify, generate, chat, serve, worker, deploy, bench, inspect, check, plugins, doctor,
+    export, plan, rewrite, build, verify, generate, chat, serve, batch, worker, deploy,
+    bench, inspect, check, plugins, doctor,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(cls=Command)(with_flags(_command))

@@ -244,6 +244,17 @@ class DecodeSession:
         """Token ids are 0 to ``vocab - 1``."""
         return self._reader.vocab
 
+    def identity(self) -> str:
+        """A digest of the model's content: equal for an engine and the model that it was built from.
+
+        It may read whole files.
+
+        Raises:
+            SessionError: they changed after the session was opened, or it is closed.
+        """
+        with self._guard.lock, self._guard.open:
+            return self._runner.identity()
+
     def takes(self, token: int) -> bool:
         """Whether prompts may have this token id: it has an embedding, where the model takes these."""
         with self._guard.lock, self._guard.open:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -27,8 +26,6 @@ __all__ = [
     "read_request",
     "too_many",
 ]
-
-_log = logging.getLogger(__name__)
 
 LATER = {"Retry-After": "1"}
 """Headers of an answer that may be another one in a second."""
@@ -80,7 +77,6 @@ def as_api(error: TrtKvCacheError) -> ApiError:
         return ApiError(400, str(error), "prompt", "context_length_exceeded")
     if isinstance(error, (OptionError, PromptError)):
         return ApiError(400, str(error))
-    _log.error("a sequence failed: %s", error)
     return ApiError(500, str(error))
 
 

@@ -1,0 +1,107 @@
+"""``trt-kvcache batch``: a file of requests into a file of answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trt_kvcache.cli.generate import RunFlags
+from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, bounded_on_cpu
+from trt_kvcache.errors import OptionError
+
+if TYPE_CHECKING:
+    from trt_kvcache.serve.batch import Answered
+    from trt_kvcache.serve.rows import Row
+
+
+def batch(
+    model: RunnableArgument,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ROWS",
+            help='JSONL or .parquet: lines {"id", "prompt", ...} or {"id", "messages", ...}, or OpenAI\'s batch lines.',
+            readable=False,
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The answers: JSONL or .parquet.", readable=False)
+    ],
+    running: RunFlags,
+    planning: SessionPlanFlags,
+    defaults: Annotated[
+        str, typer.Option(metavar="JSON", help="Fields of rows that lack them, such as '{\"max_tokens\": 200}'.")
+    ] = "{}",
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model that rows may name. Default: the file's or folder's.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
+        ),
+    ] = None,
+) -> None:
+    """Answer a file of requests, in its order. Killed at any moment, the same command goes on where it was."""
+    options = {"tokenizer": tokenizer, **running.options(), **planning.session_options(model)}
+    fields = _object(defaults)
+    try:
+        from trt_kvcache.serve.batch import RowRunner, run_batch
+    except ImportError as error:
+        raise OptionError(f"batch needs {error.name}: pip install 'trt-kvcache[batch]'") from None
+    import asyncio
+
+    from trt_kvcache.runtime.session import DecodeSession
+
+    named = name or model.resolve().name
+
+    def compute(rows: Iterator[Row], take: Callable[[str, Answered], None]) -> None:
+        async def run() -> None:
+            async for answered in runner.answers(rows):
+                take(runner.model, answered)
+
+        with bounded_on_cpu(model), DecodeSession.open(model, **options) as session:
+            runner = RowRunner(session, named)
+            try:
+                asyncio.run(run())
+            finally:
+                runner.close()
+
+    with _progress() as report:
+        done = run_batch(file, output, fields, compute, report)
+    from trt_kvcache.cli.output import console
+
+    kept = f", {done.kept} of them from an earlier run" if done.kept else ""
+    console().print(f"{output}: {done.rows} rows{kept}; {done.errors} in error")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise OptionError(f"--defaults is {text!r}; give a JSON object, such as '{{\"max_tokens\": 200}}'")
+    return found
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda answered, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from trt_kvcache.cli.output import console
+
+    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
+        task = progress.add_task("rows")
+        yield lambda answered, total: progress.update(task, completed=answered, total=total)
