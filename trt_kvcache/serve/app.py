@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,6 +41,7 @@ from trt_kvcache.serve.protocol import (
 
 __all__ = ["Service"]
 
+_log = logging.getLogger(__name__)
 _LARGEST = 4 << 20
 """Bytes of a body: 500,000 token ids, or a text of as many."""
 _SECONDS = 60.0
@@ -71,6 +76,7 @@ class Service:
         self.core = ServingCore(session, max_queue=max_queue, name=name)
         self._most = self.core.rows + max_queue
         routes = [
+            Route("/", _page),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._metrics),
@@ -155,7 +161,7 @@ class Service:
 
     def _card(self) -> dict[str, Any]:
         card = {"id": self._name, "object": "model", "created": self._since, "owned_by": "trt-kvcache"}
-        return card | {"max_model_len": self._session.cache.capacity}
+        return card | {"max_model_len": self._session.cache.capacity, "max_num_seqs": self.core.rows}
 
 
 class _Door:
@@ -245,7 +251,7 @@ async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer)
                     yield _line(chunk_)
                 found = await anext(events, None)
         except TrtKvCacheError as error:
-            yield _line(as_api(error).body)
+            yield _line(_said(error).body)
             return
     if (usage := answer.last_chunk()) is not None:
         yield _line(usage)
@@ -256,11 +262,27 @@ def _line(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
+# --- the page
+
+_HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+_SCRIPT = base64.b64encode(hashlib.sha256(_HTML.split("<script>")[1].split("</script>")[0].encode()).digest()).decode()
+_PAGE_HEADERS = {
+    # Nothing but this page's own script runs in it, and it asks nobody but this server.
+    "Content-Security-Policy": f"default-src 'none'; script-src 'sha256-{_SCRIPT}'; style-src 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
+
+
+async def _page(request: Request) -> Response:
+    return Response(_HTML, headers=_PAGE_HEADERS, media_type="text/html")
+
+
 # --- errors
 
 
 async def _refused(request: Request, error: TrtKvCacheError) -> Response:
-    return _error(as_api(error))
+    return _error(_said(error))
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:
@@ -273,6 +295,13 @@ async def _gone(request: Request, error: ClientDisconnect) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return _error(ApiError(500, "the server failed; its log says why"))
+
+
+def _said(error: TrtKvCacheError) -> ApiError:
+    found = as_api(error)
+    if found.status == 500:
+        _log.error("a sequence failed: %s", error)
+    return found
 
 
 def _error(error: ApiError) -> Response:

@@ -1,0 +1,142 @@
+"""The page at `/`: offline, one script, and a chat that a browser really holds."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="Starlette is not installed (extra: serve)")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra: serve)")
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
+
+import uvicorn
+from decoders import DecoderConfig, write_decoder
+from runtime.tokenizers_in_code import byte_level
+from serve.asgi import ask
+
+from trt_kvcache import DecodeSession
+from trt_kvcache.serve.app import Service
+from trt_kvcache.serve.server import bind
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=4096, layers=1))
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def session(folder: Path) -> Iterator[DecodeSession]:
+    with DecodeSession.open(folder, max_batch=2) as session:
+        yield session
+
+
+def test_the_page_runs_its_own_script_alone_and_names_nobody_else(session: DecodeSession) -> None:
+    service = Service(session, "tiny", ["secret"])
+    try:
+        reply = asyncio.run(ask(service.app, "/"))
+    finally:
+        service.core.close()
+    page = reply.body.decode()
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in reply.headers["content-security-policy"]
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert not re.findall(r"https?:|src=|@import|innerHTML|eval\(", page)
+
+
+@contextmanager
+def served(service: Service) -> Iterator[str]:
+    with bind("127.0.0.1", 0) as sock:
+        server = uvicorn.Server(uvicorn.Config(service.app, log_level="error", lifespan="off", ws="none"))
+        thread = threading.Thread(target=server.run, args=([sock],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
+        finally:
+            service.core.close()
+            server.should_exit = True
+            thread.join()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow  # a browser takes seconds to start
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_chat_in_a_browser(folder: Path, session: DecodeSession) -> None:
+    """A wrong key and the right one, two turns that are those of the session, a stop, an error, a new chat."""
+    drive = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    service = Service(session, "tiny", ["secret"])
+
+    def greedy(route: Any) -> None:
+        body = route.request.post_data_json
+        long = "long" in body["messages"][-1]["content"]
+        limit = {"ignore_eos": True} if long else {"max_tokens": 20}
+        route.continue_(post_data=json.dumps(body | {"temperature": 0} | limit))
+
+    with served(service) as url, drive.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "request", lambda request: None if request.url.startswith((url, "data:")) else problems.append(request.url)
+        )
+        page.route("**/v1/chat/completions", greedy)
+        page.goto(url)
+        for key, answer in (("wrong", "text=no valid API key"), ("secret", "#text")):
+            page.fill("#key", key)
+            page.press("#key", "Enter")
+            page.wait_for_selector(answer)
+        assert page.text_content("#model") == "tiny"
+
+        messages: list[dict[str, str]] = []
+        for turn, text in enumerate(("the cache", "<b>more</b>")):
+            page.fill("#text", text)
+            page.press("#text", "Enter")
+            page.wait_for_selector(f".note >> nth={turn}")
+            messages.append({"role": "user", "content": text})
+            with DecodeSession.open(folder, max_batch=1) as alone:
+                messages.append({"role": "assistant", "content": alone.chat(messages, max_new_tokens=20).text})
+        assert page.locator(".said:not(.error)").all_text_contents() == [m["content"] for m in messages]
+        assert page.text_content(".note").startswith("20 tokens in")
+
+        page.fill("#text", "long")
+        page.click("#send")
+        until(lambda: len(page.text_content(".assistant >> nth=2")) > 30)
+        until(lambda: page.text_content("#rows") == "rows 1 of 2")
+        page.click("#stop")
+        page.wait_for_selector("text=stopped")
+        until(lambda: not service.core.running)
+        page.fill("#text", "#" * 5000)
+        page.click("#send")
+        page.wait_for_selector("text=the model takes 4096")
+
+        page.click("#again")
+        assert page.locator(".said").count() == 0
+        browser.close()
+    assert not problems
