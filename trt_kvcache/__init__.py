@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.plan import (
         AttentionKind,
         AttentionPlan,
+        CacheDtype,
         CacheLayout,
         CachePlan,
         CacheUpdate,
@@ -146,6 +147,7 @@ _HOMES = {
     "trt_kvcache.importer.plan": (
         "AttentionKind",
         "AttentionPlan",
+        "CacheDtype",
         "CacheLayout",
         "CachePlan",
         "CacheUpdate",
@@ -213,6 +215,7 @@ __all__ = [
     "BackendStatus",
     "BuildError",
     "BuildOptions",
+    "CacheDtype",
     "CacheFileError",
     "CacheLayout",
     "CachePlan",

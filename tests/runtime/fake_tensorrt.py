@@ -36,7 +36,10 @@ from trt_kvcache.runtime.inputs import array_dtype
 MAGIC = b"FAKE ENGINE\n"
 VERSIONS = {"tensorrt-rtx": "1.7.1.116", "tensorrt": "11.4.0.106"}
 ACTIVATIONS = 4096
-DTYPES = {"float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "int32": "INT32", "bool": "BOOL"}
+DTYPES = {
+    "float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "int32": "INT32", "int8": "INT8",
+    "bool": "BOOL",
+}  # fmt: skip
 
 
 class Logger:

@@ -23,7 +23,7 @@ from runtime.embedded_models import MODELS, Recomputed, cut
 from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
+from trt_kvcache.importer.plan import CacheDtype, CacheLayout, Fallback, Target
 
 Array = NDArray[Any]
 PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [60], list(range(10, 29)), [7] * 5)
@@ -38,10 +38,12 @@ class Twin:
     Args:
         path: a float32 decoder.
         config: of the decoder.
+        levels: of the integers that rows of keys and values are rounded to; 0: they are not.
     """
 
-    def __init__(self, path: Path, config: DecoderConfig) -> None:
+    def __init__(self, path: Path, config: DecoderConfig, levels: int = 0) -> None:
         self.config = config
+        self.levels = levels
         self.weights = {t.name: numpy_helper.to_array(t).astype(float) for t in onnx.load(path).graph.initializer}
 
     def logits(self, tokens: Sequence[int], places: Array | None = None) -> Array:
@@ -60,6 +62,7 @@ class Twin:
             q = self._rotate((normed @ w[f"{p}.q.weight"]).reshape(length, c.query_heads, c.head_size), angles)
             k = self._rotate((normed @ w[f"{p}.k.weight"]).reshape(length, c.kv_heads, c.head_size), angles)
             v = (normed @ w[f"{p}.v.weight"]).reshape(length, c.kv_heads, c.value_size)
+            k, v = self._rounded(k), self._rounded(v)
             k, v = (np.repeat(t, c.query_heads // c.kv_heads, axis=1) for t in (k, v))
             scores = np.einsum("qnh,knh->nqk", q, k) * c.head_size**-0.5
             if c.softcap:
@@ -74,6 +77,13 @@ class Twin:
             x = x + (gate / (1 + np.exp(-gate)) * (normed @ w[f"{p}.up.weight"])) @ w[f"{p}.down.weight"]
         result: Array = (_norm(x, w["norm.weight"]) @ w["head.weight"])[-1]
         return result
+
+    def _rounded(self, rows: Array) -> Array:
+        if not self.levels:
+            return rows
+        scale = np.abs(rows).max(-1, keepdims=True) / self.levels
+        rounded: Array = np.round(rows / scale) * scale
+        return rounded
 
     def _rotate(self, x: Array, places: Array) -> Array:
         cos, sin = (self.weights[f"rotary.{part}"][places, None, :] for part in ("cos", "sin"))
@@ -191,9 +201,9 @@ class Text:
         return self.tokens[len(self.tokens) - count :]
 
 
-def _twin(config: DecoderConfig, folder: Path) -> Made:
+def _twin(config: DecoderConfig, folder: Path, *, levels: int = 0) -> Made:
     model = write_decoder(folder / "model.onnx", config)
-    twin = Twin(model, config)
+    twin = Twin(model, config, levels)
     return Made(model, lambda tokens, places, i: twin.logits(tokens))
 
 
@@ -259,6 +269,11 @@ FUNCTIONAL, CONTRACT = PlanOptions(fallback=Fallback.FUNCTIONAL), PlanOptions(fa
 GROWING = PlanOptions(capacity=64)
 
 
+def _quantized(config: DecoderConfig, kind: CacheDtype, options: PlanOptions = DEFAULT, **more: Any) -> Family:
+    levels = {CacheDtype.INT8: 127, CacheDtype.INT4: 7}[kind]
+    return Family(partial(_twin, config, levels=levels), replace(options, cache_dtype=kind), **more)
+
+
 def _decoder(config: DecoderConfig, options: PlanOptions = DEFAULT, **more: Any) -> Family:
     return Family(partial(_twin, config), options, **more)
 
@@ -287,6 +302,9 @@ FAMILIES = {
     "circular, heads-major": _decoder(replace(CIRCULAR, form="heads-major", capacity=16), CONTRACT),
     "circular, batch 3": _decoder(replace(CIRCULAR, capacity=16, batch=3), CONTRACT, max_batch=None),
     "circular, shifted": Family(partial(_shifted, replace(CIRCULAR, capacity=16)), CONTRACT),
+    "int8 caches": _quantized(replace(BASE, capacity=64), CacheDtype.INT8),
+    "int4 caches": _quantized(replace(BASE, form="heads-major", capacity=64), CacheDtype.INT4),
+    "int8 caches, circular": _quantized(replace(CIRCULAR, capacity=32), CacheDtype.INT8, CONTRACT, devices=DEVICES[:2]),
     "embeddings": Family(partial(_placed, BASE)),
     "embeddings, batch 3": Family(partial(_placed, replace(BASE, batch=3, sequence=4)), max_batch=None, max_chunk=4),
     "planes": Family(_planes, GROWING),

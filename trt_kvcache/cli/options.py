@@ -17,6 +17,7 @@ import typer
 from trt_kvcache.engine.folder import is_checkpoint, is_model
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import (
+    CacheDtype,
     CacheLayout,
     Fallback,
     LatentAttention,
@@ -136,6 +137,10 @@ class SessionPlanFlags:
             "as exported."
         ),
     ] = LogitPositions.LAST
+    cache_dtype: Annotated[
+        CacheDtype | None,
+        _plan_flag(help="Quantize the rows of float caches, with a scale for each row and head. fp8: TensorRT only."),
+    ] = None
     check_seconds: Annotated[
         int,
         _plan_flag(min=1, metavar="SECONDS", help="Time limit for the check of the rewritten model."),

@@ -136,7 +136,7 @@ def plan_lines(plan: CachePlan, batch: int, *, built: bool = False) -> Lines:
 def advice(plan: CachePlan) -> list[str]:
     """Return what would make the engine smaller or faster, and is up to the user."""
     said = []
-    if any(cache.dtype == "float" for cache in plan.caches):
+    if plan.options.cache_dtype is None and any(cache.dtype == "float" for cache in plan.caches):
         said.append("export in float16 or bfloat16: float32 caches take twice the memory")
     masks = {mask.mask for mask in plan.masks if mask.mask}
     if len(masks) > 1 and len(masks) == len(plan.attention):

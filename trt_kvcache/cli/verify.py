@@ -115,6 +115,8 @@ def _print(out: Console, model: str, report: VerifyReport, *, every_row: bool) -
     out.print()
     for note in report.notes:
         out.print(f"note: {note}")
+    if report.divergence is not None:
+        out.print(f"{report.divergence}\n")
     out.print("the rewritten model gives the original's numbers" if report.passed else "FAILED")
 
 

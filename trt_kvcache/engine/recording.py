@@ -116,6 +116,10 @@ class Recording:
         if wanted == "off":
             self.answer.set_result(Answer(b""))
             return
+        if imported.plan.options.cache_dtype is not None:
+            why = "its caches are quantized, and the original, which a proof is recorded of, has other numbers"
+            self.answer.set_result(Answer(b"", f"{why}; 'verify' says how far apart they are", "OptionError"))
+            return
         schedules = _SCHEDULES if self._auto else ((_SCHEDULES[0][0], int(wanted)),)
         fitting = [s for s in schedules if not self._auto or seconds(*s) <= _BUDGET]
         if not fitting:

@@ -27,10 +27,19 @@ if TYPE_CHECKING:
         import_source,
         import_unchecked,
         plan_model,
+        quantize_caches,
         rewrite_model,
     )
 
-__all__ = ["ImportedModel", "import_model", "import_source", "import_unchecked", "plan_model", "rewrite_model"]
+__all__ = [
+    "ImportedModel",
+    "import_model",
+    "import_source",
+    "import_unchecked",
+    "plan_model",
+    "quantize_caches",
+    "rewrite_model",
+]
 
 
 def __getattr__(name: str) -> object:

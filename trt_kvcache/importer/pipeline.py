@@ -18,11 +18,19 @@ from trt_kvcache.importer.check import check_rewrite, start_check
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
+from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewritten import record_options, refuse_rewritten
 
-__all__ = ["ImportedModel", "import_model", "import_source", "import_unchecked", "plan_model", "rewrite_model"]
+__all__ = [
+    "ImportedModel",
+    "import_model",
+    "import_source",
+    "import_unchecked",
+    "plan_model",
+    "quantize_caches",
+    "rewrite_model",
+]
 
 _DEFAULTS = PlanOptions()
 
@@ -57,7 +65,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     prepared, plan, rewritten = _rewrite(source, options)
     _check(source, prepared, plan, rewritten)
     extensions.check_roundings(rewritten, source.path.parent)
-    return plan
+    return _quantize(plan, rewritten)[0]
 
 
 def import_model(
@@ -158,10 +166,32 @@ def _check(
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:
-    """With the weights in the place of their stand-ins."""
+    """With the weights in the place of their stand-ins, and caches in the type that is asked for."""
     attach_weights(rewritten, prepared.weights)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
-    return ImportedModel(source, plan, rewritten)
+    return quantize_caches(ImportedModel(source, plan, rewritten))
+
+
+def quantize_caches(imported: ImportedModel) -> ImportedModel:
+    """The model with caches in the type that its options ask for; the same object if they ask for none.
+
+    Raises:
+        OptionError: a cache cannot be held in this type.
+    """
+    if imported.plan.options.cache_dtype is None:
+        return imported
+    light, weights = detach_weights(imported.model)
+    plan, model = _quantize(imported.plan, light)
+    attach_weights(model, weights)
+    return replace(imported, plan=plan, model=model)
+
+
+def _quantize(plan: CachePlan, model: onnx.ModelProto) -> tuple[CachePlan, onnx.ModelProto]:
+    if plan.options.cache_dtype is None:
+        return plan, model
+    graph = gs.import_onnx(model)
+    plan = extensions.load("quantized_caches").quantize(graph, plan)
+    return plan, _export(model, graph)
 
 
 def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Graph]:

@@ -17,6 +17,7 @@ from trt_kvcache.importer.plan_interface import OriginalTensor as OriginalTensor
 from trt_kvcache.importer.plan_interface import Stack as Stack
 from trt_kvcache.importer.plan_interface import StackPart as StackPart
 from trt_kvcache.importer.plan_interface import StateUpdate as StateUpdate
+from trt_kvcache.importer.plan_options import CacheDtype as CacheDtype
 from trt_kvcache.importer.plan_options import CacheLayout as CacheLayout
 from trt_kvcache.importer.plan_options import Fallback as Fallback
 from trt_kvcache.importer.plan_options import LatentAttention as LatentAttention
@@ -356,6 +357,11 @@ _BITS = {
     "float8e4m3fn": 8, "float8e4m3fnuz": 8, "float8e5m2": 8, "float8e5m2fnuz": 8, "float8e8m0": 8,
     "complex64": 64, "complex128": 128,
 }  # fmt: skip
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one number of an ONNX dtype."""
+    return _BITS[dtype]
 
 
 def cache_bytes(cache: CacheUpdate, batch: int) -> int:

@@ -67,6 +67,15 @@ class LogitPositions(str, Enum):
     """Of those that the model as exported gives."""
 
 
+class CacheDtype(str, Enum):
+    """The option ``--cache-dtype``: what rows of a cache of floats are quantized to, with a scale for each."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+    """8-bit floats, float8e4m3fn. TensorRT only."""
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """What a caller may decide about a plan.
@@ -84,6 +93,7 @@ class PlanOptions:
             beside the window.
         latent_attention: how to attend over latents.
         logits: of which positions of a step the logits are computed.
+        cache_dtype: what the rows of caches are quantized to; None: caches stay in the model's type.
         check_seconds: the most time that the comparison of the rewritten model with the original may take.
         check_memory: GiB of address space that it may use.
 
@@ -102,11 +112,14 @@ class PlanOptions:
     window_chunk: int = 128
     latent_attention: LatentAttention = LatentAttention.ABSORBED
     logits: LogitPositions = LogitPositions.LAST
+    cache_dtype: CacheDtype | None = None
     check_seconds: int = 120
     check_memory: int = 8
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMS.items():
+            if name == "cache_dtype" and self.cache_dtype is None:
+                continue
             try:
                 object.__setattr__(self, name, kind(getattr(self, name)))
             except (ValueError, TypeError):
@@ -132,4 +145,5 @@ _ENUMS: dict[str, type[Enum]] = {
     "sliding": Sliding,
     "latent_attention": LatentAttention,
     "logits": LogitPositions,
+    "cache_dtype": CacheDtype,
 }

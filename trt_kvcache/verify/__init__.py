@@ -7,20 +7,22 @@ from dataclasses import replace
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.given import given_options
-from trt_kvcache.importer import import_model
-from trt_kvcache.importer.files.source import load_source
+from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
+from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.rewritten import check_same_interface, recorded_options
-from trt_kvcache.verify.entry import verify_import
-from trt_kvcache.verify.report import OutputDifference, VerifyOptions, VerifyReport, VerifyStep
+from trt_kvcache.verify.entry import verify_import, verify_quantized
+from trt_kvcache.verify.report import Divergence, OutputDifference, VerifyOptions, VerifyReport, VerifyStep
 
 __all__ = [
+    "Divergence",
     "OutputDifference",
     "VerifyOptions",
     "VerifyReport",
     "VerifyStep",
     "verify_import",
     "verify_model",
+    "verify_quantized",
 ]
 
 _PLAN = PlanOptions()
@@ -51,6 +53,9 @@ def verify_model(
     rounding decides are compared in float32 (`trt_kvcache.verify.rounding`), unless `verify` has a tolerance. The
     report says which.
 
+    With `PlanOptions.cache_dtype`, all of that is done with the model's own caches. Then the model decodes a text with
+    these and with quantized ones, from empty caches and with the same tokens (`VerifyReport.divergence`).
+
     One model at a time is open, and what it gives that is compared is kept in a temporary file. Weights stay in their
     files; those of float16, which ONNX Runtime converts, take 2.6 times their size, or a step converts them one by one
     where that does not fit. Temporary files take the weights of bfloat16 models in float32 and weights that lie inside
@@ -75,13 +80,30 @@ def verify_model(
         OutputError: no room for temporary files.
     """
     verify = given_options(verify, VerifyOptions, "verify")
+    options = given_options(options, PlanOptions, "options")
     if rewritten is None:
-        return verify_import(import_model(model, options, thorough=verify.thorough), verify)
+        return _verify(import_model(model, _unquantized(options), thorough=verify.thorough), options, verify)
     if verify.thorough:
         raise OptionError("thorough compares a fresh rewrite of a model: leave --rewritten out")
-    options = given_options(options, PlanOptions, "options")
     file = load_source(rewritten)
-    imported = import_model(model, recorded_options(file.proto, options, file.path))
-    check_same_interface(file.proto, imported.model, file.path, imported.source.path)
-    folder = file.path.parent if file.external_files else None
-    return verify_import(replace(imported, model=file.proto), verify, folder)
+    options = recorded_options(file.proto, options, file.path)
+    return _verify(import_model(model, _unquantized(options)), options, verify, file)
+
+
+def _verify(
+    imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
+) -> VerifyReport:
+    """Verifies a model with its own caches, and with those that `options` ask for; `file`: is rewritten so."""
+    asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
+    folder = None
+    if file is not None:
+        check_same_interface(file.proto, asked.model, file.path, imported.source.path)
+        asked = replace(asked, model=file.proto)
+        folder = file.path.parent if file.external_files else None
+    if options.cache_dtype is None:
+        return verify_import(asked, verify, folder)
+    return verify_quantized(imported, asked, verify, folder)
+
+
+def _unquantized(options: PlanOptions) -> PlanOptions:
+    return replace(options, cache_dtype=None)

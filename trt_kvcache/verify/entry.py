@@ -12,11 +12,13 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.extensions import apart, define, for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.importer.steps.engine import EngineError
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.machine import bounded_memory
 from trt_kvcache.verify.decode import Verification
+from trt_kvcache.verify.divergence import measure_divergence
 from trt_kvcache.verify.inline import moved_out
-from trt_kvcache.verify.report import VerifyOptions, VerifyReport
+from trt_kvcache.verify.report import Divergence, VerifyOptions, VerifyReport
 from trt_kvcache.verify.rounding import Side, judge_rounding
 from trt_kvcache.verify.runnable import check_runnable
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
@@ -34,15 +36,60 @@ def verify_import(
         verify: what to run.
         folder: of the rewritten model's external data, if it is a file of its own.
     """
+    with _within_memory(imported):
+        return _verify(imported, verify, folder)
+
+
+def verify_quantized(
+    imported: ImportedModel, quantized: ImportedModel, verify: VerifyOptions = _DEFAULTS, folder: Path | None = None
+) -> VerifyReport:
+    """Verifies a model, and then the same model with quantized caches against it.
+
+    Args:
+        imported: the model as exported, and rewritten with its own caches.
+        quantized: the same, rewritten with quantized caches.
+        verify: what to run.
+        folder: of the external data of the model with quantized caches, if it is a file of its own.
+    """
+    report = verify_import(imported, verify)
+    if not report.passed:
+        return report
+    with _within_memory(imported):
+        try:
+            divergence = _diverge(imported, quantized, verify, folder, twin=report.float32_twin)
+        except EngineError as error:
+            return replace(report, passed=False, failure=f"the model with quantized caches cannot be run: {error}")
+    failure = None if divergence.passed else f"quantized caches change too much: {divergence}"
+    return replace(report, passed=divergence.passed, failure=failure, divergence=divergence)
+
+
+@contextmanager
+def _within_memory(imported: ImportedModel) -> Iterator[None]:
+    """Runs a verification in the memory that is free, of files that stay as they are."""
     try:
         with bounded_memory():
-            report = _verify(imported, verify, folder)
+            yield
         imported.source.check_unchanged()
-        return report
     except MemoryError:
         raise UnsupportedModelError(
             f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"
         ) from None
+
+
+def _diverge(
+    imported: ImportedModel, quantized: ImportedModel, verify: VerifyOptions, folder: Path | None, *, twin: bool
+) -> Divergence:
+    source = imported.source
+    verification = Verification(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)
+    # The model with its own caches is the original now, in the interface that both have.
+    plan = replace(quantized.plan, original=(), stacks=())
+    pair = ImportedModel(replace(source, proto=imported.model), plan, quantized.model)
+    with (
+        moved_out(pair) if folder is None else nullcontext((pair, source.path.parent)) as (pair, left),
+        _both_sides(pair, left, folder or left) as (exact, other, twin, _),
+        exact_experts(),
+    ):
+        return measure_divergence(verification, (imported.plan, quantized.plan), (exact, other), twin=twin)
 
 
 def _verify(imported: ImportedModel, verify: VerifyOptions, folder: Path | None) -> VerifyReport:

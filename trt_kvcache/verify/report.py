@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.given import given_list, given_path, given_switch, given_whole, is_number, shown
+from trt_kvcache.importer.plan import CacheDtype
 
 # More shows nothing that fewer do not; the schedule of a number like 10 ** 20 would never end.
 _MOST_ROWS = 1 << 16
@@ -123,6 +124,47 @@ class OutputDifference:
     passed: bool
 
 
+LIMITS = {CacheDtype.INT8: 0.05, CacheDtype.FP8: 0.15, CacheDtype.INT4: 0.4}
+"""The largest `Divergence.error_share` allowed: three times those of the models in the tests, which have random
+weights, or more. Scales of int8 that are wrong by a quarter are above."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the model with quantized caches is from the same model with its own, over one text.
+
+    Attributes:
+        positions: compared; each sequence has its own tokens.
+        agreement: share of positions at which both choose the same greedy token.
+        mean_kl: Kullback-Leibler divergence of the next token's distribution, in nats; the mean of all positions.
+        largest_error: of any logit.
+        error_share: length of the error of a position's logits as a share of their own, around their mean; the mean of
+            all positions.
+        limit: the largest `error_share` allowed. A text decides the other three as much as the caches do.
+    """
+
+    cache_dtype: str
+    positions: int
+    agreement: float
+    mean_kl: float
+    largest_error: float
+    error_share: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within its limit; NaN is not."""
+        return self.error_share <= self.limit
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"{self.cache_dtype} caches against the model's own, {self.positions} positions: the same greedy token at "
+            f"{self.agreement:.1%}, mean KL divergence {self.mean_kl:.2g}, largest error of a logit "
+            f"{self.largest_error:.2g}, typical error {self.error_share:.2g} of the logits (allowed: {self.limit:g})"
+        )
+
+
 @dataclass(frozen=True)
 class VerifyReport:
     """What the verification of one model found.
@@ -134,6 +176,7 @@ class VerifyReport:
         garbage: magnitude of the values in cache rows that no token has been written to.
         failure: why the rewritten model could not be run to the end, or None.
         notes: what else the reader should know.
+        divergence: of the model with quantized caches; None: caches are not quantized, or all else failed already.
     """
 
     model: str
@@ -146,6 +189,7 @@ class VerifyReport:
     steps: tuple[VerifyStep, ...]
     notes: tuple[str, ...] = ()
     failure: str | None = None
+    divergence: Divergence | None = None
 
     def check(self) -> None:
         """Does nothing where the verification passed.

@@ -1,0 +1,295 @@
+"""Caches that ``--cache-dtype`` quantizes: their bytes against NumPy, and what verify, plan and refusals say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from decoders import DecoderConfig, write_decoder
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+from runtime.engines import open_engine, write_engine
+
+from trt_kvcache import (
+    BuildOptions,
+    CacheDtype,
+    DecodeSession,
+    Fallback,
+    GenerationConfig,
+    OptionError,
+    PlanOptions,
+    Target,
+    VerificationError,
+    VerifyOptions,
+    VerifyReport,
+    build_engine,
+    load_manifest,
+    plan_model,
+    rewrite_model,
+    verify_model,
+)
+from trt_kvcache.importer import import_model, quantize_caches
+from trt_kvcache.importer.plan import Route
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.verify import verify_quantized
+from trt_kvcache.verify.divergence import divergence_of
+
+Array = NDArray[Any]
+CONFIG = DecoderConfig(layers=1, capacity=64, vocab=128, head_size=20, form="heads-major")
+PROMPT = [5, 9, 3, 77, 1, 2, 4, 8, 16, 32]
+INT8, INT4, FP8 = CacheDtype.INT8, CacheDtype.INT4, CacheDtype.FP8
+RTX, FULL = Target.TENSORRT_RTX, Target.TENSORRT
+FORMS = [(INT8, RTX), (INT4, RTX), (INT8, FULL), (INT4, FULL), (FP8, FULL)]
+MOST = {INT8: 127, INT4: 7, FP8: 448}
+EACH = pytest.mark.parametrize(("kind", "target"), FORMS, ids=lambda value: value.value)
+
+
+def options(kind: CacheDtype, target: Target = RTX, **more: Any) -> PlanOptions:
+    return PlanOptions(cache_dtype=kind, target=target, **more)
+
+
+def read(model: Path, planned: PlanOptions) -> dict[str, Array]:
+    """All caches of one sequence after the prompt, by name."""
+    runner = OnnxRuntimeRunner(model, planned, max_batch=1)
+    with DecodeSession(runner) as session:
+        slot = session.cache.acquire()
+        session.update({slot: PROMPT[:7]})
+        session.update({slot: PROMPT[7:]})
+        return {c.past: runner.read_row(c.past, 0, len(PROMPT)) for c in runner.plan.caches}
+
+
+def quantized(rows: Array, kind: CacheDtype) -> tuple[Array, Array]:
+    """Codes ``[N, S, H]`` of rows, and scales ``[N, S, 1]``."""
+    rows = rows.astype(np.float32)
+    scale = np.abs(rows).max(-1, keepdims=True) / np.float32(MOST[kind])
+    return rows / scale, scale
+
+
+def packed(codes: Array, each: int, bits: int) -> Array:
+    """Whole numbers of `each` codes, the first ones in the lowest bits; codes of 0 fill them up."""
+    size = -(-codes.shape[-1] // each)
+    codes = np.round(codes).astype(np.int64) + (1 << bits - 1)
+    filled = np.full((*codes.shape[:-1], size * each), 1 << bits - 1)
+    filled[..., : codes.shape[-1]] = codes
+    return sum(filled[..., i * size : (i + 1) * size] << bits * i for i in range(each))  # type: ignore[return-value]
+
+
+@pytest.mark.few(4)
+@EACH
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_caches_hold_the_bytes_that_numpy_makes(tmp_path: Path, dtype: str, kind: CacheDtype, target: Target) -> None:
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, dtype=dtype))
+    own, found = read(model, PlanOptions(target=target)), read(model, options(kind, target))
+    for name, rows in own.items():
+        codes, scale = quantized(rows, kind)
+        bits = {INT8: 8, INT4: 4, FP8: 0}[kind]
+        if target is RTX:
+            wanted = np.concatenate([packed(codes, 24 // bits, bits).astype(np.float32), scale], axis=-1)
+            assert found[name].dtype == np.float32
+        elif kind is FP8:
+            wanted = codes.astype(ml_dtypes.float8_e4m3fn)
+        else:
+            wanted = (packed(codes, 8 // bits, bits) - 128).astype(np.int8)
+        assert found[name].tobytes() == wanted.astype(found[name].dtype).tobytes()
+        if target is FULL:
+            assert found[f"{name}_scale"].tobytes() == scale.tobytes()
+
+
+@pytest.mark.few(3)
+@EACH
+def test_plan_says_bytes_saved_and_sessions_take_them(tmp_path: Path, kind: CacheDtype, target: Target) -> None:
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, head_size=64))
+    own, plan = plan_model(model, PlanOptions(target=target)), plan_model(model, options(kind, target))
+    row = {(INT8, RTX): 4 * 23, (INT4, RTX): 4 * 12, (INT8, FULL): 68, (INT4, FULL): 36, (FP8, FULL): 68}[kind, target]
+    before, after = 2 * 2 * 4 * 64, 2 * 2 * row  # K and V of two heads
+    assert own.cache_bytes() == 64 * before
+    assert plan.cache_bytes() == 64 * after
+    share = f"{1 - after / before:.0%}"
+    assert plan.notes[0] == (
+        f"--cache-dtype {kind.value}: {after} bytes of caches per token with their scales, {before} as float32: "
+        f"{before - after} saved ({share})"
+    )
+    assert {c.route for c in plan.caches} == ({Route.NATIVE} if target is RTX else {Route.NATIVE, Route.PLUGIN})
+    assert all(c.in_place and c.carried for c in plan.caches)
+    with DecodeSession.open(model, plan_options=options(kind, target), max_batch=2) as session:
+        assert session.cache.bytes == 2 * 64 * after
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4])
+def test_engines_of_tensorrt_on_the_stand_in(tmp_path: Path, kind: CacheDtype) -> None:
+    """The plugin's nodes and the scales beside them decode as the CPU does."""
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, capacity=128))
+    engine = write_engine(model, options=options(kind), backend="tensorrt")
+    config = GenerationConfig(max_new_tokens=6)
+    with DecodeSession.open(model, plan_options=options(kind, FULL)) as session:
+        wanted = [r.tokens for r in session.generate([PROMPT, PROMPT[:3]], config)]
+    with DecodeSession(open_engine(engine, backend="tensorrt")) as session:
+        assert [r.tokens for r in session.generate([PROMPT, PROMPT[:3]], config)] == wanted
+
+
+@pytest.mark.few(3)
+@EACH
+@pytest.mark.parametrize("form", ["mobius", "five-d"])
+def test_verify_compares_with_the_models_own_caches(
+    tmp_path: Path, form: str, kind: CacheDtype, target: Target
+) -> None:
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, form=form))
+    report = verify_model(model, options(kind, target), VerifyOptions(chunks=(4,), tokens=3, batch=2))
+    report.check()
+    found = report.divergence
+    assert found is not None
+    assert (found.cache_dtype, found.positions) == (kind.value, 14)
+    least, most = {INT8: (1e-4, 0.02), FP8: (1e-3, 0.08), INT4: (1e-2, 0.3)}[kind]
+    assert least < found.error_share < most
+    assert 0 < found.mean_kl < 0.05
+    assert found.largest_error > 0
+    assert found.agreement > 0.5
+
+
+def test_divergence_of_known_distributions() -> None:
+    """p = (1/2, 1/2) and q = (3/4, 1/4); p = q; and a token that is ruled out, which counts nowhere."""
+    exact = np.array([[0.0, 0, -np.inf], [3, 1, -np.inf]])
+    found = divergence_of(exact, np.array([[np.log(3), 0, 5], [3, 1, -np.inf]]), INT4)
+    assert found.mean_kl == pytest.approx(np.log(4 / 3) / 4)
+    assert (found.positions, found.agreement, found.largest_error) == (2, 0.5, pytest.approx(np.log(3)))
+    shifted = divergence_of(np.array([[3.0, 1]]), np.array([[3.0, 1.5]]), INT4)
+    assert (shifted.error_share, shifted.passed) == (pytest.approx(0.5 / 2**0.5), True)  # 0.35: limit 0.4
+    assert not replace(shifted, error_share=float("nan")).passed
+
+
+def scaled(factor: float, which: str) -> Callable[[onnx.ModelProto], None]:
+    """Rows that are read with another scale than they were written with."""
+
+    def fault(model: onnx.ModelProto) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(np.float32(factor), "factor"))
+        for at, node in reversed(list(enumerate(model.graph.node))):
+            if node.op_type == "Mul" and f"{which}_cache" in node.name and "_values" in node.name:
+                wrong = f"{node.output[0]}/wrong"
+                model.graph.node.insert(at, helper.make_node("Mul", [node.input[1], "factor"], [wrong]))
+                node.input[1] = wrong
+
+    return fault
+
+
+def misplaced(model: onnx.ModelProto) -> None:
+    """Codes that are read from the places of others."""
+    for name in ("starts", "ends", "axes", "steps"):
+        value = {"starts": -1, "ends": -(2**31), "axes": -2, "steps": -1}[name]
+        model.graph.initializer.append(numpy_helper.from_array(np.array([value], np.int64), name))
+    for at, node in reversed(list(enumerate(model.graph.node))):
+        if node.op_type == "Sub" and "_raw" in node.name:
+            result, node.output[0] = node.output[0], f"{node.output[0]}/back"
+            turned = helper.make_node("Slice", [node.output[0], "starts", "ends", "axes", "steps"], [result])
+            model.graph.node.insert(at + 1, turned)
+
+
+FAULTS = {
+    "keys twice": scaled(2, "key"),
+    "values twice": scaled(2, "value"),
+    "keys of a quarter more": scaled(1.25, "key"),
+    "values of a quarter less": scaled(0.75, "value"),
+    "codes of others": misplaced,
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_scale_fails_verify(tmp_path: Path, name: str) -> None:
+    model = write_decoder(tmp_path / "model.onnx", CONFIG)
+    imported = import_model(model, PlanOptions())
+    planned = replace(imported.plan, options=options(INT8))
+    found = quantize_caches(replace(imported, plan=planned))
+    verify = VerifyOptions(chunks=(6,), tokens=4, batch=2)
+    assert verify_quantized(imported, found, verify).passed
+    FAULTS[name](found.model)
+    onnx.checker.check_model(found.model)
+    report = verify_quantized(imported, found, verify)
+    assert not report.passed
+    with pytest.raises(
+        VerificationError, match="quantized caches change too much: int8 caches against the model's own"
+    ):
+        report.check()
+
+
+def test_verify_takes_the_file_that_rewrite_wrote(tmp_path: Path) -> None:
+    model, made = write_decoder(tmp_path / "model.onnx", CONFIG), tmp_path / "made.onnx"
+    rewrite_model(model, made, options(INT4))
+
+    def verified() -> VerifyReport:
+        return verify_model(model, verify=VerifyOptions(tokens=2), rewritten=made)
+
+    assert verified().passed
+    wrong = onnx.load(made)
+    scaled(3, "value")(wrong)
+    onnx.save(wrong, made)
+    assert not verified().passed
+
+
+@pytest.mark.parametrize(
+    ("config", "planned", "words"),
+    [
+        (CONFIG, options(FP8), "cache_dtype is fp8, and TensorRT for RTX holds caches of float32, float16 and bfloat"),
+        (replace(CONFIG, head_size=4, dtype="float16"), options(INT8), "rows of 4 numbers, which take 64 bits as fl"),
+        (CONFIG, options(INT8, FULL, fallback=Fallback.FUNCTIONAL), "fallback functional does without it"),
+        (
+            replace(CONFIG, mode="circular", form="mobius"), options(INT8, fallback=Fallback.FUNCTIONAL),
+            r"is not written by TensorRT's own layer \(circular update of several tokens",
+        ),
+    ],
+    ids=["fp8", "small rows", "no plugin", "not in place"],
+)  # fmt: skip
+def test_refusals(tmp_path: Path, config: DecoderConfig, planned: PlanOptions, words: str) -> None:
+    model = write_decoder(tmp_path / "model.onnx", config)
+    with pytest.raises(OptionError, match=words):
+        plan_model(model, planned)
+
+
+def test_caches_that_are_quantized_already_are_refused(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", CONFIG)
+    held = onnx.load(model)
+    for node in held.graph.node:
+        if node.op_type == "TensorScatter":
+            update, present = node.input[1], node.output[0]
+            node.input[1], readers = f"{update}/codes", [n for n in held.graph.node if present in n.input]
+            for reader in readers:
+                reader.input[:] = [f"{present}/read" if name == present else name for name in reader.input]
+    scale = numpy_helper.from_array(np.float32(0.1), "scale")
+    held.graph.initializer.extend([scale, numpy_helper.from_array(np.int8(0), "zero")])
+    made: list[onnx.NodeProto] = []
+    for node in held.graph.node:
+        if node.op_type == "TensorScatter":
+            update = node.input[1].removesuffix("/codes")
+            made.append(helper.make_node("QuantizeLinear", [update, "scale", "zero"], [node.input[1]]))
+        made.append(node)
+        if node.op_type == "TensorScatter":
+            present = node.output[0]
+            made.append(helper.make_node("DequantizeLinear", [present, "scale", "zero"], [f"{present}/read"]))
+    del held.graph.node[:]
+    held.graph.node.extend(made)
+    for value in (*held.graph.input, *held.graph.output):
+        if "cache" in value.name:
+            value.type.tensor_type.elem_type = onnx.TensorProto.INT8
+    onnx.save(held, model)
+    assert plan_model(model, PlanOptions(target=FULL)).caches[0].dtype == "int8"
+    with pytest.raises(OptionError, match="cache_dtype is int8, and cache 'key_cache.0' is int8 already"):
+        plan_model(model, options(INT8, FULL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [INT8, INT4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_builds_with_native_layers_and_no_proof(tmp_path: Path, dtype: str, kind: CacheDtype) -> None:
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, dtype=dtype))
+    manifest = build_engine(model, tmp_path / "model.engine", options=options(kind), build=BuildOptions(max_batch=2))
+    assert load_manifest(tmp_path / "model.engine").plan == manifest.plan
+    assert len(manifest.aliases) == 2
+    assert manifest.proof is None
+    assert any("its caches are quantized" in warning for warning in manifest.warnings)
+    with pytest.raises(OptionError, match="the engine has no proof: its caches are quantized"):
+        build_engine(model, tmp_path / "other.engine", options=options(kind), build=BuildOptions(proof=5))

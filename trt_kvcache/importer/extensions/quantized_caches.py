@@ -1,0 +1,426 @@
+"""Caches of fewer bits than the model computes in, as ``--cache-dtype`` asks for.
+
+A row of a head [H] becomes codes and one float32 scale. Rows are never written again, and nothing is calibrated:
+
+    scale = max(|row|) / M                      M: 127 for int8, 7 for int4, 448 for fp8
+    codes = round(row / scale)
+
+It is an edit of a model that was rewritten and checked with the caches that it has:
+
+    past [B, N, S_max, H]  -- update(new rows) -- present  -- Slice(rows in use) -- reader
+becomes
+    past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
+
+TensorRT for RTX has no plugins, and its layer moves floats only. So codes lie in the 24 bits that a float32 holds
+exactly, three of 8 bits or six of 4, and the scale is the last number of the row. Arithmetic takes them apart, exactly:
+a float32 times a power of two, and Floor of it, are exact.
+
+On TensorRT the plugin writes codes into a cache of int8 or float8 (4 bits: two codes in an int8), and the scales have a
+cache [B, N, S_max, 1] of their own. The builder lets no Slice read float8, so that such codes become float32 before it
+(measured on TensorRT for RTX 1.7.1: "datatype FP8 but is not consumed by IPluginLayer, ..., IDequantizeLayer,
+IConcatenationLayer, IShuffleLayer, IShapeLayer").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, consumers, is_op, small_constant
+from trt_kvcache.importer.plan import (
+    CacheDtype,
+    CachePlan,
+    CacheUpdate,
+    Dim,
+    Fallback,
+    InterfaceChange,
+    PhysicalLayout,
+    Role,
+    Route,
+    Target,
+    TensorRole,
+    UpdateForm,
+    cache_bytes,
+    dtype_bits,
+)
+from trt_kvcache.importer.planning.routes import NATIVE_DTYPES
+
+_ROW = 2
+"""Axis of the rows in every cache of a rewritten model; the numbers of a row follow."""
+_LEAST = float(np.finfo(np.float32).tiny)  # by which a row of zeros is divided
+_MOST = {CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 448}
+_BITS = {CacheDtype.INT8: 8, CacheDtype.INT4: 4}
+_EXACT = 24  # bits that float32 holds exactly
+_FLOAT8 = "float8e4m3fn"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a row of codes lies in a cache.
+
+    Attributes:
+        most: the largest code.
+        dtype: ONNX name of the numbers that hold codes.
+        codes: in one number; the first in the lowest bits.
+        bits: of a code, where a number holds several.
+        scale_inside: the scale is the last number of the row; otherwise it has a cache of its own.
+    """
+
+    most: int
+    dtype: str
+    codes: int
+    bits: int
+    scale_inside: bool
+
+    def numbers(self, size: int) -> int:
+        """How many numbers hold the codes of a row of `size`."""
+        return -(-size // self.codes)
+
+    def row_bits(self, size: int) -> int:
+        """Bits of a row of `size` and its scale."""
+        return self.numbers(size) * dtype_bits(self.dtype) + 32
+
+    @property
+    def zero(self) -> int:
+        """What a number of codes 0 holds, before it is moved into the range of `dtype`."""
+        return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
+
+
+def quantize(graph: gs.Graph, plan: CachePlan) -> CachePlan:
+    """Edit, in place, a rewritten model whose plan asks for another type of caches; returns the plan that it has now.
+
+    Raises:
+        OptionError: a cache cannot be held in this type.
+    """
+    form = _form(plan)
+    for cache in plan.caches:
+        _check(cache, plan, form)
+    emitter = Emitter(graph)
+    nodes = {node.name: node for node in graph.nodes}
+    made = [_Quantized(emitter, form, cache, nodes[cache.node]) for cache in plan.caches]
+    for each in made:
+        each.edit()
+    planned = _plan(plan, [each.planned() for each in made])
+    if any(cache.route is Route.PLUGIN for cache in planned.caches):
+        load("plugin_route").rewrite_updates(graph, emitter, planned)
+    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    return planned
+
+
+def _form(plan: CachePlan) -> _Form:
+    wanted, target = plan.options.cache_dtype, plan.options.target
+    assert wanted is not None
+    most = _MOST[wanted]
+    if target is Target.TENSORRT:
+        if plan.options.fallback is not Fallback.AUTO:
+            raise OptionError(
+                f"cache_dtype is {wanted.value}, which the plugin writes on TensorRT, and fallback "
+                f"{plan.options.fallback.value} does without it: leave one of them out"
+            )
+        if wanted is CacheDtype.FP8:
+            return _Form(most, _FLOAT8, 1, 0, scale_inside=False)
+        return _Form(most, "int8", 8 // _BITS[wanted], _BITS[wanted], scale_inside=False)
+    if wanted is CacheDtype.FP8:
+        raise OptionError(
+            "cache_dtype is fp8, and TensorRT for RTX holds caches of float32, float16 and bfloat16, in which only "
+            "integers can be packed: take int8, of as many bits, or plan for TensorRT"
+        )
+    return _Form(most, "float", _EXACT // _BITS[wanted], _BITS[wanted], scale_inside=True)
+
+
+def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
+    wanted = plan.options.cache_dtype
+    assert wanted is not None
+    asked = f"cache_dtype is {wanted.value}, and cache '{cache.past}'"
+    if cache.dtype not in NATIVE_DTYPES:
+        raise OptionError(f"{asked} is {cache.dtype} already; caches of floats can be quantized: leave the option out")
+    if cache.route is not Route.NATIVE or not cache.carried:
+        raise OptionError(
+            f"{asked} is not written by TensorRT's own layer ({cache.reason}); only caches that it writes can be "
+            "quantized: leave the option out"
+        )
+    size = cache.physical_shape[-1]
+    assert isinstance(size, int)
+    before, after = size * dtype_bits(cache.dtype), form.row_bits(size)
+    if after >= before:
+        raise OptionError(
+            f"{asked} {list(cache.physical_shape)} has rows of {size} numbers, which take {before} bits as "
+            f"{cache.dtype} and would take {after} with a scale each: leave the option out"
+        )
+
+
+class _Quantized:
+    """One cache on its way to codes.
+
+    Args:
+        emitter: adds nodes.
+        form: of the codes.
+        cache: as planned.
+        node: the update.
+    """
+
+    def __init__(self, emitter: Emitter, form: _Form, cache: CacheUpdate, node: gs.Node) -> None:
+        self._emitter = emitter
+        self._form = form
+        self._cache = cache
+        self._node = node
+        self._past, self._present = node.inputs[0], node.outputs[0]
+        self._dtype = self._past.dtype
+        shape = cache.physical_shape
+        assert isinstance(shape[-1], int)
+        self._size = shape[-1]
+        self._numbers = form.numbers(self._size)
+        self._scales: tuple[gs.Variable, gs.Variable, gs.Node] | None = None
+
+    def edit(self) -> None:
+        """Let the update write codes, and readers read what they stand for."""
+        readers = [r for r in consumers(self._present) if not is_op(r, "Shape")]
+        self._keep_shapes(self._past, self._cache.physical_shape)
+        self._keep_shapes(self._present, self._cache.physical_shape)
+        codes, scale = self._quantize(self._node.inputs[1])
+        if self._form.scale_inside:
+            codes = self._op("Concat", [codes, scale], "rows", axis=-1)
+        else:
+            self._add_scales(scale)
+        self._node.inputs[1] = codes
+        for tensor in (self._past, self._present):
+            tensor.dtype, tensor.shape = codes.dtype, [*tensor.shape[:-1], self._planned_size]
+        held = self._present
+        if self._form.dtype == _FLOAT8:
+            held = self._codes(held)
+        for reader in readers:
+            reader.inputs = [held if t is self._present else t for t in reader.inputs]
+            self._dequantize_for(reader, held)
+
+    def planned(self) -> tuple[CacheUpdate, ...]:
+        """What the plan says of it now: the codes, and of scales that have a cache of their own."""
+        form, cache = self._form, self._cache
+        shape = cache.physical_shape[:-1]
+        moved = replace(
+            cache,
+            update=self._node.inputs[1].name,
+            dtype=form.dtype,
+            logical_shape=(*shape, self._planned_size),
+            physical_shape=(*shape, self._planned_size),
+            sequence_axis=_ROW,
+            physical_sequence_axis=_ROW,
+            layout=PhysicalLayout.AS_IS,
+        )
+        if self._scales is None:
+            many = f"{form.codes} codes of {form.bits} bits in each float32, and a scale in the last"
+            return (replace(moved, reason=f"{cache.reason}; {many}"),)
+        past, present, node = self._scales
+        codes = "two codes of 4 bits in each int8" if form.codes > 1 else f"codes of {form.dtype}"
+        if form.dtype == _FLOAT8:
+            codes += ", all of which a step reads, not only those of the rows in use"
+        why = f"{codes}, which IKVCacheUpdateLayer does not move"
+        scales = replace(
+            moved, node=node.name, past=past.name, present=present.name, update=node.inputs[1].name, dtype="float",
+            logical_shape=(*shape, 1), physical_shape=(*shape, 1), reason=f"{cache.reason}; scales",
+        )  # fmt: skip
+        return replace(moved, route=Route.PLUGIN, reason=why), scales
+
+    @property
+    def _planned_size(self) -> int:
+        return self._numbers + 1 if self._form.scale_inside else self._numbers
+
+    def _op(
+        self, op: str, inputs: list[gs.Tensor], what: str, dtype: int | None = FLOAT, **attributes: int
+    ) -> gs.Variable:
+        return self._emitter.op(op, inputs, f"{self._cache.past}_{what}", dtype, **attributes)
+
+    def _number(self, value: float) -> gs.Constant:
+        return self._emitter.scalar(value, FLOAT)
+
+    def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Variable]:
+        """New rows [..., H] as codes [..., L] and float32 scales [..., 1]."""
+        form = self._form
+        wide = self._op("Cast", [rows], "wide", to=FLOAT)
+        largest = self._op(
+            "ReduceMax", [self._op("Abs", [wide], "abs"), self._emitter.ints([-1])], "largest", keepdims=1
+        )
+        scale = self._op("Div", [largest, self._number(form.most)], "scale")
+        divisor = self._op("Max", [scale, self._number(_LEAST)], "divisor")
+        scaled = self._op("Div", [wide, divisor], "scaled")
+        if form.codes > 1:
+            scaled = self._pack(self._op("Round", [scaled], "codes"))
+        if form.scale_inside:
+            return scaled, scale
+        dtype = int(onnx.TensorProto.DataType.Value(form.dtype.upper()))
+        return self._op("QuantizeLinear", [scaled, self._number(1), self._zero(dtype)], "quantized", dtype), scale
+
+    def _zero(self, dtype: int) -> gs.Constant:
+        return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
+
+    def _pack(self, codes: gs.Variable) -> gs.Variable:
+        """Whole numbers [..., H] that hold them: the first L codes in the lowest bits, then the next L."""
+        form, rank = self._form, 3 if self._cache.form is UpdateForm.PACKED_NHD else 4
+        if missing := self._numbers * form.codes - self._size:
+            pads = self._emitter.ints([0] * (2 * rank - 1) + [missing])
+            codes = self._op("Pad", [codes, pads, self._number(0)], "padded")
+        parts = self._op(
+            "Reshape", [codes, self._emitter.ints([0] * (rank - 1) + [form.codes, self._numbers])], "parts"
+        )
+        placed = self._op("Mul", [parts, self._powers(0)], "placed")
+        total = self._op("ReduceSum", [placed, self._emitter.ints([-2])], "packed", keepdims=0)
+        # Codes of both signs, each with half of its range added, are whole numbers from 0 on.
+        return self._op("Add", [total, self._number(form.zero - self._shift)], "numbers")
+
+    def _unpack(self, numbers: gs.Tensor) -> gs.Variable:
+        """Codes [..., H] of numbers [..., L]."""
+        form = self._form
+        if self._shift:
+            numbers = self._op("Add", [numbers, self._number(self._shift)], "shifted")
+        each = self._op("Unsqueeze", [numbers, self._emitter.ints([-2])], "each")
+        # A number without its lower bits, and without those of the code: their difference is the code.
+        low = self._op("Floor", [self._op("Mul", [each, self._powers(0, -1)], "lower")], "from_code")
+        high = self._op("Floor", [self._op("Mul", [each, self._powers(1, -1)], "upper")], "behind_code")
+        above = self._op("Mul", [high, self._number(1 << form.bits)], "above_code")
+        codes = self._op("Sub", [self._op("Sub", [low, above], "raw"), self._number(1 << (form.bits - 1))], "signed")
+        whole = self._emitter.ints([0, 0, 0, form.codes * self._numbers])
+        codes = self._op("Reshape", [codes, whole], "codes_read")
+        return self._cut(codes, 0, self._size) if form.codes * self._numbers > self._size else codes
+
+    @property
+    def _shift(self) -> int:
+        """What is taken from whole numbers so that they fit into the type of the cache."""
+        return 0 if self._form.scale_inside else 1 << (dtype_bits(self._form.dtype) - 1)
+
+    def _powers(self, first: int, sign: int = 1) -> gs.Constant:
+        """Powers of two, by which a code is moved to its place in a number: ``[codes, 1]``."""
+        places = np.arange(first, first + self._form.codes) * self._form.bits * sign
+        return self._emitter.constant(np.exp2(places).astype(np.float32)[:, None])
+
+    def _cut(self, tensor: gs.Tensor, first: int, last: int) -> gs.Variable:
+        ends = [self._emitter.ints([end]) for end in (first, last, -1)]
+        return self._op("Slice", [tensor, *ends], "part")
+
+    def _dequantize_for(self, reader: gs.Node, held: gs.Tensor) -> None:
+        """Put what the codes stand for in the way to a reader of them, after it where it takes the rows in use."""
+        axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
+        if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
+            values = self._emitter.once(("values", held.name), lambda: self._dequantize(held, None))
+            reader.inputs = [values if t is held else t for t in reader.inputs]
+            return
+        rows = reader.outputs[0]
+        readers = consumers(rows)
+        rows.dtype, rows.shape = held.dtype, None
+        values = self._dequantize(rows, reader)
+        for other in readers:
+            other.inputs = [values if t is rows else t for t in other.inputs]
+
+    def _dequantize(self, rows: gs.Tensor, cut: gs.Node | None) -> gs.Variable:
+        """What the codes of rows stand for: of all, or of those that a Slice takes."""
+        if self._scales is None:
+            codes, scale = self._cut(rows, 0, self._numbers), self._cut(rows, self._numbers, self._numbers + 1)
+        else:
+            codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scales[1]
+            if cut is not None:
+                scale = self._op("Slice", [scale, *cut.inputs[1:]], "scales_read")
+        if self._form.codes > 1:
+            codes = self._unpack(codes)
+        values = self._op("Mul", [codes, scale], "values")
+        to = int(onnx.TensorProto.DataType.Value(self._cache.dtype.upper()))
+        return self._op("Cast", [values], "read", to, to=to)
+
+    def _codes(self, held: gs.Tensor) -> gs.Variable:
+        """Numbers of a narrow type as float32."""
+        return self._op("DequantizeLinear", [held, self._number(1), self._zero(int(held.dtype))], "codes_held")
+
+    def _add_scales(self, scale: gs.Variable) -> None:
+        """The update of the scales, beside that of the codes."""
+        graph, node, past, present = self._emitter.graph, self._node, self._past, self._present
+        taken = set(graph.tensors())
+        names = []
+        for tensor in (past, present):
+            name = f"{tensor.name}_scale"
+            while name in taken:
+                name += "_"
+            names.append(name)
+        made = [gs.Variable(name, np.float32, [*past.shape[:-1], 1]) for name in names]
+        inputs = [made[0], scale, *node.inputs[2:]]
+        update = gs.Node(node.op, self._emitter.name(f"{names[1]}:{node.op}"), dict(node.attrs), inputs, [made[1]])
+        update.domain = node.domain
+        graph.nodes.append(update)
+        graph.inputs.insert(_place(graph.inputs, past) + 1, made[0])
+        graph.outputs.insert(_place(graph.outputs, present) + 1, made[1])
+        self._scales = made[0], made[1], update
+
+    def _keep_shapes(self, tensor: gs.Tensor, shape: tuple[Dim, ...]) -> None:
+        """Shape nodes that read the cache go on seeing the size of its rows.
+
+        Args:
+            tensor: the cache, or a view of it that only Shape nodes read.
+            shape: that they see.
+        """
+        for reader in consumers(tensor):
+            if is_op(reader, "Shape"):
+                seen = shape[slice(reader.attrs.get("start", 0), reader.attrs.get("end"))]
+                batch = self._op("Shape", [self._past], "batch", INT64, start=0, end=1)
+                reader.op, reader.attrs = "Concat", {"axis": 0}
+                reader.inputs = [self._emitter.ints([d]) if isinstance(d, int) else batch for d in seen]
+            elif tensor is not self._present and is_op(reader, "Transpose"):
+                self._keep_shapes(reader.outputs[0], tuple(shape[i] for i in reader.attrs["perm"]))
+            elif tensor is not self._present and is_op(reader, "Reshape"):
+                self._keep_shapes(reader.outputs[0], self._cache.logical_shape)
+
+
+def _place(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
+    return next(i for i, other in enumerate(tensors) if other is tensor)
+
+
+def _plan(plan: CachePlan, made: list[tuple[CacheUpdate, ...]]) -> CachePlan:
+    """The plan with quantized caches in the place of others."""
+    by_name = {name: caches for caches in made for name in (caches[0].past, caches[0].present)}
+    tensors: list[TensorRole] = []
+    changes = {(c.io, c.new.partition(" ")[0]): c for c in plan.changes if c.new}
+    for role in plan.tensors:
+        codes, *scales = by_name.get(role.name, (None,)) if role.role is Role.CACHE else (None,)
+        if codes is None:
+            tensors.append(role)
+            continue
+        tensors.append(replace(role, dtype=codes.dtype, shape=codes.physical_shape))
+        before = changes.get((role.io, role.name)) or InterfaceChange(role.io, _text(role), "", "")
+        why = "; ".join(filter(None, (before.why, f"rows are quantized: {codes.reason}")))
+        changes[role.io, role.name] = replace(before, new=_text(tensors[-1]), why=why)
+        for scale in scales:
+            name = scale.past if role.io == "input" else scale.present
+            tensors.append(replace(role, name=name, dtype=scale.dtype, shape=scale.physical_shape, found_by="added"))
+            changes[role.io, name] = InterfaceChange(
+                role.io, "", _text(tensors[-1]), f"scales of the rows of '{role.name}'"
+            )
+    gone = tuple(c for c in plan.changes if not c.new)
+    quantized = replace(
+        plan,
+        caches=tuple(cache for caches in made for cache in caches),
+        tensors=tuple(tensors),
+        changes=(*gone, *changes.values()),
+    )
+    return replace(quantized, notes=(_saved(plan, quantized), *plan.notes))
+
+
+def _text(role: TensorRole) -> str:
+    return f"{role.name} [{', '.join(map(str, role.shape))}]"
+
+
+def _saved(plan: CachePlan, quantized: CachePlan) -> str:
+    """Bytes of a token before and after."""
+    before, after = (
+        sum(
+            cache_bytes(replace(c, physical_shape=(1, *c.physical_shape[1:2], 1, c.physical_shape[3])), 1)
+            for c in p.caches
+        )
+        for p in (plan, quantized)
+    )
+    wanted = plan.options.cache_dtype
+    assert wanted is not None
+    kinds = " and ".join(dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in plan.caches))
+    return (
+        f"--cache-dtype {wanted.value}: {after} bytes of caches per token with their scales, {before} as {kinds}: "
+        f"{before - after} saved ({1 - after / before:.0%})"
+    )
