@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from decoders import DecoderConfig, write_decoder
@@ -22,7 +24,8 @@ def write_served(folder: Path, *, capacity: int = 96) -> Path:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody had a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """A port of this machine that nobody had a moment ago; Dynamo has 16 bits with a sign for some."""
+    for port in random.sample(range(20_000, 2**15), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no free port")

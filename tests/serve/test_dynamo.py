@@ -228,23 +228,32 @@ def test_settings_that_count_new_tokens_are_refused(
         module.Engine(session, "tiny", 4)
 
 
-def test_what_the_frontend_reads(module: Any, folder: Path, session: DecodeSession, tmp_path: Path) -> None:
-    module.write_texts(folder / "model.onnx", None, session, tmp_path)
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"chat_template": TEMPLATE}
-    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    config = json.loads((tmp_path / "config.json").read_text())
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    return tmp_path / "home"
+
+
+def test_what_the_frontend_reads(module: Any, folder: Path, session: DecodeSession, tmp_path: Path, home: Path) -> None:
+    written = module.write_texts(folder / "model.onnx", None, session)
+    assert written.is_relative_to(home)
+    assert json.loads((written / "tokenizer_config.json").read_text()) == {"chat_template": TEMPLATE}
+    assert (written / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    config = json.loads((written / "config.json").read_text())
     assert config == {"architectures": ["trt_kvcache"], "model_type": "trt_kvcache", "eos_token_id": []}
     own = tmp_path / "own"
     own.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (own / name).write_bytes((folder / name).read_bytes())
+    assert module.write_texts(folder, own, session) == written  # the same contents: workers of one model
     (own / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "eos_token_id": 2}))
-    module.write_texts(folder, own, session, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    other = module.write_texts(folder, own, session)
+    assert other != written
+    config = json.loads((other / "config.json").read_text())
     assert config == {"architectures": ["LlamaForCausalLM"], "model_type": "trt_kvcache", "eos_token_id": 2}
     (own / "tokenizer.json").unlink()
     with pytest.raises(OptionError, match=r"own has no tokenizer.json, and Dynamo's frontend"):
-        module.write_texts(folder, own, session, tmp_path)
+        module.write_texts(folder, own, session)
 
 
 def test_where_it_listens(module: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +282,7 @@ def test_where_it_listens(module: Any, engine: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_command(
-    module: Any, folder: Path, session: DecodeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, folder: Path, session: DecodeSession, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
     opened: dict[str, Any] = {}
@@ -291,7 +300,7 @@ def test_the_command(
     assert "a worker of Dynamo at 0.0.0.0, Ctrl-C ends it" in done.stderr
     ((engine, texts, name, host, _),) = seen
     assert (name, host, opened["max_batch"]) == ("m", "0.0.0.0", 3)
-    assert not texts.exists()
+    assert texts.is_relative_to(home)
     asyncio.run(engine.cleanup())
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -1,4 +1,4 @@
-"""A real Dynamo: its frontend and two workers, one of which is killed under load. Nothing is lost, no text changes."""
+"""A real Dynamo: its frontend and three workers, two of which go under load. Nothing is lost, no text changes."""
 
 from __future__ import annotations
 
@@ -48,29 +48,41 @@ def process(log: Path, environment: dict[str, str], *command: str) -> Iterator[s
 
 @contextmanager
 def cluster(folder: Path, tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """The frontend's URL, and two workers."""
+    """The frontend's URL, and three workers, from which it fetches tokenizer and configuration over HTTP."""
     port = free_port()
     environment = os.environ | {
         "DYN_FILE_KV": str(tmp_path / "discovery"), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
         "DYN_EVENT_PLANE_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1", "HOME": str(tmp_path),
     }  # fmt: skip
-    worker = ("trt_kvcache", "worker", str(folder), "--engine", "dynamo", "--name", "tiny", "--max-batch", str(ROWS))
+    worker = (
+        "trt_kvcache",
+        "worker",
+        str(folder),
+        "--engine",
+        "dynamo",
+        "--name",
+        "tiny",
+        "--max-batch",
+        str(ROWS),
+        "--max-queue",
+        "20",
+    )
     frontend = (
         "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--discovery-backend", "file",
         "--request-plane", "tcp", "--event-plane", "zmq", "--router-mode", "round-robin", "--migration-limit", "3",
     )  # fmt: skip
     with ExitStack() as stack:
-        workers = [
-            stack.enter_context(process(tmp_path / f"worker{at}", environment, *worker, "--max-queue", "20"))
-            for at in range(2)
-        ]
+        workers = []
+        for at in range(3):
+            own = environment | {"DYN_SYSTEM_PORT": str(free_port())}
+            workers.append(stack.enter_context(process(tmp_path / f"worker{at}", own, *worker)))
         stack.enter_context(process(tmp_path / "frontend", environment, *frontend))
         yield f"http://127.0.0.1:{port}/v1", workers
 
 
 def until_there(url: str, logs: list[Path]) -> None:
-    """Wait until the frontend has the model, and knows both workers."""
+    """Wait until the frontend has the model, and knows all workers."""
     until = time.monotonic() + 120
     while True:
         assert time.monotonic() < until, "\n".join(log.read_text(errors="replace") for log in logs)
@@ -80,11 +92,11 @@ def until_there(url: str, logs: list[Path]) -> None:
                 models = json.load(answer)["data"]
             with urllib.request.urlopen(f"{url.removesuffix('/v1')}/health", timeout=5) as answer:
                 instances = json.load(answer)["instances"]
-            if models and len([one for one in instances if one["endpoint"] == "generate"]) == 2:
+            if models and len([one for one in instances if one["endpoint"] == "generate"]) == 3:
                 return
 
 
-def test_a_worker_is_killed_under_load(tmp_path: Path) -> None:
+def test_workers_go_under_load(tmp_path: Path) -> None:
     folder = write_served(tmp_path / "model", capacity=2048)
     texts = ["the cache", "reads", "what the model wrote", "a", "keeps what"]
     cases: list[dict[str, Any]] = [{"temperature": 0}, *({"seed": seed, "temperature": 1} for seed in range(3))]
@@ -100,7 +112,7 @@ def test_a_worker_is_killed_under_load(tmp_path: Path) -> None:
 
     async def main(url: str, workers: list[subprocess.Popen[bytes]]) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-            heard = 0
+            heard, logs = 0, [tmp_path / f"worker{at}" for at in range(3)]
 
             async def ask(text: str, case: int, tokens: int = TOKENS) -> str:
                 nonlocal heard
@@ -115,13 +127,16 @@ def test_a_worker_is_killed_under_load(tmp_path: Path) -> None:
                 return said
 
             jobs = {key: asyncio.ensure_future(ask(*key)) for key in alone}
-            while heard < 300:
-                await asyncio.sleep(0.01)
-                assert time.monotonic() < start + 300
-            workers[0].kill()
-            assert not all(job.done() for job in jobs.values())
+            for end, count in ((workers[0].kill, 300), (workers[1].terminate, 1000)):
+                while heard < count:
+                    await asyncio.sleep(0.01)
+                    assert time.monotonic() < start + 300
+                assert all(b"request received" in log.read_bytes() for log in logs)  # none of them idles
+                end()
+                assert not all(job.done() for job in jobs.values())
             found = dict(zip(jobs, await asyncio.gather(*jobs.values(), return_exceptions=True), strict=True))
             assert found == alone
+            assert (tmp_path / "frontend").read_bytes().count(b"recreating stream") > 1
 
             # Clients that go away free rows and queue of the worker that is left.
             gone = [asyncio.ensure_future(ask("the cache", 0, 1900)) for _ in range(20)]
@@ -141,7 +156,8 @@ def test_a_worker_is_killed_under_load(tmp_path: Path) -> None:
 
     start = time.monotonic()
     with cluster(folder, tmp_path) as (url, workers):
-        until_there(url, [tmp_path / "worker0", tmp_path / "worker1", tmp_path / "frontend"])
+        until_there(url, [tmp_path / name for name in ("worker0", "worker1", "worker2", "frontend")])
         asyncio.run(main(url, workers))
-        workers[1].terminate()
-        assert workers[1].wait(30) == 0, (tmp_path / "worker1").read_text(errors="replace")
+        workers[2].terminate()
+        for at in (1, 2):
+            assert workers[at].wait(60) == 0, (tmp_path / f"worker{at}").read_text(errors="replace")

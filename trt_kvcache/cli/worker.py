@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -53,14 +52,11 @@ def worker(
     if host not in ("127.0.0.1", "::1", "localhost"):
         print_warnings([f"everyone who reaches {host} can use the model: Dynamo's workers ask for no key"])
     named = name or model.resolve().name
-    with (
-        TemporaryDirectory(prefix="trt-kvcache-") as texts,
-        DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session,
-    ):
-        write_texts(model, tokenizer, session, Path(texts))
+    with DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session:
+        texts = write_texts(model, tokenizer, session)
 
         def started() -> None:
             sys.stderr.write(f"{named}: {session.name}; a worker of Dynamo at {host}, Ctrl-C ends it\n")
             sys.stderr.flush()
 
-        run(Engine(session, named, max_queue), Path(texts), named, host, started)
+        run(Engine(session, named, max_queue), texts, named, host, started)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from blake3 import blake3
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, Worker, WorkerConfig
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
-from trt_kvcache.engine.folder import TEXTS
+from trt_kvcache.engine.folder import TEXTS, made_folders
 from trt_kvcache.errors import OptionError, TrtKvCacheError
-from trt_kvcache.files import read_object
+from trt_kvcache.files import atomic_file, read_file, read_object
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
@@ -34,6 +35,7 @@ __all__ = ["Engine", "run", "write_texts"]
 
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
 """Where a worker listens: Dynamo takes the address of the machine if they are not set."""
+_LARGEST = 1 << 28  # bytes of a file
 _UNBOUNDED = 4096
 """New tokens where nothing is said and the caches have no end."""
 _COUNTED = ("min_new_tokens", "begin_suppress_tokens", "forced_bos_token_id", "exponential_decay_length_penalty")
@@ -72,17 +74,22 @@ _KNOWN = {
 _PROMPTS = ("prompt_embeds", "multi_modal_data", "encoder_result", "prefill_result", "bootstrap_info")
 
 
-def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession, folder: Path) -> None:
+def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> Path:
     """Write what Dynamo's frontend reads: tokenizer, chat template, and a ``config.json`` with what it insists on.
+
+    The folder's name follows from the contents: Dynamo takes workers for one model only if their paths are equal, too.
 
     Args:
         model: the model or engine, or its folder.
         tokenizer: ``tokenizer.json`` or its folder; None: those beside the model.
         session: of the model.
-        folder: exists.
+
+    Returns:
+        A folder in ``~/.cache``, which stays.
 
     Raises:
-        OptionError: there is no tokenizer, or a file cannot be read.
+        OptionError: there is no tokenizer.
+        OutputError: the folder cannot be written.
     """
     source = tokenizer or model
     source = source if source.is_dir() else source.parent
@@ -91,17 +98,21 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession, fol
             f"{source} has no tokenizer.json, and Dynamo's frontend makes token ids of all texts; give --tokenizer "
             "FOLDER, or use 'trt-kvcache serve', which takes token ids"
         )
-    for name in TEXTS:
-        if (source / name).is_file():
-            shutil.copy(source / name, folder / name)
-    file = folder / "config.json"
-    said = read_object(file) if file.is_file() else {}
+    said = read_object(source / "config.json") if (source / "config.json").is_file() else {}
     defaults = {
         "architectures": ["trt_kvcache"],
         "model_type": "trt_kvcache",
         "eos_token_id": sorted(session.config.eos_token_ids),
     }
-    file.write_text(json.dumps(defaults | said), encoding="utf-8")
+    texts = {name: read_file(source / name, _LARGEST) for name in TEXTS if (source / name).is_file()}
+    texts["config.json"] = json.dumps(defaults | said).encode()
+    digest = blake3(msgspec.json.encode(sorted(texts.items()))).hexdigest(16)
+    folder = Path.home() / ".cache" / "trt-kvcache" / "dynamo" / digest
+    with made_folders(folder):
+        for name, content in texts.items():
+            with atomic_file(folder / name) as file:
+                file.write(content)
+    return folder
 
 
 class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
