@@ -1,7 +1,7 @@
 """Hooks of MkDocs: pages that do not lie in `docs/`, and links that leave it.
 
-README.md and CHANGELOG.md become pages; the page of commands is made of the commands. Links to other files of the
-repository become plain text: the site does not have them.
+README.md and CHANGELOG.md become pages; the pages of commands and of Python are made of the code. Links to other files
+of the repository become plain text: the site does not have them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from typer.cli import get_docs_for_click
+
+import trt_kvcache
+from trt_kvcache.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+_OTHERS = "<!-- all other names -->"
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -39,16 +45,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         there = _PAGES.get(path, path.removeprefix("docs/"))
         return f"[{text}]({there}{anchor})" if files.get_file_from_path(there) else text
 
-    return _LINK.sub(turned, markdown)
+    return _LINK.sub(turned, markdown.replace(_OTHERS, other_names(markdown)))
+
+
+def other_names(markdown: str) -> str:
+    """Return directives for the public names that a page does not name itself."""
+    named = re.findall(r"^::: trt_kvcache\.(\w+)$", markdown, re.MULTILINE)
+    public = {name for name in trt_kvcache.__all__ if not name.startswith("_")}
+    return "\n\n".join(f"::: trt_kvcache.{name}" for name in sorted(public - set(named)))
 
 
 def commands() -> str:
-    """Return the page of commands, in Markdown."""
-    import typer
-    from typer.cli import get_docs_for_click
-
-    from trt_kvcache.cli.app import app
-
+    """Return the page of commands, in Markdown. The list of commands, which cuts their texts, is left out."""
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="trt-kvcache")
-    return get_docs_for_click(obj=command, ctx=context, name="trt-kvcache", title="Commands")
+    text = get_docs_for_click(obj=command, ctx=context, name="trt-kvcache", title="Commands")
+    return re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+\n", "", text)
