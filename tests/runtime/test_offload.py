@@ -89,13 +89,13 @@ def test_refusals() -> None:
             call(9)
     cache.offload(slot)
     other = session.add([3], config(2))
-    for refused in (lambda: cache.restore(slot), lambda: session.add([4], slot=slot), lambda: cache.fork(slot)):
+    for refused in (lambda: cache.restore(slot), lambda: cache.fork(slot)):
         with pytest.raises(SlotError, match="all 1 rows hold a sequence; remove or offload one"):
             refused()
     with pytest.raises(SlotError, match=f"slot {other} is generating"):
         cache.offload(other)
-    drain(session)
-    assert session.add([4], config(2), slot=slot) == slot
+    assert session.add([4], config(2), slot=slot) == slot  # and waits for the other
+    assert cache.offloaded == (slot,)
     assert drain(session)[slot] == alone(session, [1, 2, 4], 2)
     with pytest.raises(SlotError, match="num_beams=3 needs as many rows, and 2 of 2 are free"):
         swapping().generate([[1]], config(3, num_beams=3))

@@ -215,6 +215,47 @@ def test_bad_prompts(prompts: Any, error: type[Exception], words: str) -> None:
         assert session.cache.slots == ()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_additions_wait_for_a_row(rows: int) -> None:
+    """In their order; each gets the tokens that it gets alone, and no stream comes before those that wait."""
+    session = DecodeSession(HashRunner(max_batch=rows))
+    prompts = [[n, *range(n)] for n in range(1, 8)]
+    lengths = [3, 1, 5, 2, 4, 1, 6]
+    alone = [session.generate(p, config(n)).tokens for p, n in zip(prompts, lengths, strict=True)]
+    slots = [session.add(p, config(n)) for p, n in zip(prompts, lengths, strict=True)]
+    assert session.running == tuple(slots)
+    assert session.cache.offloaded == tuple(slots[rows:])
+    assert session.cache.free == 0
+    with pytest.raises(SlotError, match=f"all {rows} rows hold a sequence"):
+        session.cache.acquire()
+    session.remove(slots[-2])
+    late = [event.token for event in session.stream([[9]], config(2))]  # whose steps advance the others, too
+    assert {*session.running} <= {slots[-1]}
+    found: dict[int, list[int | None]] = {}
+    events = session.step()
+    while session.running:
+        events += session.step()
+    for event in events:
+        found.setdefault(event.sequence, []).append(event.token)
+    kept = [slot for slot in slots if slot != slots[-2]]
+    assert [*found] == kept
+    assert [found[slot] for slot in kept] == [t for t, slot in zip(alone, slots, strict=True) if slot in kept]
+    assert late == session.generate([9], config(2)).tokens
+    assert session.cache.slots == ()
+
+
+def test_one_that_waits_for_rows_that_stay_ends_with_an_error() -> None:
+    session = DecodeSession(HashRunner(max_batch=1))
+    first, second = session.add([1], config(2), keep=True), session.add([2], config(2))
+    events = [*session.step(), *session.step()]
+    assert [event.sequence for event in events] == [first, first]
+    with pytest.raises(SlotError, match="all 1 rows hold a sequence; remove or offload one") as refused:
+        session.step()
+    assert refused.value.sequence == second
+    assert session.running == ()
+    assert session.cache.slots == (first,)
+
+
 def test_bad_additions() -> None:
     session = DecodeSession(HashRunner(max_batch=1))
     add, cache, settings = session.add, session.cache, {"max_new_tokens": 4}
@@ -232,10 +273,12 @@ def test_bad_additions() -> None:
         refused(OptionError, "config is dict; give a GenerationConfig", call, prompt, settings)
     refused(OptionError, "need a tokenizer", add, [1], config(4, stop_strings="x"))
     slot = add([1], config(4))
-    refused(SlotError, "all 1 rows hold a sequence", add, [2], config(4))
     refused(SlotError, f"slot {slot} is generating", add, [2], config(4), slot=slot)
     refused(SlotError, "slot 9 is not in use", session.remove, 9)
     session.remove(slot)
+    held = cache.acquire()
+    refused(SlotError, "all 1 rows hold a sequence", add, [2], config(4))
+    cache.release(held)
     for ids, words in (([-4], "token id -4 is out of range"), ([1.5], "float64"), ([True], "bool"), ("12", "integers")):
         refused(PromptError, words, cache.acquire, ids)
     slot = cache.acquire()

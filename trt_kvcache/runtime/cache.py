@@ -101,7 +101,8 @@ class KVCache:
         with self._guard.lock, self._guard.open:
             if self._max_sequences is not None:
                 return self._max_sequences - len(self._slots)
-            return self._runner.max_batch - len(self._used())
+            waiting = sum(slot.row < 0 and slot.running for slot in self._slots.values())
+            return max(0, self._runner.max_batch - len(self._used()) - waiting)
 
     @property
     def offloaded(self) -> tuple[int, ...]:
@@ -486,7 +487,12 @@ class KVCache:
     # --- slots that nobody knows yet
 
     def take(
-        self, taken: list[int], tokens: Iterable[int] = (), constants: Mapping[str, Array] | Constants | None = None
+        self,
+        taken: list[int],
+        tokens: Iterable[int] = (),
+        constants: Mapping[str, Array] | Constants | None = None,
+        *,
+        queue: bool = False,
     ) -> int:
         """`acquire` for a caller that gives back what is in `taken`, should an interrupt come before he knows the name.
 
@@ -494,6 +500,7 @@ class KVCache:
             taken: gets the name before there is a slot of it.
             tokens: see `acquire`.
             constants: see `acquire`.
+            queue: the slot gets its row later, where sequences run in all of them and nothing limits their number.
 
         Raises:
             See `acquire`.
@@ -501,7 +508,8 @@ class KVCache:
         with self._guard.lock, self._guard.idle:
             ids = read_ids(tokens, self._runner.vocab)
             given = self.read_constants(constants)
-            self._check_free()
+            if not (queue and self._max_sequences is None and self._is_run()):
+                self._check_free()
             row = self._rows.free(self._used())
             if row is not None:
                 self._rows.clean(row, 0)
@@ -563,14 +571,23 @@ class KVCache:
             self._with_row(slot)
 
     def seat(self, slot: int) -> bool:
-        """`restore` at the cost of slots that do not run; False: others run in all rows."""
+        """`restore` at the cost of slots that do not run, where they may be offloaded; False: it waits for its turn.
+
+        Raises:
+            SlotError: see `slot`; or all rows hold sequences that do not run, and will not be free.
+        """
         with self._guard.lock, self._guard.idle:
             if self.slot(slot).row < 0:
                 idle = any(s.row >= 0 and not s.running for s in self._slots.values())
-                if self._max_sequences is not None and not idle and self._rows.free(self._used()) is None:
+                may_wait = self._is_run() if self._max_sequences is None else not idle
+                if may_wait and self._rows.free(self._used()) is None:
                     return False
                 self._with_row(slot)
             return True
+
+    def _is_run(self) -> bool:
+        """Whether a sequence in a row runs, and will leave it."""
+        return any(slot.row >= 0 and slot.running for slot in self._slots.values())
 
     def seat_together(self, slots: Sequence[int]) -> None:
         """Give all of these slots a row, at the cost of any others.

@@ -162,7 +162,7 @@ class DecodeSession:
                 fits.
             max_sequences: most sequences at a time, `max_batch` or more: they take turns in the rows. Where one needs a
                 row, one that does not run is offloaded to host memory; those that run keep theirs, and others wait.
-                None: `max_batch`.
+                None: what is added waits for a row, and nothing is offloaded.
             prefix_cache: bytes of host memory for cache rows of texts that came before: a text that begins as one of
                 them does is not computed again as far as they agree, in blocks of 32 tokens. `cache.prefix_stats` says
                 how much that saved. None: none.
@@ -463,6 +463,9 @@ class DecodeSession:
     ) -> int:
         """Let a sequence join: `step` advances it from now on, and its slot is freed at its end.
 
+        Where other sequences run in all rows, it waits, and starts when one of them ends: in the order in which they
+        were added. A session that was opened with `max_sequences` refuses more than these.
+
         Args:
             prompt: text or token ids; may be empty where `slot` holds tokens that are not in its cache yet.
             config: how to continue it; None: `config` of the session.
@@ -499,7 +502,7 @@ class DecodeSession:
                 name = -1 if slot is None else int(slot)
                 continuation = Continuation(name, after.tokens, config, self._tokenizer, index=index)
                 if slot is None:
-                    name = continuation.sequence = self.cache.take(taken, constants=constants)
+                    name = continuation.sequence = self.cache.take(taken, constants=constants, queue=True)
                 else:
                     self.cache.seat(name)
                 new.append_to(self.cache.slot(name))
