@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from sample_plans import sample_plan, with_contract
 
-from trt_kvcache.cli.options import PlanFlags
+from trt_kvcache.cli.options import PlanFlags, SessionPlanFlags
 from trt_kvcache.cli.output import table, wrapped
-from trt_kvcache.cli.summary import advice, build_line, command_line, plan_lines, print_lines, print_next
+from trt_kvcache.cli.summary import advice, build_line, command_line, plan_lines, print_lines, print_next, tell_next
 from trt_kvcache.importer.plan import AttentionKind, CachePlan, Fallback, Route, StateUpdate, Target
 
 
@@ -107,6 +107,27 @@ def test_the_next_command_has_the_flags_of_this_one() -> None:
     assert build_line(Path("exports/llama"), PlanFlags()) == "trt-kvcache build exports/llama -o llama-engine/"
     assert command_line("generate", Path("a.engine"), "--prompt", "Hello") == (
         "trt-kvcache generate a.engine --prompt Hello"
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_next_command_after_a_run_is_told_on_terminals(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model is built, with the flags that it ran with; an engine goes on."""
+    monkeypatch.chdir(tmp_path)
+    told = io.StringIO()
+    told.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", told)
+    monkeypatch.setenv("COLUMNS", "1000")
+    tell_next(Path("m.onnx"), "serve", SessionPlanFlags(capacity=48))
+    tell_next(Path("m.engine"), "serve", SessionPlanFlags())
+    assert (
+        told.getvalue().splitlines()
+        == [
+            "next       trt-kvcache build m.onnx -o m-engine/ --capacity 48",
+            "next       trt-kvcache serve m.engine",
+        ][: 2 * terminal]
     )
 
 

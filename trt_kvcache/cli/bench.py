@@ -100,6 +100,10 @@ def bench(
         from trt_kvcache.cli.pages import bench_page, save_page
 
         save_page(html, bench_page(results))
+    if model.suffix != ".json":
+        from trt_kvcache.cli.summary import tell_next
+
+        tell_next(model, "serve", planning)
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any]) -> BenchReport:

@@ -70,6 +70,9 @@ def chat(
                     _answer(session, talk, line, config)
             except TrtKvCacheError as error:  # of this message; the conversation goes on
                 print_error(error.message)
+    from trt_kvcache.cli.summary import tell_next
+
+    tell_next(model, "serve", planning)
 
 
 def _line() -> str | None:

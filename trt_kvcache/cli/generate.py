@@ -246,6 +246,9 @@ def generate(
         )
     if interrupted:
         raise typer.Exit(130)
+    from trt_kvcache.cli.summary import tell_next
+
+    tell_next(model, "chat", planning)
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
-from trt_kvcache.cli.output import human_bytes, shape_text, wrapped
+from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import bytes_of
+from trt_kvcache.engine.folder import is_model
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, UpdateForm, UpdateMode
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trt_kvcache.cli.options import BuildPlanFlags
+    from trt_kvcache.cli.options import SessionPlanFlags
 
-__all__ = ["advice", "build_line", "command_line", "plan_lines", "print_lines", "print_next"]
+__all__ = ["advice", "build_line", "command_line", "plan_lines", "print_lines", "print_next", "tell_next"]
 
 Lines = list[tuple[str, str]]
 
@@ -75,6 +77,18 @@ def print_next(out: Console, command: str) -> None:
         out.print(f"{'next' if at == 0 else '':{_LABEL}}{part}")
 
 
+def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
+    """Print the command that comes next to stderr, where that is a terminal: a model is built first.
+
+    Args:
+        path: model or engine, as given.
+        command: of an engine.
+        flags: that planned a model.
+    """
+    if sys.stderr.isatty():
+        print_next(console(sys.stderr), build_line(path, flags) if is_model(path) else command_line(command, path))
+
+
 def command_line(command: str, *arguments: str | Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
     """Return a command as a shell takes it, with the flags that differ from their defaults.
 
@@ -92,7 +106,7 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
     return shlex.join(words)
 
 
-def build_line(model: Path, flags: BuildPlanFlags, max_batch: int = 1, *, tensorrt: bool = False) -> str:
+def build_line(model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False) -> str:
     """Return the build that follows a plan.
 
     Args:
