@@ -207,6 +207,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "roll": {"layers": ("roll", "roll"), "length": 1},
     "roll bsnd, one sequence": {"layers": ("roll",), "length": 1, "layout": "bsnd", "batch": 1},
     "added": {"mask": "added"},
+    "added, one token": {"mask": "added", "length": 1},
     "counted": {"mask": "counted"},
     "two sequences": {"batch": 2},
     "with full": {"layers": ("cat", "full", "cat")},

@@ -19,7 +19,7 @@ from stacked_graphs import Stacking, stacked
 from trt_kvcache.importer.extensions import EXTENSIONS, load
 
 # torch's DeepSeek V3 has latents and assigned slices; optimum's BLOOM and T5 need repairs.
-NOT_PLAIN = {"bloom", "t5", "deepseek_v3_dynamic_eager"}
+NOT_PLAIN = {"bloom", "t5", "deepseek_v3_dynamic_eager", "roll_dynamo_op18", "gemma3_rolled_sdpa"}
 EXPORTS = sorted((Path(__file__).parents[1] / "models").glob("*/*/model.onnx"))
 LOADED = """
 import sys

@@ -51,6 +51,7 @@ class Exported:
         return made["logits"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_ring_holds_what_the_model_shifts(name: str, tmp_path: Path) -> None:
     """While the window fills, when it is full, and after several rounds: logits, and each token's row in each cache."""

@@ -164,7 +164,7 @@ class Interface:
         if role.role is Role.CONSTANT:
             return OriginalRole.CONSTANT if role.dtype in _FLOATS or len(shape) == 4 else OriginalRole.OTHER
         over_queries = len(shape) == 4 and shape[1] == 1 and axes[2] == "sequence"
-        is_mask = role.dtype == "bool" or over_queries or self._is_over_room(shape)
+        is_mask = role.dtype == "bool" or over_queries or self._is_over_rows(shape)
         if role.role is Role.MASK or (len(shape) == 4 and is_mask):
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
         return OriginalRole.CONSTANT if role.dtype in _FLOATS else OriginalRole.OTHER
@@ -173,13 +173,15 @@ class Interface:
         tokens = self._inputs[self.tokens].shape
         return tokens[1] if len(tokens) > 1 and isinstance(tokens[1], int) else None
 
-    def _is_over_room(self, shape: Sequence[Dim]) -> bool:
-        """Whether a shape is that of a mask over a past that always has as many rows, and so many new tokens."""
+    def _is_over_rows(self, shape: Sequence[Dim]) -> bool:
+        """Whether a shape is that of a mask over a cache of fixed length, and so many new tokens."""
         length = self._new_tokens()
         if length is None or len(shape) != 4 or shape[1:3] != (1, length):
             return False
-        lengths = {self._inputs[n].shape[f.axis] for n, f in self._found.items() if f.growing and f.axis}
-        return any(isinstance(room, int) and shape[3] == room + length for room in lengths)
+        lengths = {
+            (self._inputs[n].shape[f.axis], f.growing and not f.shifted) for n, f in self._found.items() if f.axis
+        }
+        return any(isinstance(rows, int) and shape[3] == rows + length * beside for rows, beside in lengths)
 
     def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
         """Axes in the terms of `OriginalTensor`."""
