@@ -33,7 +33,7 @@ class Shifted:
         mask: over shifted rows: "own" (an input), "added" (one of floats), "counted" (from positions), "late" (the
             same, without the oldest row), "still" (the same in every step), "none".
         length: S.
-        layout: axes of the caches, "bnsd" or "bsnd".
+        layout: axes of the caches, "bnsd", "bsnd" or "bnds".
     """
 
     layers: tuple[str, ...] = ("cat",)
@@ -111,13 +111,14 @@ def _layer(g: _Build, x: str, layer: int, form: str) -> str:
         past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
         rows: Dim = {"full": LONG, "grows": "past"}.get(form, g.how.rows)
         g.input(past, TensorProto.FLOAT, g.shape(rows))
-        if g.how.layout == "bnsd":
-            new = g.node("Transpose", [new], perm=[0, 2, 1, 3])
+        if g.how.layout != "bsnd":
+            new = g.node("Transpose", [new], perm=[0, 2, 1, 3] if g.how.layout == "bnsd" else [0, 2, 3, 1])
         how = {"values": "oldest" if part == "key" else "cat"}.get(form, form)
         read.append(_written(g, how, past, new, present))
         g.output(present, TensorProto.FLOAT, g.shape("total" if form == "grows" else rows))
-    if g.how.layout == "bsnd":
-        read = [g.node("Transpose", [tensor], perm=[0, 2, 1, 3]) for tensor in read]
+    if g.how.layout != "bnsd":
+        perm = [0, 2, 1, 3] if g.how.layout == "bsnd" else [0, 1, 3, 2]
+        read = [g.node("Transpose", [tensor], perm=perm) for tensor in read]
     query = g.node("Transpose", [query], perm=[0, 2, 1, 3])
     scores = g.node("MatMul", [query, g.node("Transpose", [read[0]], perm=[0, 1, 3, 2])])
     scores = g.node("Mul", [scores, g.constant(SIZE**-0.5, np.float32)])
@@ -203,6 +204,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "cat": {"layers": ("cat", "cat")},
     "cat, one token": {"length": 1},
     "cat bsnd": {"layout": "bsnd"},
+    "cat bnds": {"layout": "bnds"},
     "cut": {"layers": ("cut",)},
     "roll": {"layers": ("roll", "roll"), "length": 1},
     "roll bsnd, one sequence": {"layers": ("roll",), "length": 1, "layout": "bsnd", "batch": 1},

@@ -98,6 +98,7 @@ def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circ
     rows = str(shape[axis]) if axis is not None and axis < len(shape) else "L"
     what = "a circular buffer of a window" if circular else "a buffer of fixed capacity L"
     if axis is not None and tensor.kept is not None and isinstance(tensor.shape[axis], int):
+        rows = str(tensor.kept)
         what = f"token t lies in row t mod {rows}, and no row moves"
     names = {"batch": "B", "past": rows}
     dims = [
