@@ -35,18 +35,21 @@ __device__ inline Key key_of(unsigned score, int token) {
 
 // Rows of scores, and the part of a row that is this thread's. Row i is position i % keep of the sequence i / keep;
 // sequences begin `pitch` bytes apart, positions of one follow each other. Every row has `blocks` blocks in a sequence.
+// Where there are masks, a row has one bit for each token, and the scores of tokens whose bit is 0 are passed over, unless
+// they are NaN or infinite: these tell of a broken model.
 template <class Number>
 class Scores {
 public:
     using Bits = typename Number::Bits;
 
-    __device__ Scores(const void* logits, int keep, int vocab, int blocks, Int64 pitch) : vocab_(vocab) {
+    __device__ Scores(const void* logits, const void* masks, int keep, int vocab, int blocks, Int64 pitch) : vocab_(vocab) {
         const int at = static_cast<int>(blockIdx.x);
         row = at / blocks;
         thread = at % blocks * THREADS + static_cast<int>(threadIdx.x);
         threads_ = blocks * THREADS;
         const char* sequence = static_cast<const char*>(logits) + row / keep * pitch;
         scores_ = reinterpret_cast<const Bits*>(sequence) + static_cast<Int64>(row % keep) * vocab;
+        mask_ = masks == nullptr ? nullptr : static_cast<const unsigned*>(masks) + static_cast<Int64>(row) * ((vocab + 31) / 32);
     }
 
     int row, thread;  // the thread's number among those of the row
@@ -63,13 +66,18 @@ public:
             const int start = piece * EACH - before;
             if (start >= 0 && start + EACH <= vocab_) {
                 const uint4 loaded = *reinterpret_cast<const uint4*>(scores_ + start);
+                const unsigned mask = allowed(start, start + EACH - 1);
                 Bits bits[EACH];
                 memcpy(bits, &loaded, sizeof(bits));
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) take(ordered<Number>(bits[i]), start + i);
+                for (int i = 0; i < EACH; ++i) {
+                    const unsigned score = ordered<Number>(bits[i]);
+                    if ((mask >> i & 1) != 0 || score >= INFINITE) take(score, start + i);
+                }
             } else {
                 for (int i = start < 0 ? 0 : start; i < start + EACH && i < vocab_; ++i) {
-                    take(ordered<Number>(scores_[i]), i);
+                    const unsigned score = ordered<Number>(scores_[i]);
+                    if ((allowed(i, i) & 1) != 0 || score >= INFINITE) take(score, i);
                 }
             }
         }
@@ -88,7 +96,16 @@ public:
     }
 
 private:
+    static constexpr unsigned INFINITE = Number::SIGN + Number::INFINITE;
+
+    // The bits of up to 32 tokens, those from the first on.
+    __device__ unsigned allowed(int first, int last) const {
+        if (mask_ == nullptr) return 0xffffffffu;
+        return static_cast<unsigned>((static_cast<Key>(mask_[last >> 5]) << 32 | mask_[first >> 5]) >> (first & 31));
+    }
+
     const Bits* scores_;
+    const unsigned* mask_;
     int vocab_, threads_;
 };
 
@@ -101,7 +118,7 @@ __device__ inline Key highest_of_lanes(Key top, int last) {
     return top;
 }
 
-// The highest key of each row goes to best[row], which is 0 before.
+// The highest key of each row goes to best[row], which is 0 before. Of a row without an allowed token its score is 0.
 template <class Number>
 __device__ inline void best_token(const Scores<Number>& scores, Key* best) {
     const Key mine = scores.highest(), top = highest_of_lanes(mine, 1);

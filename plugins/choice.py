@@ -24,7 +24,10 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
 """Types of logits that have kernels."""
 
 KERNELS = ("best_token", "set_maxima", "candidates")
-"""Entry functions: two addresses (`candidates` three), int32 keep, vocab and blocks, int64 pitch."""
+"""Entry functions: three addresses (`candidates` four), int32 keep, vocab and blocks, int64 pitch.
+
+The second address is that of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0.
+"""
 
 MOST_TOKENS = 1 << 30
 """Largest vocabulary, so that positions of 32 bits do not overflow."""
@@ -69,19 +72,20 @@ def choice_family() -> str:
 
 def choice_entries(dtype: str, suffix: str = "") -> str:
     """Return the entry functions for logits of this type, with a suffix in their names."""
-    scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, keep, vocab, blocks, pitch);"
+    scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, masks, keep, vocab, blocks, pitch);"
     begin = 'extern "C" __global__ void __launch_bounds__(THREADS)'
     sizes = "int keep, int vocab, int blocks, long long pitch"
     return f"""#line 1 "choice_{dtype}.cu"
-{begin} best_token{suffix}(const void* logits, void* best, {sizes}) {{
+{begin} best_token{suffix}(const void* logits, const void* masks, void* best, {sizes}) {{
     {scores}
     best_token(scores, static_cast<Key*>(best));
 }}
-{begin} set_maxima{suffix}(const void* logits, void* maxima, {sizes}) {{
+{begin} set_maxima{suffix}(const void* logits, const void* masks, void* maxima, {sizes}) {{
     {scores}
     set_maxima(scores, static_cast<unsigned*>(maxima), blocks);
 }}
-{begin} candidates{suffix}(const void* logits, const void* least, void* lists, {sizes}) {{
+{begin} candidates{suffix}(
+    const void* logits, const void* masks, const void* least, void* lists, {sizes}) {{
     {scores}
     candidates(scores, static_cast<const unsigned*>(least), static_cast<Key*>(lists));
 }}
@@ -119,12 +123,12 @@ def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 
 def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.float32]:
-    """Invert `ordered`, as float32; the bits of NaN and the sign of 0 are lost."""
+    """Invert `ordered`, as float32; the bits of NaN and the sign of 0 are lost. 0, no score at all, is ``-inf``."""
     bits = np.dtype(f"u{np.dtype(CHOICE_DTYPES[dtype]).itemsize}")
     sign = 1 << 8 * bits.itemsize - 1
     distance = order.astype(np.int64) - sign
     scores: npt.NDArray[Any] = (np.abs(distance) | np.where(distance < 0, sign, 0)).astype(bits)
-    return scores.view(CHOICE_DTYPES[dtype]).astype(np.float32)
+    return np.where(order == 0, np.float32(-np.inf), scores.view(CHOICE_DTYPES[dtype]).astype(np.float32))
 
 
 def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -136,10 +140,10 @@ def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.
 def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return tokens ``[n, N]``, ascending, and their scores, from the lists ``[n, 1 + CANDIDATES]`` of `candidates`.
 
-    N is the length of the longest list. A shorter list ends with tokens of -1, whose scores are ``-inf``.
+    N is the length of the longest list, at least 1. A shorter list ends with tokens of -1, whose scores are ``-inf``.
     """
     counts = lists[:, 0]
-    most = int(counts.max())
+    most = max(1, int(counts.max()))
     keys = lists[:, 1 : 1 + most]
     # Tokens in the upper half, to sort by them; entries after the end of a list come last.
     keys = ((~keys & 0xFFFFFFFF) << 32 | keys >> 32).astype(np.uint64)

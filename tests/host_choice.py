@@ -22,6 +22,7 @@ from trt_kvcache.plugins.choice import (
     sets_per_row,
 )
 from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
+from trt_kvcache.runtime.generation.masks import pack_masks
 
 DTYPES = list(CHOICE_DTYPES)
 
@@ -38,6 +39,7 @@ class ChoiceCase:
         backwards: the last thread of the last block comes first.
         kernel: which; what it writes for each position has the type and size of `written`.
         least: of `candidates`, by row and position.
+        allowed: ``[R, keep, V]``, of masks; None: there are none.
     """
 
     logits: NDArray[Any]
@@ -47,6 +49,7 @@ class ChoiceCase:
     backwards: bool = False
     kernel: str = "best_token"
     least: NDArray[np.uint32] | None = None
+    allowed: NDArray[np.bool_] | None = None
 
     @property
     def written(self) -> tuple[Any, int]:
@@ -67,10 +70,10 @@ class HostChoice:
         for kernel in KERNELS:
             least = "least, " if kernel == "candidates" else ""
             for dtype in DTYPES:
-                call = f"{kernel}_{dtype}(logits, {least}out, keep, vocab, blocks, pitch);"
+                call = f"{kernel}_{dtype}(logits, masks, {least}out, keep, vocab, blocks, pitch);"
                 named = "least" if least else ""
-                signature = f"const void* logits, const void* {named}, void* out, int keep, int vocab, int blocks"
-                parts.append(f"[]({signature}, long long pitch) {{ {call} }},")
+                pointers = f"const void* logits, const void* masks, const void* {named}, void* out"
+                parts.append(f"[]({pointers}, int keep, int vocab, int blocks, long long pitch) {{ {call} }},")
         self._program = compile_for_host(folder, "choice", "\n".join([*parts, "};\n"]), flags)
 
     def run(self, cases: Sequence[ChoiceCase]) -> list[NDArray[Any]]:
@@ -84,11 +87,12 @@ class HostChoice:
             each = np.dtype(case.written[0]).itemsize * case.written[1]
             sizes.append(rows * case.keep * each)
             least = np.zeros((rows, case.keep), np.uint32) if case.least is None else case.least
+            masks = b"" if case.allowed is None else pack_masks(case.allowed).tobytes()
             content.append(struct.pack(
-                "11q", entry, rows, case.keep, vocab, case.blocks, pitch, THREADS, case.backwards, case.shift,
-                len(data), each,
+                "12q", entry, rows, case.keep, vocab, case.blocks, pitch, THREADS, case.backwards, case.shift,
+                len(data), each, len(masks),
             ))  # fmt: skip
-            content += [data, least.tobytes()]
+            content += [data, least.tobytes(), masks]
         given, results = self.folder / "choice-cases", self.folder / "choice-results"
         given.write_bytes(b"".join(content))
         done = subprocess.run([self._program, given, results], capture_output=True, text=True, timeout=120)

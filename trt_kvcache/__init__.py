@@ -86,11 +86,13 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.encoders.encoder import Source
     from trt_kvcache.runtime.events import FinishReason, TokenEvent
     from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
+    from trt_kvcache.runtime.generation.masks import Grammar, TokenMask
     from trt_kvcache.runtime.generation.settings import Settings
     from trt_kvcache.runtime.generation.speculation import SpeculationStats
     from trt_kvcache.runtime.prefix import PrefixStats
     from trt_kvcache.runtime.requests import EmbedsAll, Generation, Given, GivenAll, PositionsAll, Prompt
     from trt_kvcache.runtime.session import DecodeSession
+    from trt_kvcache.runtime.structured import Grammars
     from trt_kvcache.verify import OutputDifference, VerifyOptions, VerifyReport, VerifyStep, verify_model
 
 _HOMES = {
@@ -197,6 +199,8 @@ _HOMES = {
         "Prompt",
     ),
     "trt_kvcache.runtime.session": ("DecodeSession",),
+    "trt_kvcache.runtime.generation.masks": ("Grammar", "TokenMask"),
+    "trt_kvcache.runtime.structured": ("Grammars",),
     "trt_kvcache.verify": (
         "OutputDifference",
         "VerifyOptions",
@@ -237,6 +241,8 @@ __all__ = [
     "GivenAll",
     "GivenEmbeddings",
     "Gpu",
+    "Grammar",
+    "Grammars",
     "InterfaceChange",
     "InvalidModelError",
     "KVCache",
@@ -280,6 +286,7 @@ __all__ = [
     "Target",
     "TensorRole",
     "TokenEvent",
+    "TokenMask",
     "TrtKvCacheError",
     "UnsupportedModelError",
     "UpdateContract",

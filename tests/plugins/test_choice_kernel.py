@@ -47,13 +47,30 @@ def check(host: HostChoice, cases: list[ChoiceCase]) -> None:
         dtype = case.logits.dtype.name
         tokens, scores = read_keys(keys[..., 0], dtype)
         kept = case.logits[:, case.logits.shape[1] - case.keep :]
-        expected = [[best(position) for position in row] for row in kept]
+        seen = seen_of(case)
+        expected = [[best_of(*pair) for pair in zip(*row, strict=True)] for row in zip(kept, seen, strict=True)]
         about = f"{dtype} {case.logits.shape}, the last {case.keep}, {case.blocks} blocks, shift {case.shift}"
         wanted = [[top for _, top in row] for row in expected]
         np.testing.assert_array_equal(scores, np.array(wanted, np.float32), err_msg=about)
         if not np.isnan(scores).any():
             assert tokens.tolist() == [[token for token, _ in row] for row in expected], about
-        assert tokens.tolist() == kept.astype(np.float32).argmax(axis=-1).tolist(), about
+        if seen.all():
+            assert tokens.tolist() == kept.astype(np.float32).argmax(axis=-1).tolist(), about
+
+
+def seen_of(case: ChoiceCase) -> NDArray[np.bool_]:
+    """The scores that kernels look at, ``[R, keep, V]``: those that masks allow, and what tells of a broken model."""
+    kept = case.logits[:, case.logits.shape[1] - case.keep :].astype(np.float32)
+    allowed = np.ones(kept.shape, bool) if case.allowed is None else case.allowed
+    seen: NDArray[np.bool_] = allowed | np.isnan(kept) | (kept == np.inf)
+    return seen
+
+
+def best_of(scores: NDArray[Any], seen: NDArray[np.bool_]) -> tuple[int, float]:
+    if not seen.any():
+        return 0, -np.inf
+    token, top = best(scores[seen])
+    return int(np.flatnonzero(seen)[token]), top
 
 
 def some_logits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -115,7 +132,10 @@ def some_cases(rng: np.random.Generator, dtype: str, count: int) -> list[ChoiceC
         vocab = int(rng.choice([1, 2, 7, 8, 9, 31, 32, 33, 255, 257, 1000, 3001]))
         logits = some_logits(rng, dtype, (int(rng.integers(1, 4)), int(rng.integers(1, 4)), vocab))
         keep, blocks = int(rng.integers(1, logits.shape[1] + 1)), int(rng.integers(1, 4))
-        cases.append(ChoiceCase(logits, keep, blocks, size * int(rng.integers(0, 64 // size)), bool(rng.integers(2))))
+        shift, backwards = size * int(rng.integers(0, 64 // size)), bool(rng.integers(2))
+        share = rng.choice([0.0, 0.02, 0.5, 1.0], (len(logits), keep, 1))
+        allowed = rng.random((len(logits), keep, vocab)) < share if rng.integers(2) else None
+        cases.append(ChoiceCase(logits, keep, blocks, shift, backwards, allowed=allowed))
     return cases
 
 
@@ -131,11 +151,11 @@ def test_candidates_are_the_highest_scores(host: HostChoice, dtype: str) -> None
     lists = host.run([replace(c, kernel="candidates", least=x) for c, x in zip(cases, least, strict=True)])
     complete = 0
     for case, sets, thresholds, keys, count in zip(cases, found, least, lists, asked, strict=True):
-        kept = ordered(case.logits)[:, case.logits.shape[1] - case.keep :]
+        kept = np.where(seen_of(case), ordered(case.logits)[:, case.logits.shape[1] - case.keep :], 0)
         np.testing.assert_array_equal(sets.max(axis=-1), kept.max(axis=-1))
         for place in np.ndindex(kept.shape[:2]):
-            wanted = np.flatnonzero(kept[place] >= thresholds[place])
-            assert wanted.size >= min(count, kept.shape[2])
+            wanted = np.flatnonzero((kept[place] >= thresholds[place]) & (kept[place] > 0))
+            assert wanted.size >= min(count, np.count_nonzero(kept[place]))
             assert keys[place][0] == wanted.size
             if wanted.size <= CANDIDATES:
                 tokens, scores = read_keys(keys[place][1 : 1 + wanted.size], dtype)

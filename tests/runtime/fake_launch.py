@@ -49,7 +49,7 @@ class LaunchConfig:
 def launch(stream: Any, config: LaunchConfig, kernel: Kernel, *arguments: Any) -> None:
     """Of ``cuda.core``: Python's integers are addresses, NumPy's are numbers."""
     machine = stream._machine
-    addresses = 3 if kernel._name == "candidates" else 2
+    addresses = 4 if kernel._name == "candidates" else 3
     assert [type(x) for x in arguments] == [*[int] * addresses, np.int32, np.int32, np.int32, np.int64]
     assert config.block == THREADS
     if machine.no_launches:
@@ -88,26 +88,32 @@ class Launch:
             distance = (bits.view(f"u{self.dtype.itemsize}") & (sign - 1)).astype(np.int64)
             order = np.where(np.isnan(scores), 2 * sign - 1, np.where(scores < 0, sign - distance, sign + distance))
             tokens = np.arange(self.vocab) ^ self.machine.wrong_tokens
-            yield order.astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
+            keys = order.astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
+            if self.addresses[1]:
+                words = -(-self.vocab // 32)
+                mask = self.machine.array(self.addresses[1] + 4 * words * i, 4 * words, "a mask")
+                allowed = np.unpackbits(mask, bitorder="little")[: self.vocab].astype(bool)
+                keys[~(allowed | np.isnan(scores) | (scores == np.inf))] = 0
+            yield keys
 
     def best_token(self) -> None:
-        out = self.machine.array(self.addresses[1], 8 * self.count, "the best keys").view(np.uint64)
+        out = self.machine.array(self.addresses[2], 8 * self.count, "the best keys").view(np.uint64)
         assert not out.any()
         for i, keys in enumerate(self.rows()):
-            out[i] = keys.max()
+            out[i] = keys.max() or 0xFFFFFFFF
 
     def set_maxima(self) -> None:
         sets = self.blocks * THREADS // 32 * SETS
-        out = self.machine.array(self.addresses[1], 4 * sets * self.count, "maxima").view(np.uint32)
+        out = self.machine.array(self.addresses[2], 4 * sets * self.count, "maxima").view(np.uint32)
         for row, keys in zip(out.reshape(self.count, sets), self.rows(), strict=True):
             row[:] = 0
             np.maximum.at(row, np.arange(self.vocab) * 7 % sets, (keys >> 32).astype(np.uint32))
 
     def candidates(self) -> None:
-        least = self.machine.array(self.addresses[1], 4 * self.count, "the least scores").view(np.uint32)
-        out = self.machine.array(self.addresses[2], 8 * (1 + CANDIDATES) * self.count, "lists").view(np.uint64)
+        least = self.machine.array(self.addresses[2], 4 * self.count, "the least scores").view(np.uint32)
+        out = self.machine.array(self.addresses[3], 8 * (1 + CANDIDATES) * self.count, "lists").view(np.uint64)
         for row, keys, score in zip(out.reshape(self.count, -1), self.rows(), least, strict=True):
             assert row[0] == 0
-            found = keys[keys >> 32 >= score][::-1]
+            found = keys[(keys >> 32 >= score) & (keys > 0)][::-1]
             row[0] = found.size - self.machine.missing_candidates
             row[1 : 1 + min(found.size, CANDIDATES)] = found[:CANDIDATES]

@@ -119,8 +119,9 @@ static int kernel(void **found, void *library, const char *name) { *found = strd
 struct Launch { unsigned grid[3], block[3], shared; void *stream; void *attributes; unsigned count; };
 static int launch(const struct Launch *l, const char *name, void **given, void **more) {  // of `best_token`
     IN_CONTEXT;
-    printf("%s %u %u %llx %llx %d %d %d %lld\n", name, l->grid[0], l->block[0], *(Address *)given[0],
-           *(Address *)given[1], *(int *)given[2], *(int *)given[3], *(int *)given[4], *(long long *)given[5]);
+    printf("%s %u %u %llx %llx %llx %d %d %d %lld\n", name, l->grid[0], l->block[0], *(Address *)given[0],
+           *(Address *)given[1], *(Address *)given[2], *(int *)given[3], *(int *)given[4], *(int *)given[5],
+           *(long long *)given[6]);
     fflush(stdout);
     return OK;
 }

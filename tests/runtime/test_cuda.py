@@ -183,7 +183,7 @@ made = compile_choice("float16", "sm_90", driver=gpu.driver_version)
 found = gpu.load_kernels(made.code, made.name, KERNELS)
 sizes = np.int32(1), np.int32(-3), np.int32(4), np.int64(-5)
 def launch():
-    gpu.launch_kernel(found["best_token"], 5, 128, 0xABC00, 1 << 40, *sizes)
+    gpu.launch_kernel(found["best_token"], 5, 128, 0xABC00, 0, 1 << 40, *sizes)
 launch()
 assert "cannot launch a kernel: STATUS_201" in elsewhere(launch)
 assert "INVALID_CONTEXT" in elsewhere(gpu.sync)
@@ -216,5 +216,5 @@ def test_everything_that_is_called(driver: Path) -> None:
     env = os.environ | {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    launched = "best_token 5 128 abc00 10000000000 1 -3 4 -5"
+    launched = "best_token 5 128 abc00 0 10000000000 1 -3 4 -5"
     assert done.stdout.splitlines() == [launched, launched, "left 0"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
@@ -101,6 +102,7 @@ class Continuation:
 
         Raises:
             SessionError: NaN or infinity in the logits, or the settings forbid every token.
+            OptionError: the grammar does.
         """
         token, logprob = self._sampler.choose(logits, self.tokens, self._length - self._prompt_length)
         self._append(token)
@@ -114,6 +116,29 @@ class Continuation:
             self.finish_reason = FinishReason.LENGTH
         text += self._rest()
         return self._event(token, text, logprob)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self._sampler.masked
+
+    def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
+        """The tokens that the grammar allows next, and after each of some guesses.
+
+        Returns:
+            int32 ``[D + 1, words]``, see `TokenMask`. No bits after guesses that the grammar does not allow, and where
+            it fails: `advance` meets the failure again, if the sequence comes so far.
+        """
+        made = self._length - self._prompt_length
+        new = np.concatenate([self.tokens[self._prompt_length :], np.array(guesses, np.int64)])
+        masks = np.zeros((len(guesses) + 1, words), np.int32)
+        for i, found in enumerate(masks):
+            if i and not masks[i - 1, guesses[i - 1] // 32] >> guesses[i - 1] % 32 & 1:
+                break
+            with suppress(TrtKvCacheError):
+                mask = self._sampler.mask(new[: made + i], words)
+                found[: mask.size] = mask
+        return masks
 
     def finish(self, reason: FinishReason) -> TokenEvent:
         """End the sequence from outside; the event has no token, and the text that was held back."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.generation.masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 
@@ -50,7 +51,7 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
         positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
     whole = replace(
         batch, first_row=first, tokens=tokens, starts=starts, constants=tuple(constants), keep=keep, embeds=embeds,
-        positions=positions,
+        positions=positions, masks=_whole_masks(batch, rows, keep, taking_part),
     )  # fmt: skip
     idle = [row for row in range(first, first + rows) if not 0 <= row - batch.first_row < batch.rows]
     names = [buffer.past for buffer in carried_buffers(runner.plan)]
@@ -65,6 +66,19 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
         if length > batch.length:
             for i, start in enumerate(batch.starts):
                 runner.zero_rows(batch.first_row + i, int(start) + batch.length, int(start) + length)
+
+
+def _whole_masks(batch: StepBatch, rows: int, keep: int, taking_part: slice) -> Masks | None:
+    asked = batch.masks
+    if asked is None:
+        return None
+
+    def read(words: int) -> Mask:
+        masks = all_tokens((rows, keep, words))
+        masks[taking_part, : batch.keep] = asked(words)
+        return masks
+
+    return read
 
 
 def asked_logits(logits: Array, batch: StepBatch, whole: StepBatch) -> Array:

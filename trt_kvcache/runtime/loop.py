@@ -23,6 +23,7 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import Embeddings, embed_step
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.given import stack_positions
 from trt_kvcache.runtime.inputs import StepInputs
@@ -150,7 +151,7 @@ class DecodeLoop:
         for group in self._groups([self._next_piece(run, guesses.get(run.slot, [])) for run in seated]):
             slots = [piece.slot for piece in group]
             try:
-                logits = self._write(group, highest=self._looks_at(group))
+                logits = self._write(group, highest=self._looks_at(group), masks=self._masks(group))
             except TrtKvCacheError as error:
                 for slot in slots:
                     self._end(slot, error)
@@ -268,7 +269,25 @@ class DecodeLoop:
         counts = [self._runs[piece.slot].continuation.looks_at for piece in group if piece.keep]
         return 0 if 0 in counts else max(counts, default=0)
 
-    def _write(self, group: list[_Piece], *, highest: int = 0) -> Logits:
+    def _masks(self, group: list[_Piece]) -> Masks | None:
+        """What says which tokens may come after each position that is kept; None where no sequence has a grammar."""
+        made = [self._runs[piece.slot].continuation for piece in group]
+        masked = [piece.keep > 0 and continuation.masked for piece, continuation in zip(group, made, strict=True)]
+        if not any(masked):
+            return None
+        keep = max(piece.keep for piece in group)
+
+        def read(words: int) -> Mask:
+            masks = all_tokens((len(group), keep, words))
+            for row in np.flatnonzero(masked):
+                piece = group[row]
+                guesses = piece.tokens[len(piece.tokens) - piece.guesses :]
+                masks[row, keep - piece.keep :] = made[row].masks(guesses, words)
+            return masks
+
+        return read
+
+    def _write(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> Logits:
         """One step: logits ``[R, most positions that a piece keeps, V]``, or so many of the highest of each."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
@@ -285,6 +304,7 @@ class DecodeLoop:
             embeds=embeds,
             positions=stack_positions([slot.positions for slot in slots], starts, tokens.shape[1]),
             highest=highest,
+            masks=masks,
         )
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)

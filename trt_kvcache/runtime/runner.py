@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.encoders.constants import Constants
+from trt_kvcache.runtime.generation.masks import Masks
 
 __all__ = ["Array", "HostBytes", "HostMemory", "Logits", "Runner", "StepBatch"]
 
@@ -55,6 +56,7 @@ class StepBatch:
         positions: int64 ``[R, planes, S]``, or one plane for all; None: each token stands where its cache row is.
         highest: the caller looks at so many of the highest scores of each position, and at those that equal the last of
             them; of 1 at the first alone; of 0 at all scores.
+        masks: the tokens that may be among the `highest`; None: all. Best called after the step has begun.
     """
 
     first_row: int
@@ -65,6 +67,7 @@ class StepBatch:
     embeds: Array | None = None
     positions: npt.NDArray[np.int64] | None = None
     highest: int = 0
+    masks: Masks | None = None
 
     @cached_property
     def rows(self) -> int:
@@ -155,8 +158,8 @@ class Runner(Protocol):
         Returns:
             ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Memory of the runner's:
             valid until the next call, `close` included. A runner that can choose by itself may answer a step that looks
-            at few scores with `trt_kvcache.runtime.generation.greedy.CHOICE` ``[R, keep, N]``: those at least, tokens
-            ascending.
+            at few scores with `trt_kvcache.runtime.generation.greedy.CHOICE` ``[R, keep, N]``: those at least of the
+            scores that the masks allow, tokens ascending. Others take no heed of masks.
 
         Raises:
             SessionError: it failed. Cache rows below `starts` hold what they held.

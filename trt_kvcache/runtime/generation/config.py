@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.given import given_path, is_number, is_whole, shown
+from trt_kvcache.runtime.generation.masks import Grammar
 
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
@@ -53,9 +54,13 @@ class GenerationConfig:
         exponential_decay_length_penalty: ``(start, factor)``: the score of an end-of-sequence token rises by
             ``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones.
         logits_processor: a `LogitsProcessor`, or several, after all of these rules and before temperature, top-k and
-            the like: for grammars, for example. It may write to the scores it gets, has to be a function of the tokens
-            alone (those that prompt lookup proposed come and go), may not change the session that calls it, and ends
-            its own sequence where it raises.
+            the like. It may write to the scores it gets, has to be a function of the tokens alone (those that prompt
+            lookup proposed come and go), may not change the session that calls it, and ends its own sequence where it
+            raises.
+        grammar: what the new text has to be: `trt_kvcache.Grammars` makes one of a JSON schema, a regular expression
+            or a Lark grammar; or a `Grammar` of your own. It comes after all of these rules. Where they and the grammar
+            leave no token, the sequence ends with an `OptionError`. A text that `max_new_tokens` or the capacity cuts
+            is a beginning of what the grammar allows.
         eos_token_id: the token, or tokens, that end a sequence.
         stop_strings: text, or texts, that end a sequence; needs a tokenizer. The text ends before it.
         seed: of sampling. The random number that chooses a token follows from `seed`, the number `i` of the sequence in
@@ -96,6 +101,7 @@ class GenerationConfig:
     forced_eos_token_id: int | Sequence[int] | None = None
     exponential_decay_length_penalty: tuple[int, float] | None = None
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor] = ()
+    grammar: Grammar | None = None
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
     seed: int | None = None
@@ -283,6 +289,7 @@ class GenerationConfig:
             "stop_strings": bool(self.stops),
             "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens is not None,
             "num_assistant_tokens": bool(self.num_assistant_tokens),
+            "grammar": self.grammar is not None,
         }
         for name, active in together.items():
             if active:
@@ -357,6 +364,8 @@ def _check_types(config: GenerationConfig) -> None:
     _require(decay is None or pair, config, "exponential_decay_length_penalty", "(whole number, number), or None")
     processor: object = config.logits_processor
     _require(callable(processor) or _all(processor, callable), config, "logits_processor", "a function, or several")
+    startable = config.grammar is None or callable(getattr(config.grammar, "start", None))
+    _require(startable, config, "grammar", "what trt_kvcache.Grammars compiles, an object with start(), or None")
     stops = config.stop_strings
     texts = stops is None or _all([stops] if isinstance(stops, str) else stops, lambda text: isinstance(text, str))
     _require(texts, config, "stop_strings", "a text, several, or None")

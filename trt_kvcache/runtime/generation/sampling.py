@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import SessionError
+from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.greedy import CHOICE, as_scores, best
+from trt_kvcache.runtime.generation.masks import Mask, ask_mask, keep_allowed, words
 from trt_kvcache.runtime.generation.processors import process, rules_apply
 from trt_kvcache.runtime.generation.warpers import Candidates, warp
 
@@ -40,12 +41,32 @@ class Sampler:
         self._philox = np.random.Philox(key=seed.generate_state(2, np.uint64))
         self._numbers = np.random.Generator(self._philox)
         self._counter = 0
+        self._mask = None if config.grammar is None else config.grammar.start()
+        self._words = 0
 
     def guesser(self) -> Sampler:
-        """One for a draft of the text: it draws the same numbers, and knows no rules of the caller's own."""
+        """One for a draft of the text: the same numbers and grammar, and no other rules of the caller's own."""
         assert isinstance(self._entropy, int)
-        config = replace(self._config, seed=self._entropy, logits_processor=(), output_logprobs=False)
-        return Sampler(config, self._index)
+        config = replace(self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False)
+        made = Sampler(config, self._index)
+        made._mask = self._mask
+        return made
+
+    @property
+    def masked(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self._mask is not None
+
+    def mask(self, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
+        """The tokens that may come after these new ones, int32 of at most `most` numbers.
+
+        Raises:
+            SessionError: the grammar's mask failed.
+            OptionError: the grammar asks for too much.
+        """
+        assert self._mask is not None
+        self._words = most
+        return ask_mask(self._mask, new_tokens, most)
 
     def looks_at(self, new_tokens: int) -> int:
         """How many of the highest scores `choose` looks at, now and ever after; see `StepBatch.highest`."""
@@ -62,8 +83,8 @@ class Sampler:
         """Choose the token after `tokens`. Where it samples, one random number decides, that of the position.
 
         Args:
-            logits: ``[V]``, of the model, in its own float type, or a `CHOICE` of those that it looks at. Neither
-                written to nor kept.
+            logits: ``[V]``, of the model, in its own float type, or a `CHOICE` of those that it looks at and that the
+                grammar allows. Neither written to nor kept.
             tokens: int64: the prompt and what was generated.
             new_tokens: how many of them were generated.
 
@@ -73,9 +94,14 @@ class Sampler:
 
         Raises:
             SessionError: the model gave NaN or infinity, or the rules leave no token.
+            OptionError: the grammar leaves none.
         """
         config = self._config
         token, top = best(logits)
+        new = tokens[tokens.size - new_tokens :]
+        if self._mask is not None and logits.dtype == CHOICE and top == -math.inf:
+            self.mask(new, self._words)  # which may say why there is none
+            raise _no_token(new_tokens)
         if not math.isfinite(top):
             raise SessionError(f"the model's logits hold {top}: it overflowed, or its weights or caches are damaged")
         if logits.dtype == CHOICE:
@@ -84,10 +110,14 @@ class Sampler:
                 token = self._draw(warp(Candidates(known["score"], known["token"]), config), tokens.size)
             return token, None
         ruled = rules_apply(new_tokens, config)
-        if ruled or config.do_sample:
+        if ruled or config.do_sample or self._mask is not None:
             scores = process(as_scores(logits), tokens, new_tokens, config)
             if ruled:
                 _check_ruled(float(scores.max()))
+            if self._mask is not None:
+                scores = keep_allowed(scores, self.mask(new, words(scores.size)))
+                if scores.max() == -math.inf:
+                    raise _no_token(new_tokens)
             token = self._draw(warp(scores, config), tokens.size) if config.do_sample else int(scores.argmax())
         return token, _logprob(as_scores(logits), token, top) if config.output_logprobs else None
 
@@ -103,6 +133,10 @@ class Sampler:
         self._philox.advance(position - self._counter)  # and forgets the other three numbers of the last counter
         self._counter = position + 1
         return self._numbers.random()
+
+
+def _no_token(new_tokens: int) -> OptionError:
+    return OptionError(f"the grammar and the other settings leave no token after {new_tokens} new ones; change one")
 
 
 def _check_ruled(top: float) -> None:

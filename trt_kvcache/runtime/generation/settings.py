@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
+from trt_kvcache.runtime.generation.masks import Grammar
 
 __all__ = ["Settings", "changed"]
 
@@ -36,6 +37,7 @@ class Settings(TypedDict, total=False):
     forced_eos_token_id: int | Sequence[int] | None
     exponential_decay_length_penalty: tuple[int, float] | None
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor]
+    grammar: Grammar | None
     eos_token_id: int | Sequence[int] | None
     stop_strings: str | Sequence[str] | None
     seed: int | None
@@ -71,6 +73,6 @@ SYNONYMS = {
     "min_tokens": "min_new_tokens", "stop": "stop_strings", "logit_bias": "sequence_bias", "best_of": "num_beams",
     "beam_width": "num_beams", "sample": "do_sample", "logprobs": "output_logprobs", "frequency_penalty":
     "repetition_penalty", "presence_penalty": "repetition_penalty", "random_seed": "seed", "temp": "temperature",
-    "stop_token_ids": "eos_token_id", "end_id": "eos_token_id",
+    "stop_token_ids": "eos_token_id", "token_mask": "grammar", "response_format": "grammar", "end_id": "eos_token_id",
 }  # fmt: skip
 """Names that vLLM, transformers, TensorRT-LLM and OpenAI's API have for settings."""

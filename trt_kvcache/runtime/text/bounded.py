@@ -6,7 +6,7 @@ of the file a table of texts, and decoders that let a text grow by no more than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 
 from trt_kvcache.child import ChildError
 from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.text.token_bytes import TokenBytes, each_decoder, read_token_bytes
 from trt_kvcache.runtime.text.tokenizer_process import TokenizerProcess
 
 __all__ = ["BoundedTokenizer"]
@@ -77,6 +78,15 @@ class BoundedTokenizer:
             raise OptionError(f"{name} has a token of {longest} characters; supported are up to {_LONGEST}")
         _check_decoders(file.decoder, name)
         self._decoder = _read_decoder(file.decoder)
+        self._said, self._name = file.decoder, name
+
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token.
+
+        Raises:
+            OptionError: see `read_token_bytes`.
+        """
+        return read_token_bytes(self._texts, self._special, self._said, self._name)
 
     def get_vocab_size(self, with_added_tokens: bool = True) -> int:
         """Tokens, with the added ones."""
@@ -112,7 +122,7 @@ def _read_decoder(decoder: dict[str, Any] | None) -> Any:
 
 def _check_decoders(decoder: dict[str, Any] | None, name: str) -> None:
     """Refuse decoders that take any time, or make texts of any length."""
-    found = list(_each(decoder))
+    found = list(each_decoder(decoder))
     growth = 1.0
     for part in found:
         kind = part.get("type")
@@ -131,11 +141,3 @@ def _check_decoders(decoder: dict[str, Any] | None, name: str) -> None:
             f"{name} has {len(found)} decoders, which make a text {growth:.3g} times as long; supported are {_MOST}, "
             f"and {_GROWTH} times"
         )
-
-
-def _each(decoder: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(decoder, dict):
-        yield decoder
-        inner = decoder.get("decoders")
-        for part in inner if isinstance(inner, list) else ():
-            yield from _each(part)

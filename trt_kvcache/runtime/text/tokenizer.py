@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.files import read_file, read_object
 from trt_kvcache.runtime.text.bounded import BoundedTokenizer
+from trt_kvcache.runtime.text.token_bytes import TokenBytes, read_token_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -115,6 +117,19 @@ class Tokenizer:
                 "give token ids"
             ) from error
         return ids
+
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token, for grammars.
+
+        Raises:
+            OptionError: the tokenizer joins tokens by other rules than their bytes.
+        """
+        if isinstance(self._tokenizer, BoundedTokenizer):
+            return self._tokenizer.token_bytes()
+        added = self._tokenizer.get_added_tokens_decoder()
+        texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
+        special = [token for token, about in added.items() if about.special]
+        return read_token_bytes(texts, special, json.loads(self._tokenizer.to_str())["decoder"], self.name)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""

@@ -1,6 +1,7 @@
 """Logits that stay on the GPU: the best token of each position, or its highest scores, come to the host instead of all.
 
 Greedy decoding looks at nothing but the best token, sampling with `top_k` at nothing but so many of the highest scores.
+The masks of grammars go to the GPU, a bit for each token, and what they forbid is passed over there.
 The kernels (``plugins/choice.cu``) are compiled by NVRTC, an optional package. Before a session relies on them, they
 have to find what the host does, on this GPU, among scores that make it hard; wherever they cannot be had, or are wrong,
 the host goes on choosing among all scores.
@@ -30,6 +31,7 @@ from trt_kvcache.plugins.choice import (
 )
 from trt_kvcache.plugins.spec import THREADS
 from trt_kvcache.runtime.generation.greedy import CHOICE, best
+from trt_kvcache.runtime.generation.masks import Mask, Masks, pack_masks, words
 from trt_kvcache.runtime.runner import Array
 from trt_kvcache.runtime.trt.cuda import Cuda, Pinned, taken
 
@@ -38,6 +40,7 @@ __all__ = ["DeviceChoice", "choice_bytes", "open_choice"]
 _KEY_BYTES, _ORDER_BYTES = 8, 4
 _LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)
 _MOST_BLOCKS = 2**31 - 1
+_LEAST_MASKS = 256  # bytes
 _PROVED = 8  # positions at once, at most, and kinds of hard scores
 
 
@@ -57,15 +60,18 @@ class DeviceChoice:
 
     def __init__(self, cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> None:
         self._cuda, self._dtype, self._vocab = cuda, dtype, vocab
-        found, least = _sizes(dtype, vocab, rows, most)
+        found, least, masks = _sizes(dtype, vocab, rows, most)
         arch = "sm_" + cuda.compute_capability.replace(".", "")
         made = compile_choice(dtype.name, arch, driver=cuda.driver_version)
         self._kernels = cuda.load_kernels(made.code, made.name, KERNELS)
         self._most_lists = _most_lists(rows)
-        self._found, self._least = cuda.allocate(found), cuda.allocate(least)
-        self._host = cuda.allocate_pinned(found)
+        self._words = words(vocab)
+        self._found, self._least, self._masks = map(cuda.allocate, (found, least, masks))
+        self._host, self._host_masks = cuda.allocate_pinned(found), cuda.allocate_pinned(masks)
 
-    def choose(self, start: int, pitch: int, rows: int, keep: int, highest: int) -> Array | None:
+    def choose(
+        self, start: int, pitch: int, rows: int, keep: int, highest: int, masks: Masks | None = None
+    ) -> Array | None:
         """Wait for the step, and fetch what is looked at.
 
         Args:
@@ -74,12 +80,15 @@ class DeviceChoice:
             rows: R.
             keep: positions of each row, which follow each other.
             highest: how many of the highest scores of each position, see `StepBatch.highest`.
+            masks: of the tokens that may be among them, see `StepBatch.masks`.
 
         Returns:
             `CHOICE` ``[R, keep, N]``, tokens ascending; behind the last one tokens of -1 with scores of ``-inf``. None
-            where so many scores, or scores of so many positions, are better looked for among all.
+            where so many scores, or scores or masks of so many positions, are better looked for among all.
         """
-        where = start, pitch, rows, keep
+        if masks is not None and 4 * self._words * rows * keep > self._host_masks.data.size:
+            return None
+        where = start, self._put(masks, rows, keep), pitch, rows, keep
         if highest == 1:
             read = read_keys(self._best(*where, self._vocab)[:, None], self._dtype.name)
         elif rows * keep > self._most_lists or 2 * highest > sets_per_row(self._vocab, self._dtype.itemsize):
@@ -93,28 +102,41 @@ class DeviceChoice:
         chosen["token"], chosen["score"] = read
         return chosen.reshape(rows, keep, -1)
 
-    def _best(self, start: int, pitch: int, rows: int, keep: int, vocab: int) -> npt.NDArray[np.uint64]:
+    def _put(self, masks: Masks | None, rows: int, keep: int) -> int:
+        """Copy masks to the GPU, while the step runs; their address, or 0 where there are none."""
+        if masks is None:
+            return 0
+        data = masks(self._words)
+        assert data.shape == (rows, keep, self._words)
+        return self._upload_masks(data)
+
+    def _upload_masks(self, data: Mask) -> int:
+        self._host_masks.data[: data.nbytes] = data.reshape(-1).view(np.uint8)
+        self._cuda.upload(self._masks, self._host_masks.address, data.nbytes)
+        return self._masks
+
+    def _best(self, start: int, masks: int, pitch: int, rows: int, keep: int, vocab: int) -> npt.NDArray[np.uint64]:
         """The best key of each position ``[R * keep]``."""
         size = _KEY_BYTES * rows * keep
         self._cuda.zero_rows(self._found, size, size, 1)
-        self._launch("best_token", (start, self._found), pitch, rows, keep, vocab)
+        self._launch("best_token", (start, masks, self._found), pitch, rows, keep, vocab)
         return self._fetch(size).view(np.uint64)
 
     def _lists(
-        self, start: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
+        self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
         """What `candidates` writes, ``[R * keep, 1 + CANDIDATES]``, and the least score that it looked for.
 
         At least `highest` scores reach the `highest`-th of the maxima of disjoint sets, and few others do.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
-        self._launch("set_maxima", (start, self._found), pitch, rows, keep, vocab)
+        self._launch("set_maxima", (start, masks, self._found), pitch, rows, keep, vocab)
         maxima = self._fetch(_ORDER_BYTES * count * sets).view(np.uint32).reshape(count, sets)
         least = np.partition(maxima, sets - highest, axis=1)[:, sets - highest].copy()
         self._host.data[: least.nbytes] = least.view(np.uint8)
         self._cuda.upload(self._least, self._host.address, least.nbytes)
         self._cuda.zero_rows(self._found, _LIST_BYTES, _KEY_BYTES, count)
-        self._launch("candidates", (start, self._least, self._found), pitch, rows, keep, vocab)
+        self._launch("candidates", (start, masks, self._least, self._found), pitch, rows, keep, vocab)
         lists = self._fetch(_LIST_BYTES * count).view(np.uint64).reshape(count, 1 + CANDIDATES)
         return lists, least
 
@@ -155,22 +177,38 @@ class DeviceChoice:
         width = vocab * logits.itemsize
         staging.data[: logits.nbytes] = logits.reshape(-1).view(np.uint8)
         self._cuda.upload(memory + shift, staging.address, logits.nbytes)
-        where = memory + shift + (positions - keep) * width, positions * width, rows, keep
+        start = memory + shift + (positions - keep) * width
         looked_at = logits[:, positions - keep :].reshape(rows * keep, vocab)
+        rng = np.random.default_rng(vocab + shift)
+        allowed = rng.random(looked_at.shape) < rng.choice([0.0, 0.1, 0.5], (rows * keep, 1))
+        self._compare_at((start, 0, positions * width, rows, keep), looked_at, np.ones_like(allowed))
+        masks = self._upload_masks(pack_masks(allowed))
+        self._compare_at((start, masks, positions * width, rows, keep), looked_at, allowed)
+
+    def _compare_at(
+        self, where: tuple[int, int, int, int, int], looked_at: Array, allowed: npt.NDArray[np.bool_]
+    ) -> None:
+        vocab = looked_at.shape[1]
+        allowed = allowed | (looked_at.astype(np.float32) == np.inf) | np.isnan(looked_at.astype(np.float32))
         tokens, scores = read_keys(self._best(*where, vocab), self._dtype.name)
-        for token, score, row in zip(tokens.tolist(), scores.tolist(), looked_at, strict=True):
-            here, there = (token, score), best(row)
+        for token, score, row, known in zip(tokens.tolist(), scores.tolist(), looked_at, allowed, strict=True):
+            here, there = (token, score), (0, -math.inf)
+            if known.any():
+                at, top = best(row[known])
+                there = int(np.flatnonzero(known)[at]), top
             if here != there and not (math.isnan(score) and math.isnan(there[1])):  # no token is taken of NaN
                 raise BackendError(
                     f"of {vocab} scores in {self._dtype.name} the GPU finds token {token} with {score}, and the host "
                     f"token {there[0]} with {there[1]}"
                 )
         highest = min(7, vocab)
-        for row, found, least in zip(ordered(looked_at), *self._lists(*where, highest, vocab), strict=True):
-            count = np.count_nonzero(row >= least)
-            same = found[0] == count >= highest
+        order = np.where(allowed, ordered(looked_at), 0)
+        lists = self._lists(*where, highest, vocab)
+        for row, known, found, least in zip(order, allowed, *lists, strict=True):
+            tokens = np.flatnonzero((row >= least) & known)
+            count = tokens.size
+            same = found[0] == count >= min(highest, np.count_nonzero(known))
             if same and count <= CANDIDATES:
-                tokens = np.flatnonzero(row >= least)
                 keys = row[tokens].astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
                 same = np.array_equal(np.sort(found[1 : 1 + count]), np.sort(keys))
             if not same:
@@ -185,8 +223,8 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
         return 0
 
 
-def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int]:
-    """Bytes of what is found, and of the scores that are searched for.
+def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
+    """Bytes of what is found, of the scores that are searched for, and of masks.
 
     Raises:
         OptionError: the kernels do not take such logits.
@@ -197,7 +235,8 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
         raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels take")
     lists = _most_lists(rows)
     each = max(_LIST_BYTES, _ORDER_BYTES * sets_per_row(vocab, dtype.itemsize))
-    return max(_KEY_BYTES * most, each * lists), _ORDER_BYTES * lists
+    masks = max(_LEAST_MASKS, 4 * words(vocab) * min(most, _PROVED * lists))  # of a decode step with some guesses
+    return max(_KEY_BYTES * most, each * lists), _ORDER_BYTES * lists, masks
 
 
 def _most_lists(rows: int) -> int:

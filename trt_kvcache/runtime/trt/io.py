@@ -136,7 +136,7 @@ class StepBuffers:
 
         Returns:
             ``[R, keep, V]``, valid until the next call: pinned memory itself where they fit into it. `CHOICE`
-            ``[R, keep, N]`` where `batch` asks for few scores of each position, and the GPU finds them.
+            ``[R, keep, N]`` where `batch` asks for few scores of each position, and the GPU finds them; with its masks.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -147,7 +147,7 @@ class StepBuffers:
             self._cuda.sync()
             return np.empty(shape, self._logits.dtype)
         if batch.highest and self._choice is not None:
-            chosen = self._choice.choose(start, pitch, rows, keep, batch.highest)
+            chosen = self._choice.choose(start, pitch, rows, keep, batch.highest, batch.masks)
             if chosen is not None:
                 return chosen
         if rows * width <= self._host_logits.data.size:

@@ -1,0 +1,207 @@
+"""Structured output: grammars by llguidance, compiled for the tokenizer of a session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.given import shown
+from trt_kvcache.runtime.generation.masks import Grammar, Mask, TokenMask, words
+from trt_kvcache.runtime.tokens import common_length
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+    from trt_kvcache.runtime.session import DecodeSession
+    from trt_kvcache.runtime.text.tokenizer import Tokenizer
+
+__all__ = ["JSON_FORM", "Grammars"]
+
+JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is written: as Python's ``json.dumps`` does, on one line. Free spaces would let a text go on for ever."""
+
+_LEXER_STATES = 50_000
+"""Of llguidance, at most; one takes about 2 kB."""
+
+
+class Grammars:
+    """Compiles grammars for the tokenizer and the vocabulary of a session. Making one takes time for each token.
+
+        grammars = Grammars(session)
+        schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+        print(session.generate("Answer in JSON.", grammar=grammars.json_schema(schema)).text)
+
+    A grammar may be used for any number of sequences, at the same time too. Where the text is complete, it allows an
+    end-of-sequence token.
+
+    Args:
+        session: with a tokenizer whose tokens are bytes, and a config that names end-of-sequence tokens.
+
+    Raises:
+        OptionError: llguidance is not installed, or the session lacks one of these.
+    """
+
+    def __init__(self, session: DecodeSession) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise OptionError("grammars need llguidance: pip install 'trt-kvcache[structured]'") from None
+        tokenizer = session.tokenizer
+        if not hasattr(tokenizer, "token_bytes"):
+            raise OptionError("grammars need the bytes of each token; open the session with a tokenizer.json")
+        ends = [token for token in session.config.eos_token_ids if token < session.vocab]
+        if not ends:
+            raise OptionError(
+                "a grammar ends its text with an end-of-sequence token, and the model names none; name one in "
+                "generation_config.json or tokenizer_config.json"
+            )
+        self._words = words(session.vocab)
+        self._vocabulary = _Vocabulary(tokenizer, ends, session.vocab)
+        wrapped: Any = self._vocabulary
+        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=session.vocab, eos_token=ends)
+        self._vocabulary.greedy = self._tokenizer.greedy_tokenize
+        self._matcher = llguidance.LLMatcher
+        self._limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+
+    def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that a schema describes, as an object or as text. On one line, properties in the schema's order.
+
+        Raises:
+            OptionError: it is no schema, has keywords that llguidance does not know, or allows nothing.
+        """
+        try:
+            given = json.loads(schema) if isinstance(schema, str) else dict(schema)
+            made = self._matcher.grammar_from_json_schema(given, defaults=JSON_FORM)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(f"the JSON schema is {shown(schema)}: {error}; give a JSON object") from None
+        return self._compile(made, "JSON schema")
+
+    def json_object(self) -> Grammar:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def regex(self, pattern: str) -> Grammar:
+        """Texts that a regular expression matches as a whole, in the syntax of Rust's ``regex`` crate.
+
+        Raises:
+            OptionError: it does not compile, or allows nothing.
+        """
+        return self._compile(
+            self._matcher.grammar_from_regex(_text(pattern, "regular expression")), "regular expression"
+        )
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of some texts.
+
+        Raises:
+            OptionError: there is none, or one is empty.
+        """
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise OptionError(f"choice is {shown(texts)}; give at least one text, and no empty ones")
+        return self.lark("start: " + " | ".join(map(json.dumps, texts)))
+
+    def lark(self, grammar: str) -> Grammar:
+        """Texts of a context-free grammar in Lark's syntax, with ``start``, as llguidance reads it.
+
+        Raises:
+            OptionError: it does not compile, or allows nothing.
+        """
+        return self._compile(self._matcher.grammar_from_lark(_text(grammar, "grammar")), "grammar")
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that the tokenizer writes so; None: there is none."""
+        return self._vocabulary.special.get(text)
+
+    def _compile(self, grammar: str, what: str) -> Grammar:
+        matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise OptionError(f"the {what} does not compile: {_reason(matcher)}")
+        made = _Compiled(matcher, self._words)
+        try:
+            able = bool(made.start()(np.empty(0, np.int64)).any())
+        except OptionError:
+            able = False
+        if not able:
+            raise OptionError(f"the {what} allows no text that the tokens of the model can begin; give another")
+        return made
+
+
+class _Vocabulary:
+    """The tokens, in the form that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], vocab: int) -> None:
+        found = tokenizer.token_bytes()
+        self._tokenizer = tokenizer
+        self.eos_token_id = ends[0]
+        self.tokens = [found.texts.get(token, b"") for token in range(vocab)]
+        self.special_token_ids = sorted({*ends, *(token for token in found.special if token < vocab)})
+        self.special = {self.tokens[token].decode(): token for token in self.special_token_ids}
+        self.greedy: Any = None
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text that a grammar forces: those in which the model has seen it."""
+        ids: list[int] = []
+        try:
+            ids = self._tokenizer.encode(text, special_tokens=False)
+        except Exception:  # noqa: BLE001 - a tokenizer that fails on a part of a text; other tokens write it, too
+            ids = []
+        # Tokenizers may add a space before the text, or normalize it.
+        written = b"".join(self.tokens[token] if token < len(self.tokens) else b"" for token in ids)
+        if written != text.encode() or not set(ids).isdisjoint(self.special_token_ids):
+            ids = self.greedy(text)
+        return ids
+
+
+class _Compiled:
+    """A grammar."""
+
+    def __init__(self, matcher: Any, most: int) -> None:
+        self._matcher, self._words = matcher, most
+
+    def start(self) -> TokenMask:
+        """See `Grammar`."""
+        return _Matched(self._matcher.deep_copy(), self._words)
+
+
+class _Matched:
+    """The mask of one sequence: its matcher has read the tokens of the last call."""
+
+    def __init__(self, matcher: Any, most: int) -> None:
+        self._matcher, self._words = matcher, most
+        self._read: list[int] = []
+
+    def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
+        """See `TokenMask`; no bits after tokens that the grammar does not allow.
+
+        Raises:
+            OptionError: the grammar needs more than llguidance's limits.
+        """
+        tokens: list[int] = new_tokens.tolist()
+        same = common_length(self._read, tokens)
+        if same < len(self._read):
+            self._matcher.rollback(len(self._read) - same)
+        self._read = tokens[: same + self._matcher.try_consume_tokens(tokens[same:])]
+        mask = np.zeros(self._words, np.int32)
+        if len(self._read) == len(tokens):
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise OptionError(f"the grammar cannot be followed: {_reason(self._matcher)}")
+        return mask
+
+
+def _text(given: str, what: str) -> str:
+    if not isinstance(given, str):
+        raise OptionError(f"the {what} is {shown(given)}; give a text")
+    return given
+
+
+def _reason(matcher: Any) -> str:
+    return " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())[:500]

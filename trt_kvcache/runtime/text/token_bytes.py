@@ -1,0 +1,85 @@
+"""The bytes of each token of a tokenizer, from which grammars decide what may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trt_kvcache.errors import OptionError
+
+__all__ = ["TokenBytes", "each_decoder", "read_token_bytes"]
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """What the tokens of a vocabulary are.
+
+    Attributes:
+        texts: by id, the bytes of each token; of special tokens their names, which are no text.
+        special: ids of special tokens.
+    """
+
+    texts: Mapping[int, bytes]
+    special: frozenset[int]
+
+
+def read_token_bytes(
+    texts: Mapping[int, str], special: Iterable[int], decoder: dict[str, Any] | None, name: str
+) -> TokenBytes:
+    """Undo what a ``tokenizer.json`` writes for bytes.
+
+    Args:
+        texts: of the tokens, by id, as the file has them.
+        special: ids of special tokens.
+        decoder: of the file.
+        name: of the tokenizer, for messages.
+
+    Raises:
+        OptionError: its decoder joins tokens by other rules than their bytes.
+    """
+    parts = list(each_decoder(decoder))
+    kinds = {str(part.get("type")) for part in parts}
+    known = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"}
+    if not kinds or kinds - known:
+        found = ", ".join(sorted(kinds - known)) or "none"
+        raise OptionError(
+            f"grammars need a tokenizer whose tokens are bytes, and {name} has the decoder {found}; use a model whose "
+            "tokenizer is byte-level, or falls back to bytes"
+        )
+    replaced = [(p["pattern"]["String"], p["content"]) for p in parts if p.get("type") == "Replace"]
+    replaced += [(p.get("replacement", "▁"), " ") for p in parts if p.get("type") == "Metaspace"]
+    skipped = frozenset(special)
+    read = {token: _read(text, kinds, replaced) for token, text in texts.items() if token not in skipped}
+    return TokenBytes(read | {token: texts[token].encode() for token in skipped if token in texts}, skipped)
+
+
+def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]) -> bytes:
+    if "ByteLevel" in kinds:
+        known = [_BYTES.get(character) for character in text]
+        # Of an added token that is not written in this alphabet, the text is meant.
+        return text.encode() if None in known else bytes(b for b in known if b is not None)
+    if "ByteFallback" in kinds and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes.fromhex(text[3:5])
+    for old, new in replaced:
+        text = text.replace(old, new)
+    return text.encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: as themselves where they can be seen, others as characters from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(unseen)}
+
+
+_BYTES = _alphabet()
+
+
+def each_decoder(decoder: Any) -> Iterator[dict[str, Any]]:
+    """The decoder of a ``tokenizer.json``, and those inside it."""
+    if isinstance(decoder, dict):
+        yield decoder
+        inner = decoder.get("decoders")
+        for part in inner if isinstance(inner, list) else ():
+            yield from each_decoder(part)
