@@ -131,7 +131,7 @@ def test_the_real_client(service: Service, alone: DecodeSession) -> None:
         there = httpx.AsyncClient(transport=httpx.ASGITransport(service.app))
         async with openai.AsyncOpenAI(base_url="http://x/v1", api_key="x", max_retries=0, http_client=there) as client:
             assert [model.id async for model in client.models.list()] == ["tiny"]
-            with pytest.raises(openai.BadRequestError, match="tool calls are not supported"):
+            with pytest.raises(openai.BadRequestError, match="end-of-sequence token, and the model names none"):
                 await client.chat.completions.create(**asked, tools=[{"type": "function", "function": {"name": "f"}}])
             whole = await client.chat.completions.create(**asked, logprobs=True)
             assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
@@ -221,10 +221,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "presence_penalty": 0.5}, "use repetition_penalty", "presence_penalty"),
     (TEXT, {"prompt": "x", "colour": 1}, "unknown field `colour`", "colour"),
     (CHAT, {"messages": []}, "length >= 1", "messages"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "supported: system", "messages"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "supported: system", "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "content is missing", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text", "messages"),
-    (CHAT, HELLO | {"tools": [{"type": "function"}]}, "tool calls are not supported", "tools"),
-    (CHAT, HELLO | {"response_format": {"type": "json_object"}}, "structured output is not", "response_format"),
+    (CHAT, HELLO | {"tools": [{"type": "function"}]}, "missing required field `function`", "function"),
+    (CHAT, HELLO | {"functions": [{"name": "f"}]}, "former names of tools", "functions"),
+    (CHAT, HELLO | {"response_format": {"type": "json_object"}}, "the model names none", "response_format"),
+    (TEXT, {"prompt": "x", "guided_regex": "a"}, "give structured_outputs: {'regex': ...}", "guided_regex"),
     (CHAT, HELLO | {"logprobs": True, "top_logprobs": 3}, "only the token that was chosen", "top_logprobs"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, "the model takes 96", "prompt"),
 ]
@@ -432,6 +435,7 @@ FIELDS = [
     "model", "prompt", "messages", "n", "seed", "stop", "temperature", "top_p", "max_tokens", "max_completion_tokens",
     "logit_bias", "stream", "stream_options", "top_k", "min_p", "repetition_penalty", "ignore_eos", "return_token_ids",
     "logprobs", "top_logprobs", "echo", "user", "tools", "response_format", "presence_penalty", "best_of", "other",
+    "structured_outputs", "tool_choice",
 ]  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_the_real_client_and_the_end(folder: Path, tmp_path: Path) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
         found = client.completions.create(model="tiny", prompt="the", seed=4, max_tokens=8, extra_body={"top_k": 0})
         assert found.choices[0].text == completed
-        with pytest.raises(openai.BadRequestError, match="tool calls are not supported"):
+        with pytest.raises(openai.BadRequestError, match="end-of-sequence token, and the model names none"):
             client.chat.completions.create(**asked, tools=[{"type": "function", "function": {"name": "f"}}])
         with pytest.raises(openai.AuthenticationError, match="no valid API key"):
             openai.OpenAI(base_url=url, api_key="other", max_retries=0).models.list()

@@ -389,8 +389,15 @@ class DecodeSession:
         """
         return self.generate(self.render_chat(messages), config, **settings)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Return the token ids of a conversation, up to where the model's answer begins.
+
+        Args:
+            messages: see `chat`.
+            tools: that the model may call, for chat templates that have them:
+                ``{"type": "function", "function": {"name": "f", "parameters": {...}}}``.
 
         Raises:
             PromptError, OptionError: see `chat`.
@@ -403,7 +410,8 @@ class DecodeSession:
         if not hasattr(tokenizer, "render_chat"):
             raise PromptError(f"a chat needs a tokenizer with a chat template, and {shown(tokenizer)} renders none")
         # The template writes the special tokens itself.
-        ids: list[int] = tokenizer.encode(tokenizer.render_chat(several), special_tokens=False)
+        text = tokenizer.render_chat(several, tools) if tools else tokenizer.render_chat(several)
+        ids: list[int] = tokenizer.encode(text, special_tokens=False)
         return ids
 
     def stream(

@@ -113,9 +113,10 @@ class Grammars:
         """
         return self._compile(self._matcher.grammar_from_lark(_text(grammar, "grammar")), "grammar")
 
-    def special_token(self, text: str) -> int | None:
-        """The id of the special token that the tokenizer writes so; None: there is none."""
-        return self._vocabulary.special.get(text)
+    @property
+    def special_texts(self) -> list[str]:
+        """The names of special tokens, which texts do not show."""
+        return [self._vocabulary.tokens[token].decode() for token in self._vocabulary.special_token_ids]
 
     def _compile(self, grammar: str, what: str) -> Grammar:
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -143,7 +144,6 @@ class _Vocabulary:
         self.eos_token_id = ends[0]
         self.tokens = [found.texts.get(token, b"") for token in range(vocab)]
         self.special_token_ids = sorted({*ends, *(token for token in found.special if token < vocab)})
-        self.special = {self.tokens[token].decode(): token for token in self.special_token_ids}
         self.greedy: Any = None
 
     def __call__(self, text: str) -> list[int]:

@@ -43,17 +43,24 @@ class Answer:
         self._with_usage = options is not None and bool(options.include_usage)
         self._done = [Generation(work.tokens) for work in asked.works]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in asked.works]
+        self._said = [""] * len(asked.works)
+        self._readers = None if asked.uses is None else [asked.uses.reader() for _ in asked.works]
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def take(self, place: int, event: TokenEvent) -> None:
-        """Add an event to the whole answer."""
+    def take(self, place: int, event: TokenEvent) -> str:
+        """Add an event to the whole answer; return its text, as far as that is no call."""
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))
         self._done[place].take(event)
+        text = event.text
+        if self._readers is not None:
+            text = self._readers[place].push(text, last=event.finish_reason is not None)
+        self._said[place] += text
+        return text
 
     def whole(self) -> dict[str, Any]:
         """The answer that is complete."""
@@ -61,7 +68,9 @@ class Answer:
         for place, done in enumerate(self._done):
             choice = self._choice(place, done.finish_reason, self._logprobs[place], done.tokens)
             if self._chat:
-                choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+                calls, said = self._calls(place), self._said[place]
+                choice["message"] = {"role": "assistant", "content": said or (None if calls else ""), "refusal": None}
+                choice["message"] |= {"tool_calls": calls} if calls else {}
             else:
                 choice["text"] = self._asked.prompts[place] + done.text
                 if self._with_ids:
@@ -92,21 +101,27 @@ class Answer:
 
     def chunk(self, place: int, event: TokenEvent) -> dict[str, Any] | None:
         """Add an event; what a stream says of it, or None."""
-        self.take(place, event)
+        known = len(self._calls(place))
+        text = self.take(place, event)
+        calls = [{"index": at, **call} for at, call in enumerate(self._calls(place)) if at >= known]
         tokens = [] if event.token is None else [event.token]
         said = self._logprobs[place][-len(tokens) :] if self._with_logprobs and tokens else []
-        if not (event.text or event.finish_reason or said or (tokens and self._with_ids)):
+        if not (text or calls or event.finish_reason or said or (tokens and self._with_ids)):
             return None
         choice = self._choice(place, event.finish_reason, said, tokens)
         if self._chat:
-            choice["delta"] = {"content": event.text} if event.text else {}
+            choice["delta"] = {"content": text} if text else {}
+            choice["delta"] |= {"tool_calls": calls} if calls else {}
         else:
-            choice["text"] = event.text
+            choice["text"] = text
         return self._chunk([choice])
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The usage, where the request wants it."""
         return self._chunk([]) | {"usage": self._usage()} if self._with_usage else None
+
+    def _calls(self, place: int) -> list[dict[str, Any]]:
+        return [] if self._readers is None else self._readers[place].calls
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = {"object": "chat.completion.chunk" if self._chat else "text_completion", **self._head}
@@ -118,6 +133,8 @@ class Answer:
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": place, "logprobs": None}
         choice["finish_reason"] = None if reason is None else REASONS.get(reason, "stop")
+        if reason is FinishReason.EOS and self._calls(place):
+            choice["finish_reason"] = "tool_calls"
         if self._with_logprobs and self._chat:
             content = [{key: said[key] for key in ("token", "bytes", "logprob")} for said in logprobs]
             choice["logprobs"] = {"content": [{**said, "top_logprobs": []} for said in content], "refusal": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +14,8 @@ from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.core import EndingError, QueueFullError, Work
+from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, grammar_of
+from trt_kvcache.serve.tools import Tool, ToolUse, use_tools
 
 __all__ = [
     "LATER",
@@ -112,7 +115,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's
+    structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
@@ -137,8 +142,27 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     """Of a chat."""
 
     role: str
-    content: str | list[Any]
+    content: str | list[Any] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a tool call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a message."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+    index: int | None = None
 
 
 class ChatRequest(_Request):
@@ -147,19 +171,17 @@ class ChatRequest(_Request):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
 
-_STRUCTURED = "structured output is not supported; leave it out, or give {'type': 'text'}"
-_TOOLS = "tool calls are not supported; leave it out"
+_GUIDED = ("json", "regex", "choice", "grammar")
+_TOOLS = "former names of tools and tool_choice; use these"
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (({"type": "text"},), _STRUCTURED),
-    "guided_json": ((), _STRUCTURED),
-    "structured_outputs": ((), _STRUCTURED),
-    "tools": (([],), _TOOLS),
+    **{f"guided_{name}": ((), f"give structured_outputs: {{'{name}': ...}}") for name in _GUIDED},
     "functions": (([],), _TOOLS),
-    "tool_choice": (("none",), _TOOLS),
     "function_call": (("none",), _TOOLS),
-    "parallel_tool_calls": ((True, False), _TOOLS),
     "presence_penalty": ((0,), "this penalty is not supported; use repetition_penalty, or leave it out"),
     "frequency_penalty": ((0,), "this penalty is not supported; use repetition_penalty, or leave it out"),
     "top_logprobs": ((0,), "only the token that was chosen has a log-probability; leave it out, or give 0"),
@@ -183,12 +205,14 @@ class Asked(msgspec.Struct):
         works: `n` sequences for each prompt.
         prompts: of each sequence: its text, where it is to be echoed.
         config: of all of them.
+        uses: the tools that an answer may call; None: it is text.
     """
 
     request: CompletionRequest | ChatRequest
     works: list[Work]
     prompts: list[str]
     config: GenerationConfig
+    uses: ToolUse | None = None
 
 
 def read_request(body: bytes, kind: type[Kind]) -> Kind:
@@ -242,25 +266,53 @@ def prepare(session: DecodeSession, request: CompletionRequest | ChatRequest, mo
         _check_prompt(session, prompt)
     works = [Work(prompt, index) for prompt in tokens for index in range(count)]
     prompts = [text for text in texts for _ in range(count)]
-    return Asked(request, works, prompts, _config(session, request, limit))
+    uses = _uses(session, request) if isinstance(request, ChatRequest) and request.tools else None
+    return Asked(request, works, prompts, _config(session, request, limit, uses), uses)
+
+
+def _uses(session: DecodeSession, request: ChatRequest) -> ToolUse | None:
+    try:
+        parallel = request.parallel_tool_calls is not False
+        return use_tools(session, request.tools or [], request.tool_choice, parallel=parallel)
+    except OptionError as error:
+        raise ApiError(400, f"tools: {error}", "tools") from None
 
 
 def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]], list[str], int]:
     messages = []
     for at, message in enumerate(request.messages):
-        if message.role not in ("system", "developer", "user", "assistant"):
-            raise ApiError(400, f"messages[{at}].role: supported: system, developer, user, assistant", "messages")
-        given = {"role": message.role, "content": _text(message.content, at)}
-        messages.append(given | ({"name": message.name} if message.name is not None else {}))
-    tokens = session.render_chat(messages)
+        if message.role not in ("system", "developer", "user", "assistant", "tool"):
+            raise ApiError(400, f"messages[{at}].role: supported: system, developer, user, assistant, tool", "messages")
+        given: dict[str, Any] = {"role": message.role, "content": _text(message.content, at), "name": message.name}
+        if message.content is None and not message.tool_calls:
+            raise ApiError(400, f"messages[{at}].content is missing", "messages")
+        if message.tool_calls:
+            given["tool_calls"] = [_called(call, at) for call in message.tool_calls]
+        given["tool_call_id"] = message.tool_call_id
+        messages.append({name: value for name, value in given.items() if value is not None})
+    tools = [msgspec.to_builtins(tool) for tool in request.tools or []]
+    for tool in tools:  # a template may tell what is there from what is not
+        tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
+    tokens = session.render_chat(messages, tools or None)
     limit = request.max_completion_tokens or request.max_tokens
     capacity = session.cache.capacity
     return [tokens], [""], limit or (_MOST_UNBOUNDED if capacity is None else max(1, capacity - len(tokens) + 1))
 
 
-def _text(content: str | list[Any], at: int) -> str:
-    if isinstance(content, str):
-        return content
+def _called(call: ToolCall, at: int) -> dict[str, Any]:
+    """A call as chat templates take it: with arguments that are an object."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"messages[{at}].tool_calls: the arguments of a call have to be a JSON object", "messages")
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _text(content: str | list[Any] | None, at: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
         raise ApiError(400, f"messages[{at}].content: supported are text, and parts of type text", "messages")
     return "".join(part["text"] for part in content)
@@ -316,7 +368,9 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
         )
 
 
-def _config(session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int) -> GenerationConfig:
+def _config(
+    session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
+) -> GenerationConfig:
     """The session's own settings, with those of the request. As OpenAI has it, temperature is 1 where none is given."""
     temperature = 1.0 if request.temperature is None else request.temperature
     settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": temperature > 0}
@@ -339,7 +393,13 @@ def _config(session: DecodeSession, request: CompletionRequest | ChatRequest, li
         settings["stop_strings"] = stops
     if request.logit_bias:
         settings["sequence_bias"] = _biases(session, request.logit_bias)
+    if uses is not None:
+        settings["grammar"] = uses.grammar
+    for field in ("response_format", "structured_outputs"):
+        _add_grammar(session, request, field, settings)
     if request.ignore_eos:
+        if "grammar" in settings:
+            raise ApiError(400, "ignore_eos: a grammar or tools say where the text ends; leave it out", "ignore_eos")
         settings |= {"eos_token_id": (), "forced_eos_token_id": None}
     if request.logprobs or (isinstance(request, CompletionRequest) and request.logprobs is not None):
         settings["output_logprobs"] = True
@@ -347,6 +407,21 @@ def _config(session: DecodeSession, request: CompletionRequest | ChatRequest, li
         return changed(session.config, settings)
     except OptionError as error:
         raise ApiError(400, str(error)) from None
+
+
+def _add_grammar(
+    session: DecodeSession, request: CompletionRequest | ChatRequest, field: str, settings: dict[str, Any]
+) -> None:
+    asked = getattr(request, field)
+    try:
+        grammar = None if asked is None else grammar_of(session, asked)
+    except OptionError as error:
+        raise ApiError(400, f"{field}: {error}", field) from None
+    if grammar is None:
+        return
+    if "grammar" in settings:
+        raise ApiError(400, f"{field}: the answer has to be something else already; leave one of the two out", field)
+    settings["grammar"] = grammar
 
 
 def _biases(session: DecodeSession, given: dict[str, float]) -> dict[int | tuple[int, ...], float]:

@@ -15,7 +15,13 @@ from trt_kvcache.errors import OptionError
 __all__ = ["render"]
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], name: str) -> str:
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    name: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Return the prompt of a chat, up to where the model's answer begins.
 
     Args:
@@ -23,6 +29,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
         messages: ``{"role": "user", "content": "..."}`` and so on.
         special_tokens: ``bos_token`` and others, for the template.
         name: of the tokenizer, for messages.
+        tools: that the model may call, as OpenAI's API has them.
 
     Raises:
         OptionError: the template is broken or does what the sandbox forbids, or it refuses the messages.
@@ -56,7 +63,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     try:
         text: str = environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **special_tokens
+            messages=list(messages), add_generation_prompt=True, tools=tools, documents=None, **special_tokens
         )
     except MemoryError:
         raise

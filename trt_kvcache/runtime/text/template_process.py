@@ -33,6 +33,7 @@ class _Request:
     messages: list[Any]
     values: dict[str, Any]
     name: str
+    tools: list[Any] | None
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,17 @@ _lock = threading.Lock()
 _children: list[Child] = []
 
 
-def render_in_process(template: str, messages: Sequence[Any], values: Mapping[str, Any], name: str) -> str:
+def render_in_process(
+    template: str, messages: Sequence[Any], values: Mapping[str, Any], name: str, tools: Sequence[Any] | None = None
+) -> str:
     """Return what `chat.render` gives, from a process with limits. It is kept for the next call.
 
     Raises:
         OptionError: see `chat.render`; or the template exceeds a limit, or the messages cannot be written as JSON.
     """
     try:
-        request = msgspec.json.encode(_Request(template, list(messages), dict(values), name))
+        given = None if tools is None else list(tools)
+        request = msgspec.json.encode(_Request(template, list(messages), dict(values), name, given))
     except (TypeError, ValueError, RecursionError, UnicodeEncodeError) as error:
         raise OptionError(f"the messages of a chat have to be JSON: {error}") from None
     with _lock:
@@ -75,7 +79,7 @@ def _answer(line: bytes) -> _Answer:
 
     request = msgspec.json.decode(line, type=_Request)
     try:
-        text = render(request.template, request.messages, request.values, request.name)
+        text = render(request.template, request.messages, request.values, request.name, request.tools)
     except OptionError as error:
         return _Answer(refused=str(error)[:2000])
     except MemoryError:

@@ -135,11 +135,12 @@ class Tokenizer:
         """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render_chat(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> str:
         """Return the prompt of a chat, up to where the model's answer begins.
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on.
+            tools: that the model may call, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
 
         Raises:
             OptionError: there is no chat template, or it fails on the messages.
@@ -150,14 +151,14 @@ class Tokenizer:
             raise OptionError("a chat template needs Jinja2: pip install 'trt-kvcache[text]'") from None
         from trt_kvcache.runtime.text.template_process import render_in_process
 
-        return render_in_process(self._template(), messages, self.special_tokens, self.name)
+        return render_in_process(self._template(tools), messages, self.special_tokens, self.name, tools)
 
-    def _template(self) -> str:
+    def _template(self, tools: Sequence[Any] | None) -> str:
         template = self._settings.get("chat_template")
         if isinstance(template, list):
             # Several by name, as for tool use; the one called "default" is for plain chats.
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            template = named.get("tool_use" if tools and "tool_use" in named else "default")
         if not isinstance(template, str):
             raise OptionError(
                 f"{self.name} has no chat template: none in a tokenizer_config.json or chat_template.jinja beside it; "

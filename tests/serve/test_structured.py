@@ -1,0 +1,296 @@
+"""Structured answers and tool calls: OpenAI's own client reads each, and none depends on what else runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+pytest.importorskip("starlette", reason="Starlette is not installed (extra: serve)")
+pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: serve)")
+pytest.importorskip("llguidance", reason="llguidance is not installed (extra: structured)")
+pytest.importorskip("openai", reason="OpenAI's client is not installed")
+pytest.importorskip("httpx2", reason="OpenAI's client comes without httpx2")
+
+import httpx2 as httpx
+import numpy as np
+import openai
+from decoders import DecoderConfig, write_decoder
+from pydantic import BaseModel, Field
+from runtime.tokenizers_in_code import byte_level
+from serve.asgi import Reply, ask
+
+from trt_kvcache import DecodeSession, Grammars, OptionError
+from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.text.chat import render
+from trt_kvcache.serve.app import Service
+from trt_kvcache.serve.tools import CallReader, Tool, ToolForm, find_form, tool_grammar
+from trt_kvcache.serve.tools import Function as ToolFunction
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+# As the templates of Hermes and Qwen write calls.
+TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\\n' if not loop.first }}"
+    '<tool_call>\\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\\n</tool_call>'
+    "{% endfor %}</s>{% endfor %}<assistant>"
+)
+
+
+class Answer(BaseModel):
+    name: str = Field(max_length=5)
+    kind: Literal["a", "ü"]
+    sizes: list[int] = Field(max_length=2)
+
+
+class Weather(BaseModel):
+    """Look at the sky."""
+
+    city: str = Field(max_length=4)
+    days: Literal[1, 2, 3]
+
+
+class Clock(BaseModel):
+    zone: Literal["x", "y"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=384, layers=1))
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def session(folder: Path) -> Iterator[DecodeSession]:
+    with DecodeSession.open(folder, max_batch=4) as session:
+        yield session
+
+
+@pytest.fixture
+def service(session: DecodeSession) -> Iterator[Service]:
+    service = Service(session, "tiny", max_queue=100)
+    yield service
+    service.core.close()
+    assert not session.cache.slots
+
+
+def post(service: Service, body: Any, path: str = TEXT) -> Reply:
+    return asyncio.run(ask(service.app, path, body))
+
+
+MESSAGES: Any = [{"role": "user", "content": "the cache"}]
+
+
+def test_the_real_client_reads_models_and_calls(service: Service) -> None:
+    """Whole and streamed, pydantic models and tools; and a call goes back with its result."""
+    tools = [openai.pydantic_function_tool(Weather), openai.pydantic_function_tool(Clock)]
+
+    async def run() -> None:
+        there = httpx.AsyncClient(transport=httpx.ASGITransport(service.app))
+        async with openai.AsyncOpenAI(base_url="http://x/v1", api_key="x", max_retries=0, http_client=there) as client:
+            chat = client.chat.completions
+            asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 1, "max_completion_tokens": 200}
+            whole = await chat.parse(**asked, response_format=Answer)
+            assert isinstance(whole.choices[0].message.parsed, Answer)
+            async with chat.stream(**asked, response_format=Answer) as stream:
+                streamed = await stream.get_final_completion()
+            assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
+
+            for choice in ("required", {"type": "function", "function": {"name": "Clock"}}):
+                one = {**asked, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+                message = (await chat.parse(**one)).choices[0]
+                assert (message.finish_reason, message.message.content) == ("tool_calls", None)
+                (call,) = message.message.tool_calls
+                assert isinstance(call.function.parsed_arguments, Weather | Clock)
+                assert choice == "required" or isinstance(call.function.parsed_arguments, Clock)
+                async with chat.stream(**one) as stream:
+                    (again,) = (await stream.get_final_completion()).choices[0].message.tool_calls
+                assert again.function == call.function
+            told = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+            after = await chat.create(**{**asked, "messages": [*MESSAGES, message.message, told]}, tools=tools)
+            assert after.choices[0].message.role == "assistant"
+
+    asyncio.run(run())
+
+
+def test_answers_are_those_alone(service: Service, folder: Path) -> None:
+    """Many at once, each with its own grammar or none."""
+    rng = random.Random(0)
+    schema = Answer.model_json_schema()
+    formats: list[tuple[dict[str, Any], Any]] = [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+         lambda g: g.json_schema(schema)),
+        ({"structured_outputs": {"json": schema}}, lambda g: g.json_schema(schema)),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda g: g.regex("[ab]{3}")),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, lambda g: g.choice(["red", "blue"])),
+        ({"structured_outputs": {"grammar": 'start: "x" start | "y"'}}, lambda g: g.lark('start: "x" start | "y"')),
+        ({"response_format": {"type": "json_object"}}, lambda g: g.json_object()),
+        ({"response_format": {"type": "text"}}, lambda g: None),
+    ]  # fmt: skip
+    asked = [(i, *formats[i % len(formats)], [rng.randrange(3, 300) for _ in range(5)]) for i in range(21)]
+
+    async def run() -> list[Reply]:
+        body = {"max_tokens": 120, "top_k": 0}
+        return await asyncio.gather(
+            *(ask(service.app, TEXT, body | fields | {"seed": i, "prompt": ids}) for i, fields, _, ids in asked)
+        )
+
+    replies = asyncio.run(run())
+    with DecodeSession.open(folder, max_batch=1) as alone:
+        grammars = Grammars(alone)
+        for (i, _, make, prompt), reply in zip(asked, replies, strict=True):
+            settings: dict[str, Any] = {"seed": i, "top_k": 0, "max_new_tokens": 120, "grammar": make(grammars)}
+            assert reply.data["choices"][0]["text"] == alone.generate(prompt, **settings).text
+
+
+def fields(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "x", "max_tokens": 3} | fields
+
+
+def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TALK = {"messages": MESSAGES, "max_tokens": 3}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (TEXT, fields(response_format={"type": "json_schema"}), "json_schema goes with the type", "response_format"),
+    (TEXT, fields(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
+     "response_format: the JSON schema does not compile: Invalid type: x", "response_format"),
+    (TEXT, fields(structured_outputs={"regex": "(("}), "structured_outputs: the regular expression does not compile",
+     "structured_outputs"),
+    (TEXT, fields(structured_outputs={}), "nothing is given; give one of json, json_object", "structured_outputs"),
+    (TEXT, fields(structured_outputs={"regex": "a", "choice": ["b"]}), "regex, choice is given", "structured_outputs"),
+    (TEXT, fields(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "leave one of the two",
+     "structured_outputs"),
+    (TEXT, fields(structured_outputs={"regex": "a"}, ignore_eos=True), "say where the text ends", "ignore_eos"),
+    (TEXT, fields(structured_outputs={"regex": "a"}, logit_bias={"97": -100}), "", ""),
+    (CHAT, TALK | {"tools": [tool()], "tool_choice": "f"}, "tools: tool_choice: supported are none", "tools"),
+    (CHAT, TALK | {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     "there is no tool 'g'", "tools"),
+    (CHAT, TALK | {"tools": [tool(type="x")]}, "tools: the grammar does not compile", "tools"),
+    (CHAT, TALK | {"tools": [tool("a b")]}, "Expected `str` matching regex", "tools"),
+    (CHAT, TALK | {"tools": [tool()], "response_format": {"type": "json_object"}}, "something else already",
+     "response_format"),
+    (CHAT, {"messages": [*MESSAGES, CALLED]}, "have to be a JSON object", "messages"),
+]  # fmt: skip
+
+
+def test_what_cannot_be_done_is_refused_with_its_reason(service: Service) -> None:
+    for path, body, said, param in REFUSED:
+        reply = post(service, body, path)
+        if not said:
+            assert reply.status == 200, reply.body
+            continue
+        assert (reply.status, reply.error["param"]) == (400, param), (body, reply.body)
+        assert said in reply.error["message"], (body, reply.body)
+
+
+# The form of calls, as templates show it.
+
+LLAMA = (
+    "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
+    '{% set c = m.tool_calls[0].function %}{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}.{% endfor %}[assistant]"
+)
+LISTED = (
+    "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}CALLS ["
+    "{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}ID}'
+    "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}.{% endfor %}[assistant]"
+)
+FORMS = {
+    "hermes": (TEMPLATE, ToolForm('<tool_call>\n{"name": "', '", "arguments": ',
+                                  '}\n</tool_call>\n<tool_call>\n{"name": "', "}\n</tool_call>")),
+    "llama": (LLAMA, ToolForm('{"name": "', '", "parameters": ', None, "}")),
+    "listed": (LISTED.replace("ID", ""), ToolForm('CALLS [{"name": "', '", "arguments": ', '}, {"name": "', "}]")),
+}  # fmt: skip
+
+
+def form_in(template: str) -> ToolForm:
+    return find_form(lambda messages, tools: render(template, messages, {}, "it", tools), ["</s>", "<call>"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_of_calls_is_read_from_the_template(name: str) -> None:
+    template, form = FORMS[name]
+    assert form_in(template) == form
+    thinking = template.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}")
+    if name == "hermes":
+        assert form_in(thinking) == form
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{{ messages }}", "the chat template of the model takes no tools"),
+     (LISTED.replace("ID", ', "id": "{{ c.id }}"'), "supported: no ids of calls"),
+     (LISTED.replace("CALLS ", "<call>"), "the special token <call> is part of it"),
+     (LISTED.replace(" | tojson }}ID", " }}ID"), "supported: a name, and after it the arguments as JSON")],
+)  # fmt: skip
+def test_forms_that_cannot_be_read_are_refused(template: str, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        form_in(template)
+
+
+TOOLS = [Tool("function", ToolFunction("f", None, {"properties": {"a": {"type": "string"}}})),
+         Tool("function", ToolFunction("g"))]  # fmt: skip
+
+
+def written(form: ToolForm, *calls: tuple[str, str]) -> str:
+    return form.begin + (form.between or "").join(f"{name}{form.middle}{given}" for name, given in calls) + form.end
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_calls_are_read_from_texts_in_pieces(name: str) -> None:
+    form, rng = FORMS[name][1], random.Random(0)
+    calls = [("f", '{"a": "} {\\" <tool_call>"}'), ("g", "{}")][: 2 if form.between else 1]
+    for before, made in (("", calls), ("say ", calls), ("<tool no {x} <to", []), ("", [])):
+        if made and before and form.trigger == "{":
+            continue
+        text = before + (written(form, *made) if made else "")
+        for _ in range(20):
+            reader, said, at = CallReader(form, TOOLS, required=False), "", 0
+            while at < len(text):
+                step = rng.randrange(1, 9)
+                said += reader.push(text[at : at + step], last=at + step >= len(text))
+                at += step
+            assert [(call["function"]["name"], call["function"]["arguments"]) for call in reader.calls] == made
+            assert said == before
+    cut = CallReader(form, TOOLS, required=True)
+    assert cut.push(written(form, *calls)[:-4], last=True) == ""
+    assert len(cut.calls) == len(calls)
+
+
+def allows(session: DecodeSession, grammar: Grammar, text: str) -> bool:
+    """Whether a grammar lets the tokens of a text come, and then the end."""
+    mask = grammar.start()
+    tokens = [*session.tokenizer.encode(text, special_tokens=False), *session.config.eos_token_ids]
+    masks = (mask(np.array(tokens[:at], np.int64)) for at in range(len(tokens)))
+    return all(found[token // 32] >> token % 32 & 1 for found, token in zip(masks, tokens, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_answers_may_hold(session: DecodeSession, name: str) -> None:
+    form = FORMS[name][1]
+    one, two = written(form, ("f", '{"a": "x"}')), written(form, ("f", '{"a": "x"}'), ("g", "{}"))
+    made = {
+        (required, parallel): tool_grammar(session, form, TOOLS, required=required, parallel=parallel)
+        for required in (False, True) for parallel in (False, True)
+    }  # fmt: skip
+    for (required, parallel), grammar in made.items():
+        assert allows(session, grammar, one)
+        assert allows(session, grammar, two) == (parallel and form.between is not None)
+        assert allows(session, grammar, "some text") != required
+        assert allows(session, grammar, "text " + one) != required
+        for wrong in (one.replace("f", "h", 1) if name != "hermes" else one.replace('"f"', '"h"'),
+                      one.replace('"x"', "5"), one[:-1]):  # fmt: skip
+            assert not allows(session, grammar, wrong), wrong

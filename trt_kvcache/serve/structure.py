@@ -1,0 +1,82 @@
+"""What an answer has to be, as requests say it: schemas, regular expressions, grammars, tool calls."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.structured import Grammars
+
+__all__ = ["ResponseFormat", "StructuredOutputs", "grammar_of", "grammars_of"]
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a response format. A schema is followed, whatever `strict` says."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's: one of these. `grammar` is Lark's."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+_made: WeakKeyDictionary[DecodeSession, Grammars] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def grammars_of(session: DecodeSession) -> Grammars:
+    """Return the grammars of a session, which are made once: that takes time for each token of the vocabulary.
+
+    Raises:
+        OptionError: see `Grammars`.
+    """
+    with _lock:
+        if session not in _made:
+            _made[session] = Grammars(session)
+        return _made[session]
+
+
+def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs) -> Grammar | None:
+    """Return the grammar of a request; None where it asks for text.
+
+    Raises:
+        OptionError: it does not compile, asks for nothing or for several, or the session can have none.
+    """
+    if isinstance(asked, ResponseFormat):
+        if (asked.json_schema is not None) != (asked.type == "json_schema"):
+            raise OptionError(f"type is {asked.type!r}; json_schema goes with the type json_schema, and only there")
+        if asked.json_schema is not None:
+            return grammars_of(session).json_schema(asked.json_schema.schema)
+        return None if asked.type == "text" else grammars_of(session).json_object()
+    given = {name: value for name, value in msgspec.structs.asdict(asked).items() if value not in (None, False)}
+    if len(given) != 1:
+        names = ", ".join(asked.__struct_fields__)
+        raise OptionError(f"{', '.join(given) or 'nothing'} is given; give one of {names}")
+    ((name, value),) = given.items()
+    grammars = grammars_of(session)
+    if name == "json_object":
+        return grammars.json_object()
+    make = {"json": grammars.json_schema, "regex": grammars.regex, "choice": grammars.choice, "grammar": grammars.lark}
+    return make[name](value)

@@ -1,0 +1,297 @@
+"""Tool calls: how a chat template writes them, the grammar of an answer that may hold some, and what it holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+from weakref import WeakKeyDictionary
+
+import msgspec
+from msgspec import Meta
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.structured import JSON_FORM
+from trt_kvcache.runtime.text.incremental import StopStrings
+from trt_kvcache.serve.structure import grammars_of
+
+__all__ = ["CallReader", "Tool", "ToolForm", "ToolUse", "find_form", "use_tools"]
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a tool. Its parameters are followed, whatever `strict` says."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """What a chat template writes around the names and arguments of calls.
+
+    Attributes:
+        begin: before the name of the first call.
+        middle: between a name and its arguments, which are JSON.
+        between: after arguments, before the name of the next call; None: a message has one call.
+        end: after the last arguments.
+    """
+
+    begin: str
+    middle: str
+    between: str | None
+    end: str
+
+    @property
+    def trigger(self) -> str:
+        """A text with it has calls."""
+        found = re.match(r"[^\s{\[]+", self.begin)
+        return found[0] if found else self.begin
+
+
+Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], str]
+
+_NAMES = ("first_name_9", "second_name_9")
+_ID = "call90909"
+_TEXT = "plain text 9"
+_USER = {"role": "user", "content": "question 9"}
+_ARGUMENTS = {"argument_9": "value_9"}
+
+
+def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
+    """Return how a chat template writes calls, as it shows when it writes some.
+
+    Args:
+        render: gives the prompt of messages and tools.
+        special_tokens: texts that an answer does not show.
+
+    Raises:
+        OptionError: it takes no tools, or writes calls in another way than name, then arguments as JSON.
+    """
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in _NAMES]
+    prompt = render([_USER], tools)
+    if prompt == render([_USER], None):
+        raise OptionError("the chat template of the model takes no tools; leave them out")
+    plain = _after(render([_USER, {"role": "assistant", "content": _TEXT}], tools), prompt)
+    around = plain.partition(_TEXT)[::2]
+    written = json.dumps(_ARGUMENTS)
+    one = _calls(render, tools, prompt, around, _NAMES[:1]).split(_NAMES[0])
+    if len(one) != 2 or one[1].count(written) != 1:
+        raise _unread("a name, and after it the arguments as JSON")
+    middle, _, end = one[1].partition(written)
+    between = None
+    try:
+        two = _calls(render, tools, prompt, around, _NAMES)
+    except OptionError:  # a template may refuse more than one
+        two = ""
+    pattern = "{}{}{}{}(.*){}{}{}{}".format(
+        *map(re.escape, (one[0], _NAMES[0], middle, written, _NAMES[1], middle, written, end))
+    )
+    if found := re.fullmatch(pattern, two, re.DOTALL):
+        between = found[1]
+    form = ToolForm(one[0].lstrip(), middle, between, end)
+    texts = "".join((form.begin, form.middle, form.between or "", form.end))
+    if hidden := next((token for token in special_tokens if token and token in texts), None):
+        raise _unread(f"text alone, and here the special token {hidden} is part of it")
+    if _ID in texts:
+        raise _unread("no ids of calls")
+    if not form.begin or form.end == "" == form.middle:
+        raise _unread("a text before the name")
+    return form
+
+
+def _unread(what: str) -> OptionError:
+    return OptionError(f"the chat template writes tool calls in a form that is not supported; supported: {what}")
+
+
+def _after(text: str, prompt: str) -> str:
+    """What comes after the prompt."""
+    if not text.startswith(prompt):
+        raise _unread("the answer right after the prompt")
+    return text[len(prompt) :]
+
+
+def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
+    """What stands for calls between what the template writes around any answer."""
+    calls = [
+        {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
+    ]
+    said = _after(render([_USER, {"role": "assistant", "content": "", "tool_calls": calls}], tools), prompt)
+    head, tail = around
+    if not said.endswith(tail):
+        raise _unread("calls that end as text does")
+    return said.removeprefix(head).removesuffix(tail)
+
+
+_forms: WeakKeyDictionary[DecodeSession, ToolForm] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def form_of(session: DecodeSession) -> ToolForm:
+    """Return how the chat template of a session writes calls.
+
+    Raises:
+        OptionError, PromptError: there is none, or it cannot be read.
+    """
+    with _lock:
+        if session not in _forms:
+            tokenizer = session.tokenizer
+            if not hasattr(tokenizer, "special_tokens"):
+                raise OptionError("tool calls need a chat template; open the session with a tokenizer.json")
+            _forms[session] = find_form(tokenizer.render_chat, list(grammars_of(session).special_texts))
+        return _forms[session]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What an answer may call.
+
+    Attributes:
+        form: of the calls.
+        tools: that may be called.
+        required: one has to be.
+        grammar: of the answer.
+    """
+
+    form: ToolForm
+    tools: Sequence[Tool]
+    required: bool
+    grammar: Grammar
+
+    def reader(self) -> CallReader:
+        """For one answer."""
+        return CallReader(self.form, self.tools, required=self.required)
+
+
+def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, parallel: bool) -> ToolUse | None:
+    """Return what an answer may call; None: nothing.
+
+    Args:
+        session: that answers.
+        tools: of the request.
+        choice: its `tool_choice`.
+        parallel: several calls may come.
+
+    Raises:
+        OptionError: the choice is none that is known, the parameters of a tool do not compile, or the chat template has
+            no calls that can be read.
+    """
+    able, required = _chosen(tools, choice)
+    if not able:
+        return None
+    form = form_of(session)
+    grammar = tool_grammar(session, form, able, required=required, parallel=parallel)
+    return ToolUse(form, able, required, grammar)
+
+
+def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
+    """The tools that may be called, and whether one has to be."""
+    if choice in (None, "auto", "none"):
+        return ([] if choice == "none" else tools), False
+    if choice == "required" and tools:
+        return tools, True
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        name = choice["function"].get("name")
+        if named := [tool for tool in tools if tool.function.name == name]:
+            return named, True
+        raise OptionError(f"tool_choice: there is no tool {str(name)[:80]!r} among tools")
+    raise OptionError(
+        "tool_choice: supported: none, auto, required, {'type': 'function', 'function': {'name': ...}} of tools"
+    )
+
+
+def tool_grammar(
+    session: DecodeSession, form: ToolForm, tools: Sequence[Tool], *, required: bool, parallel: bool
+) -> Grammar:
+    """Return the grammar of an answer: calls, or where none is required also text, and calls after text.
+
+    Raises:
+        OptionError: parameters of a tool do not compile.
+    """
+    calls = " | ".join(
+        f"{_quoted(tool.function.name + form.middle)} %json {_schema(tool.function.parameters)}" for tool in tools
+    )
+    more = f"({_quoted(form.between)} call)*" if parallel and form.between is not None else ""
+    rest = form.begin if required else form.begin.removeprefix(form.trigger)
+    lines = [f"called: {_quoted(rest)} call {more} {_quoted(form.end)}", f"call: {calls}"]
+    if required:
+        lines = ["start: called", *lines]
+    else:
+        # Lazy: the trigger counts as soon as it is complete, wherever in a text.
+        found = f"trigger[lazy]: TEXT {_quoted(form.trigger)}"
+        lines = ["start: TEXT | trigger called", *lines, found, "TEXT: /(.|\\n)*/"]
+    return grammars_of(session).lark("\n".join(["%llguidance {}", *lines]))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _schema(parameters: dict[str, Any] | None) -> str:
+    return json.dumps({"type": "object", **(parameters or {}), "x-guidance": JSON_FORM})
+
+
+class CallReader:
+    """Takes an answer apart while it comes.
+
+    Args:
+        form: of the calls.
+        tools: that may be called.
+        required: the answer begins with a call.
+
+    Attributes:
+        calls: those that are complete, in OpenAI's form.
+    """
+
+    def __init__(self, form: ToolForm, tools: Sequence[Tool], *, required: bool) -> None:
+        self._form, self._names = form, [tool.function.name for tool in tools]
+        self._before = StopStrings([form.trigger])
+        self._in_calls, self._rest = required, ""
+        self.calls: list[dict[str, Any]] = []
+
+    def push(self, text: str, *, last: bool = False) -> str:
+        """Take more text, or the last; return what is certainly no part of calls."""
+        self._rest += text
+        said = ""
+        if not self._in_calls:
+            said = self._before.push(text) + (self._before.flush() if last else "")
+            self._in_calls = self._before.found
+            if not self._in_calls:
+                # What is said is no beginning of the trigger; a part of it may still be needed.
+                self._rest = self._rest[len(said) :]
+                return said
+            self._rest = self._rest[self._rest.index(self._form.trigger) :]
+        if "}" in text:
+            self._read()
+        return said
+
+    def _read(self) -> None:
+        """Move complete calls from the text to `calls`."""
+        while (lead := self._form.between if self.calls else self._form.begin) is not None:
+            for start in (lead + name + self._form.middle for name in self._names):
+                if self._rest.startswith(start):
+                    break
+            else:
+                return
+            try:
+                _, stop = json.JSONDecoder().raw_decode(self._rest, len(start))
+            except ValueError:
+                return
+            called = {"name": start[len(lead) : len(start) - len(self._form.middle)]}
+            called["arguments"] = self._rest[len(start) : stop]
+            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called})
+            self._rest = self._rest[stop:]
