@@ -13,6 +13,7 @@ from runtime.engines import drain, open_engine, write_engine
 from runtime.fake_cuda import Machine
 from runtime.hash_runner import HashRunner
 from runtime.test_draft import Sometimes
+from runtime.test_fixed_sizes import FIXED, open_twin, runner
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import OptionError, SessionError
@@ -112,6 +113,15 @@ def _noting(fetch: Any, sizes: list[int]) -> Any:
         return fetch(self, *where)
 
     return noting
+
+
+def test_models_of_fixed_sizes(tmp_path: Path) -> None:
+    """Their steps have more rows and positions than there are sequences and tokens."""
+    rule, settings = Rule(64, 0.3), {"max_new_tokens": 8, "prompt_lookup_num_tokens": 2}
+    with DecodeSession(runner(open_twin(FIXED["both"]), tmp_path, "cpu")) as session:
+        expected = session.generate(PROMPTS[:2], grammar=rule, **settings)
+    with DecodeSession(runner(FIXED["both"], tmp_path, "gpu")) as session:
+        assert session.generate(PROMPTS[:2], grammar=rule, **settings) == expected
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 6, "seed": 4}], ids=["greedy", "sampled"])

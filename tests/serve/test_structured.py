@@ -37,7 +37,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\\n' if not loop.first }}"
-    '<tool_call>\\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\\n</tool_call>'
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}</s>{% endfor %}<assistant>"
 )
 
@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "structured_outputs"),
     (TEXT, fields(structured_outputs={"regex": "a"}, ignore_eos=True), "say where the text ends", "ignore_eos"),
     (TEXT, fields(structured_outputs={"regex": "a"}, logit_bias={"97": -100}), "", ""),
-    (CHAT, TALK | {"tools": [tool()], "tool_choice": "f"}, "tools: tool_choice: supported are none", "tools"),
+    (CHAT, TALK | {"tools": [tool()], "tool_choice": "f"}, "tools: tool_choice: supported: none", "tools"),
     (CHAT, TALK | {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
      "there is no tool 'g'", "tools"),
     (CHAT, TALK | {"tools": [tool(type="x")]}, "tools: the grammar does not compile", "tools"),
@@ -181,6 +181,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, TALK | {"tools": [tool()], "response_format": {"type": "json_object"}}, "something else already",
      "response_format"),
     (CHAT, {"messages": [*MESSAGES, CALLED]}, "have to be a JSON object", "messages"),
+    (CHAT, TALK | {"tool_choice": "required"}, "tool_choice: supported: none, auto, required", "tools"),
 ]  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def test_calls_are_read_from_texts_in_pieces(name: str) -> None:
             assert said == before
     cut = CallReader(form, TOOLS, required=True)
     assert cut.push(written(form, *calls)[:-4], last=True) == ""
-    assert len(cut.calls) == len(calls)
+    assert len(cut.calls) == len(calls) - (len(form.end) < 4)
 
 
 def allows(session: DecodeSession, grammar: Grammar, text: str) -> bool:

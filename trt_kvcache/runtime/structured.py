@@ -76,7 +76,7 @@ class Grammars:
         """
         try:
             given = json.loads(schema) if isinstance(schema, str) else dict(schema)
-            made = self._matcher.grammar_from_json_schema(given, defaults=JSON_FORM)
+            made = self._matcher.grammar_from_json_schema(json.dumps(given), defaults=JSON_FORM)
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(f"the JSON schema is {shown(schema)}: {error}; give a JSON object") from None
         return self._compile(made, "JSON schema")
@@ -198,8 +198,8 @@ class _Matched:
 
 
 def _text(given: str, what: str) -> str:
-    if not isinstance(given, str):
-        raise OptionError(f"the {what} is {shown(given)}; give a text")
+    if not isinstance(given, str) or any("\ud800" <= character <= "\udfff" for character in given):
+        raise OptionError(f"the {what} is {shown(given)}; give a text, of Unicode")
     return given
 
 

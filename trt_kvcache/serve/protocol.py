@@ -146,7 +146,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # of an answer that is sent back, as OpenAI's client holds it
     refusal: str | None = None
+    parsed: Any = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -154,6 +159,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -266,7 +272,7 @@ def prepare(session: DecodeSession, request: CompletionRequest | ChatRequest, mo
         _check_prompt(session, prompt)
     works = [Work(prompt, index) for prompt in tokens for index in range(count)]
     prompts = [text for text in texts for _ in range(count)]
-    uses = _uses(session, request) if isinstance(request, ChatRequest) and request.tools else None
+    uses = _uses(session, request) if isinstance(request, ChatRequest) else None
     return Asked(request, works, prompts, _config(session, request, limit, uses), uses)
 
 

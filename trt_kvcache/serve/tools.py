@@ -200,7 +200,7 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
 
 def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
     """The tools that may be called, and whether one has to be."""
-    if choice in (None, "auto", "none"):
+    if choice in (None, "auto", "none"):  # without tools, too
         return ([] if choice == "none" else tools), False
     if choice == "required" and tools:
         return tools, True
