@@ -24,6 +24,7 @@ from decoders import DecoderConfig, write_decoder
 from pydantic import BaseModel, Field
 from runtime.tokenizers_in_code import byte_level
 from serve.asgi import Reply, ask
+from starlette.testclient import TestClient
 
 from trt_kvcache import DecodeSession, Grammars, OptionError
 from trt_kvcache.runtime.generation.masks import Grammar
@@ -119,6 +120,17 @@ def test_the_real_client_reads_models_and_calls(service: Service) -> None:
             assert after.choices[0].message.role == "assistant"
 
     asyncio.run(run())
+
+
+def test_the_sync_client(service: Service) -> None:
+    with TestClient(service.app) as there:
+        client = openai.OpenAI(base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=there)
+        asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 2, "max_completion_tokens": 200}
+        whole = client.chat.completions.parse(**asked, response_format=Answer).choices[0].message.parsed
+        with client.chat.completions.stream(**asked, response_format=Answer) as stream:
+            streamed = stream.get_final_completion().choices[0].message.parsed
+        assert isinstance(whole, Answer)
+        assert streamed == whole
 
 
 def test_answers_are_those_alone(service: Service, folder: Path) -> None:
