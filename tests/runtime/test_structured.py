@@ -115,7 +115,7 @@ REFUSED = [
     (lambda g: g.json_schema({"if": {}}), r'the JSON schema does not compile: Unimplemented keys: \["if"\]'),
     (lambda g: g.json_schema("nope"), "the JSON schema is 'nope': .*; give a JSON object"),
     (lambda g: g.json_schema("[]"), "the JSON schema"),
-    (lambda g: g.json_schema({"enum": ["\ud800"]}), "the JSON schema does not compile"),
+    (lambda g: g.json_schema({"enum": ["\ud800"]}), "unexpected end of hex escape"),
     (lambda g: g.regex("\ud800"), "the regular expression is .*; give a text, of Unicode"),
     (lambda g: g.json_schema(["a"]), "the JSON schema is .*; give a JSON object"),
     (lambda g: g.lark("start: foo"), 'the grammar does not compile: .*unknown name: "foo"'),
