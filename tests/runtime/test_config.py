@@ -28,7 +28,7 @@ from trt_kvcache.runtime.session import DecodeSession
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, above max_new_tokens 8"),
         ({"do_sample": 1}, "do_sample is 1; supported: True or False"),
-        ({"do_sample": True, "temperature": 0.0}, "for the most probable token leave do_sample off"),
+        ({"do_sample": True, "temperature": 0.0}, "for the most probable token do not sample"),
         ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0; supported: above 0 and at most 1"),
         ({"do_sample": True, "min_p": -0.1}, "min_p is -0.1"),
         ({"temperature": 0.7}, r"temperature=0.7 has no effect without do_sample=True"),

@@ -231,7 +231,7 @@ class GenerationConfig:
         _require(self.max_new_tokens >= 1, self, "max_new_tokens", "at least 1")
         _require(self.min_new_tokens >= 0, self, "min_new_tokens", "0 or more")
         _require(self.min_length >= 0, self, "min_length", "0 or more")
-        hint = "above 0; for the most probable token leave do_sample off"
+        hint = "above 0; for the most probable token do not sample"
         _require(0 < self.temperature < math.inf, self, "temperature", hint)
         _require(self.top_k >= 0, self, "top_k", "0 (keep all) or more")
         _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")

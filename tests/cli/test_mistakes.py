@@ -1,0 +1,116 @@
+"""Typical mistakes: each is answered with one line that says what to do, and no trace."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+from typer.testing import CliRunner
+
+from trt_kvcache.cli.app import app
+
+EXPORT = "checkpoint: a checkpoint; export it first: trt-kvcache export checkpoint -o checkpoint-onnx/"
+NO_MODEL = "no such file; give the path of an .onnx file"
+MISTAKES = {
+    # paths
+    "plan modle.onnx": NO_MODEL,
+    "verify modle.onnx": NO_MODEL,
+    "serve modle.onnx": NO_MODEL,
+    "plugins modle.onnx": NO_MODEL,
+    "plan empty": "a directory without an .onnx file; give the path of an .onnx file",
+    "plan two": "2 models that may be the decoder (a.onnx, b.onnx); give the path of an .onnx file",
+    "plan broken.onnx": "text, not a binary ONNX model; give the path of an .onnx file",
+    "plan weights.gguf": "a GGUF file (llama.cpp); export the original model to ONNX",
+    "plan checkpoint": EXPORT,
+    "build checkpoint -o e/": EXPORT,
+    "generate checkpoint --prompt Hello": EXPORT,
+    "chat checkpoint": EXPORT,
+    "export missing -o out/": "no checkpoint; give a folder with config.json and weights",
+    "export model.onnx -o out/": "no checkpoint; give a folder with config.json and weights",
+    "generate missing.engine --tokens 1": "no such file; check the path",
+    "generate model.engine --tokens 1": "an engine needs the manifest that 'trt-kvcache build' wrote beside it",
+    "inspect model.engine": "an engine needs the manifest that 'trt-kvcache build' wrote beside it",
+    "inspect model.onnx": "a model without a manifest; give an engine; 'trt-kvcache plan' shows models",
+    "inspect empty": "a folder; give the path of an engine",
+    "check missing.engine": "no such file; check the path",
+    "bench missing.json": "missing.json: cannot be read: No such file or directory",
+    "bench model.onnx --compare old.json": "no JSON that 'trt-kvcache bench' printed",
+    "plan model.onnx --config missing.yaml": "give a YAML file",
+    "plan model.onnx --html no/such/plan.html": "no such folder",
+    "verify model.onnx --inputs data.npz": "cannot be read as an .npz file",
+    # flags of other tools
+    "build model.onnx -o e --fp16": "export it in float16 or bfloat16",
+    "build --onnx=model.onnx --saveEngine=e": "the model or engine is the argument, without a flag",
+    "build model.onnx -o e --max-batch-size 4": "give --max-batch N",
+    "generate model.onnx --tokens 1 --max-tokens 5": "give --max-new-tokens N",
+    "serve model.onnx --tensor-parallel-size 2": "leave it out",
+    "doctor --verbose": "leave it out; errors say what to do",
+    # values
+    "plan model.onnx --capacity 4k": "--capacity is 4k; write 4096",
+    "plan model.onnx --capacity 99": "the model fixes its cache length at 16: leave the option out",
+    "plan model.onnx --window-chunk 4": "has no effect without --sliding circular; add that",
+    "build model.onnx -o e --workspace 4": "give a unit, as in 4GiB",
+    "build model.onnx -o e --compute-capabilities a100": "is not of the form sm80",
+    "verify model.onnx --chunks 5;3": "is not a list of token counts such as 5,3",
+    "bench model.onnx --lengths 4;16": "give numbers with commas between them",
+    "generate model.onnx": "nothing to continue; give --prompt",
+    "generate model.onnx --prompt Hello": "give --tokenizer, or ids with --tokens",
+    "generate model.onnx --tokens a,b": "is not a list of token ids such as 1,15,7",
+    "generate model.onnx --tokens 99": "the model has 0 to 63",
+    "generate model.onnx --tokens 1 --temperature 0": "for the most probable token do not sample",
+    "generate model.onnx --tokens 1 --seed 3": "add --sample, or leave it out",
+    "generate model.onnx --tokens 1 --device cuda": "a GPU runs engines; write one with 'trt-kvcache build'",
+    "chat model.onnx": "--tokenizer",
+}
+"""What is typed, and what the answer says; exit code 1."""
+
+RULED_OUT = {
+    "plan": "Missing argument 'MODEL'",
+    "plna model.onnx": "Did you mean 'plan'?",
+    "rewrite model.onnx": "Missing option '--output' / '-o'",
+    "plan model.onnx --capacity 0": "greater than or equal to 1",
+    "build model.onnx -o e --max-batch 0": "greater than or equal to 1",
+    "verify model.onnx --batch 0": "greater than or equal to 1",
+    "serve model.onnx --port 99999": "less than or equal to 65535",
+    "plan model.onnx --target cuda": "not one of 'tensorrt', 'tensorrt-rtx'",
+}
+"""What ``--help`` rules out; exit code 2."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name in ("empty", "two", "checkpoint"):
+        (folder / name).mkdir()
+    model = write_decoder(folder / "model.onnx", DecoderConfig(layers=1, capacity=16, vocab=64))
+    for name in ("model.engine", "two/a.onnx", "two/b.onnx"):
+        shutil.copy(model, folder / name)
+    (folder / "checkpoint" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "checkpoint" / "model.safetensors").touch()
+    (folder / "broken.onnx").write_text("no model")
+    (folder / "weights.gguf").write_bytes(b"GGUF")
+    (folder / "data.npz").write_bytes(b"PK")
+    (folder / "old.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("typed", [*MISTAKES, *RULED_OUT])
+def test_a_mistake_is_answered_with_what_to_do(typed: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    result = CliRunner().invoke(app, typed.split())
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.stdout == ""
+    if typed in MISTAKES:
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert result.stderr.startswith("error: ")
+        assert MISTAKES[typed] in result.stderr
+    else:
+        *usage, last = result.stderr.splitlines()
+        assert result.exit_code == 2
+        assert last.startswith("Error: ")
+        assert RULED_OUT[typed] in last
+        assert any("--help' for help" in line for line in usage)
+    assert sorted(folder.iterdir()) == before
