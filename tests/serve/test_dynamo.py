@@ -199,10 +199,16 @@ def test_a_worker_that_ends_hands_over_what_runs(module: Any, session: DecodeSes
         engine = module.Engine(session, "tiny", 4)
         read = engine.generate(asked([1], 500), Context())
         await anext(read)
-        await engine.cleanup()
-        with pytest.raises(EngineShutdown):  # which Dynamo's frontend answers with another worker
+
+        async def rest() -> None:
             async for _ in read:
-                pass
+                await asyncio.sleep(0.01)  # slower than the session
+
+        reader = asyncio.ensure_future(rest())
+        await engine.cleanup()
+        assert reader.done()  # nothing runs in this event loop after cleanup
+        with pytest.raises(EngineShutdown):  # which Dynamo's frontend answers with another worker
+            await reader
         with pytest.raises(EngineShutdown):
             await chunks(engine, asked([1]))
         await engine.cleanup()

@@ -27,7 +27,7 @@ from serve.models import free_port, write_served
 from trt_kvcache import DecodeSession
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-ROWS, TOKENS = 4, 150
+ROWS, TOKENS = 4, 400
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def cluster(folder: Path, tmp_path: Path) -> Iterator[tuple[str, list[subprocess
     with ExitStack() as stack:
         workers = []
         for at in range(3):
-            own = environment | {"DYN_SYSTEM_PORT": str(free_port())}
+            own = environment | {"DYN_SYSTEM_PORT": str(free_port()), "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0"}
             workers.append(stack.enter_context(process(tmp_path / f"worker{at}", own, *worker)))
         stack.enter_context(process(tmp_path / "frontend", environment, *frontend))
         yield f"http://127.0.0.1:{port}/v1", workers
@@ -127,7 +127,7 @@ def test_workers_go_under_load(tmp_path: Path) -> None:
                 return said
 
             jobs = {key: asyncio.ensure_future(ask(*key)) for key in alone}
-            for end, count in ((workers[0].kill, 300), (workers[1].terminate, 1000)):
+            for end, count in ((workers[0].kill, 200), (workers[1].terminate, 600)):
                 while heard < count:
                     await asyncio.sleep(0.01)
                     assert time.monotonic() < start + 300

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -36,6 +37,8 @@ __all__ = ["Engine", "run", "write_texts"]
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
 """Where a worker listens: Dynamo takes the address of the machine if they are not set."""
 _LARGEST = 1 << 28  # bytes of a file
+_SLOW, _POLL = 10.0, 0.05
+"""Seconds for the errors of a worker that ends to be read, and between two looks at it."""
 _UNBOUNDED = 4096
 """New tokens where nothing is said and the caches have no end."""
 _COUNTED = ("min_new_tokens", "begin_suppress_tokens", "forced_bos_token_id", "exponential_decay_length_penalty")
@@ -178,7 +181,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
 
     async def abort(self, context: Any) -> None:
         """Free the row of a request that nobody reads any more; Dynamo only stops to read `generate`."""
-        if (task := self._tasks.get(context.id())) is not None:
+        if (task := self._tasks.pop(context.id(), None)) is not None:
             task.cancel()
 
     async def _continue(
@@ -203,8 +206,12 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             chunks.put_nowait(None)
 
     async def cleanup(self) -> None:
-        """End what still runs; the frontend moves it to other workers."""
+        """End what still runs, and wait until the frontend was told, which moves it to other workers."""
         await asyncio.to_thread(self._core.close)
+        until = time.monotonic() + _SLOW
+        while self._tasks and time.monotonic() < until:
+            await asyncio.sleep(_POLL)
+        await asyncio.sleep(_POLL)  # the last error is on its way, and Dynamo closes the event loop after this
 
 
 def _as_dynamo(error: TrtKvCacheError) -> Exception:
