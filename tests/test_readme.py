@@ -28,6 +28,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         found = (page.parent / target).resolve() if target else page
         assert found.is_relative_to(ROOT)
         assert found.exists(), target
+        if found.suffix != ".md":  # an image, which has no anchors
+            assert not anchor
+            continue
         headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor[1:] in anchors, anchor
