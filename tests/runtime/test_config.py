@@ -54,6 +54,10 @@ from trt_kvcache.runtime.session import DecodeSession
         ({"exponential_decay_length_penalty": (0.5, 1.5)}, "exponential_decay_length_penalty is"),
         ({"exponential_decay_length_penalty": (5, 0.0)}, "a factor above 0"),
         ({"logits_processor": 5}, "logits_processor is 5; supported: a function, or several"),
+        ({"top_logprobs": 3}, "top_logprobs=3 has no effect without output_logprobs=True"),
+        ({"top_logprobs": -1, "output_logprobs": True}, "top_logprobs is -1; supported: 0"),
+        ({"presence_penalty": math.inf}, "presence_penalty is inf; supported: a finite number"),
+        ({"frequency_penalty": "1"}, "frequency_penalty is '1'; supported: a number"),
         ({"renormalize_logits": True}, "renormalize_logits=True has no effect without num_beams above 1"),
         ({"sequence_bias": {(): 1.0}}, "sequence_bias of"),
         ({"sequence_bias": {1: math.inf}}, "sequence_bias of .* is inf"),
@@ -72,7 +76,15 @@ NONE = {
     "next to nothing": 5e-324, "text": "1", "bytes": b"1", "None": None, "complex": 1j,
     "list": [1],
 }  # fmt: skip
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "length_penalty",
+)
 WHOLE = ("max_new_tokens", "min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size", "seed", "num_beams",
          "prompt_lookup_num_tokens", "max_matching_ngram_size")  # fmt: skip
 IDS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id")

@@ -140,6 +140,22 @@ def test_repetition_is_penalized_once_per_token(scores: Scores, tokens: npt.NDAr
 
 
 @patient
+@given(score_rows, histories, st.floats(-3, 3), st.floats(-3, 3), st.integers(0, 9))
+def test_generated_tokens_are_penalized(
+    scores: Scores, tokens: npt.NDArray[np.int64], presence: float, frequency: float, new: int
+) -> None:
+    """Once, and as often as they came; a prompt does not count."""
+    new = min(new, tokens.size)
+    config = GenerationConfig(presence_penalty=presence, frequency_penalty=frequency)
+    assert processors.rules_apply(0, config) == (presence != 0 or frequency != 0)
+    found = processors.process(scores, tokens, new, config)
+    made = tokens[tokens.size - new :].tolist()
+    for token in range(VOCAB):
+        penalty = presence * (token in made) + frequency * made.count(token)
+        assert found[token] == pytest.approx(float(scores[token]) - penalty, rel=1e-5, abs=1e-5)
+
+
+@patient
 @given(score_rows, histories, st.integers(1, 5))
 def test_no_ngram_is_repeated(scores: Scores, tokens: npt.NDArray[np.int64], size: int) -> None:
     found = processors.ban_repeated_ngrams(scores, tokens, size)

@@ -130,6 +130,28 @@ def test_logprob_is_of_the_models_own_distribution() -> None:
     assert Sampler(GenerationConfig()).choose(logits, history(1), 0) == (2, None)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_the_most_probable_tokens(dtype: Any) -> None:
+    """Highest first, of equals the first; before any rule, and never more than there are."""
+    logits = np.round(np.random.default_rng(0).normal(0, 3, 4000)).astype(dtype)
+    config = GenerationConfig(output_logprobs=True, top_logprobs=40, do_sample=True, sequence_bias={5: -math.inf})
+    scores = logits.astype(np.float64)
+    order = sorted(range(4000), key=lambda token: (-scores[token], token))[:40]
+    total = math.log(np.exp(scores).sum())
+    found = Sampler(config).top_logprobs(logits)
+    assert [token for token, _ in found] == order
+    assert [logprob for _, logprob in found] == pytest.approx([scores[token] - total for token in order], abs=1e-4)
+    assert len(Sampler(config).top_logprobs(row(1, 2, 3))) == 3
+    assert Sampler(GenerationConfig()).top_logprobs(logits) == ()
+
+
+def test_events_carry_the_most_probable_tokens() -> None:
+    sequence = Continuation(0, [1], GenerationConfig(output_logprobs=True, top_logprobs=2))
+    event = sequence.advance(row(1, 2, 3))
+    assert [token for token, _ in event.top_logprobs] == [2, 1]
+    assert event.top_logprobs[0][1] == event.logprob
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_damaged_logits_are_an_error(bad: float, do_sample: bool) -> None:

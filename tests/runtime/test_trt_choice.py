@@ -98,10 +98,12 @@ def test_sampling_and_drafts_fetch_the_highest_scores(engine: Path, more: dict[s
     [GenerationConfig(max_new_tokens=6, do_sample=True, top_k=0, top_p=0.9, seed=1),
      GenerationConfig(max_new_tokens=6, do_sample=True, top_k=200, seed=1),
      GenerationConfig(max_new_tokens=6, output_logprobs=True),
+     GenerationConfig(max_new_tokens=6, output_logprobs=True, top_logprobs=3),
      GenerationConfig(max_new_tokens=6, repetition_penalty=1.3),
+     GenerationConfig(max_new_tokens=6, presence_penalty=1.0, frequency_penalty=0.5),
      GenerationConfig(max_new_tokens=6, no_repeat_ngram_size=2),
      GenerationConfig(max_new_tokens=6, sequence_bias={(3,): 2.0})],
-    ids=["top-p", "most of all", "log-probabilities", "penalty", "n-grams", "bias"],
+    ids=["top-p", "most of all", "log-probabilities", "most probable", "penalty", "penalties", "n-grams", "bias"],
 )  # fmt: skip
 def test_who_looks_at_other_scores_gets_them(engine: Path, config: GenerationConfig, fetched: list[int]) -> None:
     runner, gpu = opened(engine)

@@ -95,6 +95,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GREEDY | {"stop": ["e", "the"]}, {"stop_strings": ["e", "the"]}),
     (GREEDY | {"logit_bias": {"70": 100}}, {"sequence_bias": {70: 100.0}}),
     (GREEDY | {"ignore_eos": True, "top_k": -1}, {"eos_token_id": ()}),
+    (GREEDY | {"presence_penalty": 0.5, "frequency_penalty": -1}, {"presence_penalty": 0.5, "frequency_penalty": -1.0}),
 ]
 
 
@@ -182,6 +183,28 @@ def test_logprobs_ids_and_usage_of_a_stream(service: Service, alone: DecodeSessi
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
+def test_the_most_probable_tokens(service: Service, alone: DecodeSession) -> None:
+    expected = alone.generate("the", max_new_tokens=4, seed=1, top_k=0, output_logprobs=True, top_logprobs=3)
+    body = {"prompt": "the", "max_tokens": 4, "seed": 1, "logprobs": 3}
+    (choice,) = post(service, body).data["choices"]
+    named = choice["logprobs"]
+    for i, (tops, token) in enumerate(zip(expected.top_logprobs, named["tokens"], strict=True)):
+        assert len(tops) == 3
+        assert set(named["top_logprobs"][i]) >= {token}
+        best = max(named["top_logprobs"][i].values())
+        assert best == pytest.approx(tops[0][1], abs=1e-4)
+
+    asked = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    whole = post(service, asked | GREEDY, CHAT).data["choices"][0]["logprobs"]["content"]
+    chunks = post(service, asked | GREEDY | {"stream": True}, CHAT).chunks
+    streamed = [one for chunk in chunks for c in chunk["choices"] for one in c["logprobs"]["content"]]
+    assert streamed == whole
+    for one in whole:  # greedy: the first of the most probable is the chosen one
+        first, second = one["top_logprobs"]
+        assert first["logprob"] >= second["logprob"]
+        assert first["token"] == one["token"]
+
+
 def test_without_a_tokenizer_there_are_ids(by_ids: Service, alone: DecodeSession) -> None:
     expected = alone.generate([5, 6, 7], max_new_tokens=4, output_logprobs=True)
     choice = post(by_ids, GREEDY | {"prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 0}).data["choices"][0]
@@ -214,11 +237,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "logit_bias": {"300": 1}}, "'300' is no token id", "logit_bias"),
     (TEXT, {"prompt": "x", "logit_bias": {"1": 101}}, "<= 100", "logit_bias"),
     (TEXT, {"prompt": "x", "stop": [""]}, "stop", "stop"),
-    (TEXT, {"prompt": "x", "logprobs": 2}, "only the token that was chosen", "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": 21}, "<= 20", "logprobs"),
     (TEXT, {"prompt": "x", "logprobs": 0, "echo": True}, "tokens of the prompt have no logprobs", "echo"),
     (TEXT, {"prompt": "x", "best_of": 2}, "not ranked", "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "not filled in", "suffix"),
-    (TEXT, {"prompt": "x", "presence_penalty": 0.5}, "use repetition_penalty", "presence_penalty"),
+    (TEXT, {"prompt": "x", "presence_penalty": 2.5}, "<= 2", "presence_penalty"),
     (TEXT, {"prompt": "x", "colour": 1}, "unknown field `colour`", "colour"),
     (CHAT, {"messages": []}, "length >= 1", "messages"),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "supported: system", "messages"),
@@ -228,7 +251,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, HELLO | {"functions": [{"name": "f"}]}, "former names of tools", "functions"),
     (CHAT, HELLO | {"response_format": {"type": "json_object"}}, "the model names none", "response_format"),
     (TEXT, {"prompt": "x", "guided_regex": "a"}, "give structured_outputs: {'regex': ...}", "guided_regex"),
-    (CHAT, HELLO | {"logprobs": True, "top_logprobs": 3}, "only the token that was chosen", "top_logprobs"),
+    (CHAT, HELLO | {"logprobs": False, "top_logprobs": 3}, "they come with logprobs", "top_logprobs"),
+    (CHAT, HELLO | {"logprobs": True, "top_logprobs": 21}, "<= 20", "top_logprobs"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, "the model takes 96", "prompt"),
 ]
 

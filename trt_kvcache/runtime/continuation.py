@@ -115,7 +115,7 @@ class Continuation:
         elif self._length >= self._most:
             self.finish_reason = FinishReason.LENGTH
         text += self._rest()
-        return self._event(token, text, logprob)
+        return self._event(token, text, logprob, self._sampler.top_logprobs(logits))
 
     @property
     def masked(self) -> bool:
@@ -204,10 +204,12 @@ class Continuation:
             if self.finish_reason or not agreed:
                 break
 
-    def _event(self, token: int | None, text: str, logprob: float | None) -> TokenEvent:
+    def _event(
+        self, token: int | None, text: str, logprob: float | None, top: tuple[tuple[int, float], ...] = ()
+    ) -> TokenEvent:
         reports = self.finish_reason is not None and bool(self.assisted or self.config.prompt_lookup_num_tokens)
         stats = self.speculation if reports else None
-        return TokenEvent(self.sequence, token, text, logprob, self.finish_reason, stats)
+        return TokenEvent(self.sequence, token, text, logprob, self.finish_reason, stats, top)
 
     def _append(self, token: int) -> None:
         if self._length == self._buffer.size:

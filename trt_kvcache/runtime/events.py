@@ -38,6 +38,8 @@ class TokenEvent:
             characters from all of them than it did from the first.
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
+        top_logprobs: tokens and their log-probabilities, the most probable first: as many as
+            `GenerationConfig.top_logprobs` asks for.
         finish_reason: in the sequence's last event, and only there.
         speculation: in the sequence's last event where prompt lookup or a draft model guesses: how well that did. No
             part of equality: the tokens are the same without drafts.
@@ -49,3 +51,4 @@ class TokenEvent:
     logprob: float | None = None
     finish_reason: FinishReason | None = None
     speculation: SpeculationStats | None = field(default=None, compare=False)
+    top_logprobs: tuple[tuple[int, float], ...] = ()

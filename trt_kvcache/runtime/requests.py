@@ -64,6 +64,8 @@ class Generation:
         tokens: the new ones, with the one that ended the sequence.
         text: of the new tokens; empty without a tokenizer.
         logprobs: per token, where `GenerationConfig.output_logprobs` asks for them.
+        top_logprobs: per token, where `GenerationConfig.top_logprobs` asks for them: the most probable tokens and their
+            log-probabilities.
         finish_reason: why it ended.
         speculation: how well drafts did.
     """
@@ -74,6 +76,7 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
     def take(self, event: TokenEvent) -> None:
         """Append an event."""
@@ -81,6 +84,8 @@ class Generation:
             self.tokens.append(event.token)
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
+        if event.top_logprobs:
+            self.top_logprobs.append(event.top_logprobs)
         self.text += event.text
         self.finish_reason = event.finish_reason
 

@@ -23,6 +23,10 @@ REASONS = {
 """OpenAI's words."""
 
 
+_NEVER = -9999.0
+"""The log-probability of what cannot come, which JSON cannot say; OpenAI's number."""
+
+
 class Answer:
     """What becomes of one request.
 
@@ -136,13 +140,13 @@ class Answer:
         if reason is FinishReason.EOS and self._calls(place):
             choice["finish_reason"] = "tool_calls"
         if self._with_logprobs and self._chat:
-            content = [{key: said[key] for key in ("token", "bytes", "logprob")} for said in logprobs]
-            choice["logprobs"] = {"content": [{**said, "top_logprobs": []} for said in content], "refusal": None}
+            content = [{**said["chosen"], "top_logprobs": said["top"]} for said in logprobs]
+            choice["logprobs"] = {"content": content, "refusal": None}
         elif self._with_logprobs:
             choice["logprobs"] = {
-                "tokens": [said["token"] for said in logprobs],
-                "token_logprobs": [said["logprob"] for said in logprobs],
-                "top_logprobs": None,
+                "tokens": [said["chosen"]["token"] for said in logprobs],
+                "token_logprobs": [said["chosen"]["logprob"] for said in logprobs],
+                "top_logprobs": [_by_name(said) for said in logprobs] if self._asked.config.top_logprobs else None,
                 "text_offset": [said["offset"] for said in logprobs],
             }
         if self._with_ids:
@@ -150,15 +154,21 @@ class Answer:
         return choice
 
     def _logprob(self, place: int, event: TokenEvent) -> dict[str, Any]:
-        text = ""
-        if self._tokenizer is not None and event.token is not None:
-            text = self._tokenizer.decode([event.token])
+        assert event.token is not None
+        assert event.logprob is not None
+        return {
+            "chosen": self._named(event.token, event.logprob),
+            "top": [self._named(*pair) for pair in event.top_logprobs],
+            "offset": len(self._asked.prompts[place]) + len(self._done[place].text),
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = "" if self._tokenizer is None else self._tokenizer.decode([token])
         known = text and "\ufffd" not in text
         return {
-            "token": text if known else f"token_id:{event.token}",
+            "token": text if known else f"token_id:{token}",
             "bytes": list(text.encode()) if known else None,
-            "logprob": event.logprob,
-            "offset": len(self._asked.prompts[place]) + len(self._done[place].text),
+            "logprob": max(logprob, _NEVER),
         }
 
     def _usage(self) -> dict[str, int]:
@@ -167,6 +177,12 @@ class Answer:
         given = sum(len(done.prompt) for done in self._done[::count])
         made = sum(len(done.tokens) for done in self._done)
         return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+
+
+def _by_name(said: dict[str, Any]) -> dict[str, float]:
+    """The most probable tokens and the chosen one; of tokens with one text, the most probable."""
+    named = [*said["top"], said["chosen"]]
+    return {one["token"]: one["logprob"] for one in reversed(named)}
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:

@@ -113,6 +113,8 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -134,7 +136,7 @@ class CompletionRequest(_Request):
     """Of ``/v1/completions``."""
 
     prompt: Any  # a text, token ids, or a list of these
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
 
 
@@ -177,6 +179,7 @@ class ChatRequest(_Request):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -188,9 +191,6 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     **{f"guided_{name}": ((), f"give structured_outputs: {{'{name}': ...}}") for name in _GUIDED},
     "functions": (([],), _TOOLS),
     "function_call": (("none",), _TOOLS),
-    "presence_penalty": ((0,), "this penalty is not supported; use repetition_penalty, or leave it out"),
-    "frequency_penalty": ((0,), "this penalty is not supported; use repetition_penalty, or leave it out"),
-    "top_logprobs": ((0,), "only the token that was chosen has a log-probability; leave it out, or give 0"),
     "best_of": ((1,), "sequences are not ranked; leave it out, and give n"),
     "suffix": (("",), "text is not filled in; leave it out"),
     "store": ((False,), "answers are not stored; leave it out"),
@@ -325,8 +325,6 @@ def _text(content: str | list[Any] | None, at: int) -> str:
 
 
 def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:
-    if request.logprobs:
-        raise ApiError(400, "logprobs: only the token that was chosen has one; give 0, or leave it out", "logprobs")
     if request.echo and request.logprobs is not None:
         raise ApiError(400, "echo: tokens of the prompt have no logprobs; leave one of the two out", "echo")
     several = _several(request.prompt)
@@ -388,8 +386,9 @@ def _config(
             "min_p": request.min_p,
             "seed": request.seed,
         }
-    if request.repetition_penalty is not None:
-        settings["repetition_penalty"] = request.repetition_penalty
+    for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (given := getattr(request, penalty)) is not None:
+            settings[penalty] = given
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if stops:
         if session.tokenizer is None:
@@ -407,8 +406,12 @@ def _config(
         if "grammar" in settings:
             raise ApiError(400, "ignore_eos: a grammar or tools say where the text ends; leave it out", "ignore_eos")
         settings |= {"eos_token_id": (), "forced_eos_token_id": None}
-    if request.logprobs or (isinstance(request, CompletionRequest) and request.logprobs is not None):
-        settings["output_logprobs"] = True
+    most = request.logprobs if isinstance(request, CompletionRequest) else request.top_logprobs
+    if isinstance(request, ChatRequest) and not request.logprobs:
+        if most:
+            raise ApiError(400, "top_logprobs: they come with logprobs; set these to true", "top_logprobs")
+    elif isinstance(request, ChatRequest) or most is not None:
+        settings |= {"output_logprobs": True, "top_logprobs": most or 0}
     try:
         return changed(session.config, settings)
     except OptionError as error:

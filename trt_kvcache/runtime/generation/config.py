@@ -43,6 +43,8 @@ class GenerationConfig:
         min_p: keep tokens at least `min_p` times as probable as the most probable one; sampling only.
         repetition_penalty: divides positive scores, and multiplies negative ones, of tokens that occurred, in the
             prompt too; above 1 discourages them.
+        presence_penalty: taken from the scores of tokens that were generated, however often; the prompt does not count.
+        frequency_penalty: taken from the score of a token as often as it was generated; the prompt does not count.
         no_repeat_ngram_size: no token may complete an n-gram of this size that occurred already; 0 allows all.
         sequence_bias: added to the score of a token, or of the last token of a run of tokens where the others came
             just before: ``{token: bias, (token, token): bias}``. ``-math.inf`` forbids.
@@ -73,6 +75,7 @@ class GenerationConfig:
             win at its present length (False), or only when it cannot at any length ("never").
         renormalize_logits: beam search compares probabilities that sum to 1 again after the rules.
         output_logprobs: events carry the log-probability of their token.
+        top_logprobs: with `output_logprobs`: events also carry those of so many most probable tokens.
         prompt_lookup_num_tokens: propose so many tokens at once by looking the last n-gram up in what came before, and
             verify them in one update; the tokens stay the same. None is off.
         max_matching_ngram_size: longest n-gram that prompt lookup looks up.
@@ -92,6 +95,8 @@ class GenerationConfig:
     top_p: float = 1.0
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     sequence_bias: Mapping[int | tuple[int, ...], float] = field(default_factory=dict, hash=False)
     bad_words_ids: Sequence[Sequence[int]] = ()
@@ -110,6 +115,7 @@ class GenerationConfig:
     early_stopping: bool | Literal["never"] = False
     renormalize_logits: bool = False
     output_logprobs: bool = False
+    top_logprobs: int = 0
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2
     num_assistant_tokens: int | None = None
@@ -237,6 +243,9 @@ class GenerationConfig:
         _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
         _require(self.min_p is None or 0 <= self.min_p <= 1, self, "min_p", "between 0 and 1")
         _require(0 < self.repetition_penalty < math.inf, self, "repetition_penalty", "above 0; 1 is none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), self, name, "a finite number; 0 is none")
+        _require(self.top_logprobs >= 0, self, "top_logprobs", "0 (none) or more")
         _require(self.no_repeat_ngram_size >= 0, self, "no_repeat_ngram_size", "0 (allow all) or more")
         for name in _TOKENS:
             given = _as_sequence(getattr(self, name))
@@ -290,6 +299,7 @@ class GenerationConfig:
             "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens is not None,
             "num_assistant_tokens": bool(self.num_assistant_tokens),
             "grammar": self.grammar is not None,
+            "top_logprobs": self.top_logprobs > 0,
         }
         for name, active in together.items():
             if active:
@@ -298,6 +308,7 @@ class GenerationConfig:
 
 _IDLE: dict[str, dict[str, object]] = {
     "do_sample=True": {"temperature": 1.0, "top_k": _TOP_K, "top_p": 1.0, "min_p": None},
+    "output_logprobs=True": {"top_logprobs": 0},
     "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
 }
 """What a setting needs to have an effect, and its value where nobody set it."""
@@ -305,7 +316,11 @@ _IDLE: dict[str, dict[str, object]] = {
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
     """Return the settings among `values` that have no effect, under what they lack."""
-    active = {"do_sample=True": values.get("do_sample"), "num_beams above 1": values.get("num_beams", 1) != 1}
+    active = {
+        "do_sample=True": values.get("do_sample"),
+        "output_logprobs=True": values.get("output_logprobs"),
+        "num_beams above 1": values.get("num_beams", 1) != 1,
+    }
     idle = {
         switch: [name for name, off in settings.items() if values.get(name, off) != off]
         for switch, settings in _IDLE.items()
@@ -320,11 +335,12 @@ _INTEGERS = (
     "min_length",
     "top_k",
     "no_repeat_ngram_size",
+    "top_logprobs",
     "num_beams",
     "max_matching_ngram_size",
 )
 _OPTIONAL_INTEGERS = ("seed", "prompt_lookup_num_tokens", "num_assistant_tokens")
-_NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+_NUMBERS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty")
 _SWITCHES = ("do_sample", "output_logprobs", "renormalize_logits")
 _SEVERAL = ("suppress_tokens", "begin_suppress_tokens")
 _TOKENS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", *_SEVERAL)

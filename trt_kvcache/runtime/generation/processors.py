@@ -22,6 +22,7 @@ __all__ = [
     "ban_tokens",
     "force_tokens",
     "log_softmax",
+    "penalize_generated",
     "penalize_repetition",
     "process",
     "raise_the_end",
@@ -39,6 +40,8 @@ def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
     """Whether `process` may look at the scores, now or later; most greedy decoding has no rule."""
     always = (
         config.repetition_penalty != 1,
+        config.presence_penalty,
+        config.frequency_penalty,
         config.no_repeat_ngram_size,
         config.biases,
         config.bad_words_ids,
@@ -72,6 +75,9 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
         scores = add_sequence_bias(scores, tokens, config.biases)
     if config.repetition_penalty != 1:
         scores = penalize_repetition(scores, tokens, config.repetition_penalty)
+    if config.presence_penalty or config.frequency_penalty:
+        new = tokens[tokens.size - new_tokens :]
+        scores = penalize_generated(scores, new, config.presence_penalty, config.frequency_penalty)
     if config.no_repeat_ngram_size:
         scores = ban_repeated_ngrams(scores, tokens, config.no_repeat_ngram_size)
     if config.bad_words_ids:
@@ -128,6 +134,18 @@ def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Score
     old = scores[tokens]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # as above
         scores[tokens] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
+    return scores
+
+
+def penalize_generated(scores: Scores, new_tokens: Tokens, presence: float, frequency: float) -> Scores:
+    """Take `presence` from the score of each new token, and `frequency` for each time that it came; as OpenAI's API.
+
+    Source: https://platform.openai.com/docs/api-reference/chat/create.
+    """
+    scores = scores.copy()
+    tokens, counts = np.unique(new_tokens, return_counts=True)
+    with np.errstate(over="ignore", invalid="ignore"):  # as above
+        scores[tokens] -= (presence + frequency * counts).astype(np.float32)
     return scores
 
 

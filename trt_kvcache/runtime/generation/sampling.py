@@ -14,7 +14,7 @@ from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.greedy import CHOICE, as_scores, best
 from trt_kvcache.runtime.generation.masks import Mask, ask_mask, keep_allowed, words
 from trt_kvcache.runtime.generation.processors import process, rules_apply
-from trt_kvcache.runtime.generation.warpers import Candidates, warp
+from trt_kvcache.runtime.generation.warpers import Candidates, highest, warp
 
 __all__ = ["Sampler"]
 
@@ -47,7 +47,9 @@ class Sampler:
     def guesser(self) -> Sampler:
         """One for a draft of the text: the same numbers and grammar, and no other rules of the caller's own."""
         assert isinstance(self._entropy, int)
-        config = replace(self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False)
+        config = replace(
+            self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False, top_logprobs=0
+        )
         made = Sampler(config, self._index)
         made._mask = self._mask
         return made
@@ -119,7 +121,26 @@ class Sampler:
                 if scores.max() == -math.inf:
                     raise _no_token(new_tokens)
             token = self._draw(warp(scores, config), tokens.size) if config.do_sample else int(scores.argmax())
-        return token, _logprob(as_scores(logits), token, top) if config.output_logprobs else None
+        if not config.output_logprobs:
+            return token, None
+        return token, float(_logprobs(as_scores(logits), top, np.array([token]))[0])
+
+    def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
+        """The most probable tokens under the model's own distribution, highest first; of equals, low ids first.
+
+        As many as `GenerationConfig.top_logprobs` asks for, with the natural logarithms of their probabilities.
+
+        Args:
+            logits: ``[V]``, which `choose` has taken.
+        """
+        count = self._config.top_logprobs
+        if not count:
+            return ()
+        scores = as_scores(logits)
+        tokens = highest(scores, min(count, scores.size))
+        tokens = tokens[np.argsort(-scores[tokens], kind="stable")][:count]
+        found = _logprobs(scores, float(scores[tokens[0]]), tokens)
+        return tuple(zip(tokens.tolist(), found.tolist(), strict=True))
 
     def _draw(self, left: Candidates, position: int) -> int:
         """Invert the cumulative distribution of the tokens that are left, in the order of their ids."""
@@ -146,6 +167,6 @@ def _check_ruled(top: float) -> None:
         raise SessionError(f"the scores hold {top} after sequence_bias and repetition_penalty; use moderate ones")
 
 
-def _logprob(logits: npt.NDArray[np.float32], token: int, top: float) -> float:
+def _logprobs(logits: npt.NDArray[np.float32], top: float, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     total = np.exp(logits - np.float32(top)).sum(dtype=np.float64)
-    return float(logits[token]) - top - math.log(float(total))
+    return logits[tokens].astype(np.float64) - top - math.log(float(total))

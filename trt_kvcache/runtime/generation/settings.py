@@ -28,6 +28,8 @@ class Settings(TypedDict, total=False):
     top_p: float
     min_p: float | None
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     no_repeat_ngram_size: int
     sequence_bias: Mapping[int | tuple[int, ...], float]
     bad_words_ids: Sequence[Sequence[int]]
@@ -46,6 +48,7 @@ class Settings(TypedDict, total=False):
     early_stopping: bool | Literal["never"]
     renormalize_logits: bool
     output_logprobs: bool
+    top_logprobs: int
     prompt_lookup_num_tokens: int | None
     max_matching_ngram_size: int
     num_assistant_tokens: int | None
@@ -71,8 +74,8 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
 SYNONYMS = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "n_predict": "max_new_tokens",
     "min_tokens": "min_new_tokens", "stop": "stop_strings", "logit_bias": "sequence_bias", "best_of": "num_beams",
-    "beam_width": "num_beams", "sample": "do_sample", "logprobs": "output_logprobs", "frequency_penalty":
-    "repetition_penalty", "presence_penalty": "repetition_penalty", "random_seed": "seed", "temp": "temperature",
+    "beam_width": "num_beams", "sample": "do_sample", "logprobs": "output_logprobs", "random_seed": "seed",
+    "temp": "temperature",
     "stop_token_ids": "eos_token_id", "token_mask": "grammar", "response_format": "grammar", "end_id": "eos_token_id",
 }  # fmt: skip
 """Names that vLLM, transformers, TensorRT-LLM and OpenAI's API have for settings."""

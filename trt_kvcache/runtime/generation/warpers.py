@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trt_kvcache.runtime.generation.config import GenerationConfig
 
-__all__ = ["Candidates", "apply_temperature", "keep_min_p", "keep_top_k", "keep_top_p", "warp"]
+__all__ = ["Candidates", "apply_temperature", "highest", "keep_min_p", "keep_top_k", "keep_top_p", "warp"]
 
 Scores = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ def apply_temperature(scores: Scores, temperature: float) -> Scores:
 
 def keep_top_k(left: Candidates, count: int) -> Candidates:
     """Keep the `count` highest scores, and all that equal the last of them."""
-    return left if count >= left.scores.size else left.only(_highest(left.scores, count))
+    return left if count >= left.scores.size else left.only(highest(left.scores, count))
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
@@ -87,7 +87,7 @@ def keep_top_p(left: Candidates, mass: float) -> Candidates:
     size, head = scores.size, np.arange(scores.size)
     for count in (_HEAD, 8 * _HEAD):  # the head of a distribution nearly always has the mass
         if 4 * count < size:
-            some = _highest(scores, count)
+            some = highest(scores, count)
             if weights[some].sum(dtype=np.float64) > enough:
                 head = some
                 break
@@ -102,7 +102,7 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
     return left.only(np.flatnonzero(np.exp(left.scores - left.scores.max()) >= np.float32(share)))
 
 
-def _highest(scores: Scores, count: int) -> Ids:
+def highest(scores: Scores, count: int) -> Ids:
     """Places of the `count` highest scores, and of all that equal the last of them; ascending.
 
     At least `count` scores reach the `count`-th of the highest scores of as many or more disjoint sets. Few others do,
