@@ -154,7 +154,7 @@ WRONG: list[tuple[Any, int, str]] = [
     (openai("a", "/v1/embeddings", input="x"), 400, "row 1: method has to be POST, url /v1/completions or"),
     (openai("a", TEXT, prompt="x") | {"more": 1}, 400, "row 1: unknown field 'more' beside custom_id"),
     ({"id": 1, "prompt": "x", "stream": True}, 400, "row 1: stream: a batch has no streams"),
-    ({"id": 1, "prompt": "x", "frequency_penalty": 1}, 400, "frequency_penalty: "),
+    ({"id": 1, "prompt": "x", "best_of": 2}, 400, "best_of: "),
     ({"id": 1, "prompt": "x", "model": "other"}, 404, "there is no model 'other'; this is 'tiny'"),
     ({"id": 1, "prompt": "x" * 200}, 400, "the prompt has 200 tokens, and the model takes 96"),
     ({"id": 1, "prompt": "x", "n": 2000}, 400, "Expected `int` <= 128"),
