@@ -18,7 +18,8 @@ with a function of that name for each.
 pipeline for `quantized_caches` with ``--cache-dtype``. Four families have no record, since no cheap test tells: a build
 and a session ask for `encoders` where there is an encoder beside the decoder; `normalize` asks for `latent_attention`
 where no attention reads a cache as it is, or tokens meet what is made of positions, for `rounded_attention` where a
-decoder has QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache.
+decoder has QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache
+or shifts the rows of one.
 """
 
 from __future__ import annotations
