@@ -46,6 +46,7 @@ PROMPT = [5, 9, 3, 77, 1, 2, 4, 8, 16, 32]
 INT8, INT4, FP8 = CacheDtype.INT8, CacheDtype.INT4, CacheDtype.FP8
 RTX, FULL = Target.TENSORRT_RTX, Target.TENSORRT
 FORMS = [(INT8, RTX), (INT4, RTX), (INT8, FULL), (INT4, FULL), (FP8, FULL)]
+SHORT = VerifyOptions(chunks=(6,), tokens=2, batch=1)
 MOST = {INT8: 127, INT4: 7, FP8: 448}
 EACH = pytest.mark.parametrize(("kind", "target"), FORMS, ids=lambda value: value.value)
 
@@ -80,7 +81,7 @@ def packed(codes: Array, each: int, bits: int) -> Array:
     return sum(filled[..., i * size : (i + 1) * size] << bits * i for i in range(each))  # type: ignore[return-value]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @EACH
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_caches_hold_the_bytes_that_numpy_makes(tmp_path: Path, dtype: str, kind: CacheDtype, target: Target) -> None:
@@ -101,7 +102,7 @@ def test_caches_hold_the_bytes_that_numpy_makes(tmp_path: Path, dtype: str, kind
             assert found[f"{name}_scale"].tobytes() == scale.tobytes()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @EACH
 def test_plan_says_bytes_saved_and_sessions_take_them(tmp_path: Path, kind: CacheDtype, target: Target) -> None:
     model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, head_size=64))
@@ -133,7 +134,7 @@ def test_engines_of_tensorrt_on_the_stand_in(tmp_path: Path, kind: CacheDtype) -
         assert [r.tokens for r in session.generate([PROMPT, PROMPT[:3]], config)] == wanted
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @EACH
 @pytest.mark.parametrize("form", ["mobius", "five-d"])
 def test_verify_compares_with_the_models_own_caches(
@@ -201,15 +202,12 @@ FAULTS = {
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_scale_fails_verify(tmp_path: Path, name: str) -> None:
-    model = write_decoder(tmp_path / "model.onnx", CONFIG)
-    imported = import_model(model, PlanOptions())
+    imported = import_model(write_decoder(tmp_path / "model.onnx", CONFIG))
     planned = replace(imported.plan, options=options(INT8))
     found = quantize_caches(replace(imported, plan=planned))
-    verify = VerifyOptions(chunks=(6,), tokens=4, batch=2)
-    assert verify_quantized(imported, found, verify).passed
     FAULTS[name](found.model)
     onnx.checker.check_model(found.model)
-    report = verify_quantized(imported, found, verify)
+    report = verify_quantized(imported, found, SHORT)
     assert not report.passed
     with pytest.raises(
         VerificationError, match="quantized caches change too much: int8 caches against the model's own"
@@ -222,7 +220,7 @@ def test_verify_takes_the_file_that_rewrite_wrote(tmp_path: Path) -> None:
     rewrite_model(model, made, options(INT4))
 
     def verified() -> VerifyReport:
-        return verify_model(model, verify=VerifyOptions(tokens=2), rewritten=made)
+        return verify_model(model, verify=SHORT, rewritten=made)
 
     assert verified().passed
     wrong = onnx.load(made)
