@@ -9,6 +9,7 @@ caches as these exporters have them, or with latent attention:
     concat-attention    torch.onnx.export, DynamicCache: Concat, Attention-24 with a mask
     past-attention      mobius-onnx, dynamic: Attention-24 with past_key and past_value
     gqa                 onnxruntime-genai: com.microsoft.GroupQueryAttention with packed Q, K and V
+    shared              mobius-onnx, Gemma 4: the same; the second half of the layers reads the caches of the first half
     scatter             torch.onnx.export, StaticCache: ScatterND into `capacity` rows, Attention-24 with a mask
     shift               own torch code: cat(past[:, :, S:], new) in `capacity` rows, the caller's mask, Attention-24
     latents             torch.onnx.export, DeepSeek V3: caches of latents, four times as wide as a head, and of what is
@@ -27,7 +28,8 @@ import onnx
 from decoders import DecoderConfig, weights
 from onnx import TensorProto, helper, numpy_helper
 
-FORMS = ("concat", "concat-attention", "past-attention", "gqa", "scatter", "shift", "latents")
+FORMS = ("concat", "concat-attention", "past-attention", "gqa", "shared", "scatter", "shift", "latents")
+GROUPED = ("gqa", "shared")
 F32, I64, BOOL, I32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.INT32
 MICROSOFT = "com.microsoft"
 
@@ -109,7 +111,7 @@ def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
         for i in range(c.layers):
             _latent_weights(b, f"layers.{i}", rng)
     tokens = b.input("input_ids", I64, "batch", "sequence")
-    if form != "gqa":
+    if form not in GROUPED:
         b.input("position_ids", I64, "batch", "sequence")
     if form == "scatter":
         b.input("cur_len", I64)
@@ -133,14 +135,14 @@ def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
     read = {name for node in b.nodes for name in node.input}
     initializers = [t for name, t in b.initializers.items() if name in read]
     graph = helper.make_graph(b.nodes, form, b.inputs, b.outputs, initializers)
-    opset = {"concat": 18, "latents": 18, "gqa": 21}.get(form, 24)
+    opset = {"concat": 18, "latents": 18, "gqa": 21, "shared": 21}.get(form, 24)
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
-    return helper.make_model(graph, opset_imports=opsets[: 2 if form == "gqa" else 1], ir_version=10)
+    return helper.make_model(graph, opset_imports=opsets[: 2 if form in GROUPED else 1], ir_version=10)
 
 
 def _norm(b: _Builder, x: str, name: str) -> str:
     """RMS norm: one operator where the exporter has one."""
-    if b.form == "gqa":
+    if b.form in GROUPED:
         return b.add("SimplifiedLayerNormalization", [x, f"{name}.weight"], epsilon=1e-6, axis=-1, stash_type=1)
     if b.form == "past-attention":
         return b.add("RMSNormalization", [x, f"{name}.weight"], epsilon=1e-6, axis=-1)
@@ -155,14 +157,14 @@ def _shared(b: _Builder) -> dict[str, str]:
     size = _rotary_size(b)
     frequencies = (10000.0 ** (-np.arange(0, size, 2) / size)).astype(np.float32)
     angles = np.arange(c.positions, dtype=np.float32)[:, None] * frequencies
-    if b.form in ("gqa", "past-attention"):
+    if b.form in (*GROUPED, "past-attention"):
         shared["cos"], shared["sin"] = b.array("cos_cache", np.cos(angles)), b.array("sin_cache", np.sin(angles))
     else:
         positions = b.add("Cast", [b.add("Unsqueeze", ["position_ids", b.ints(-1)])], to=F32)
         half = b.add("Mul", [positions, b.array("inv_freq", frequencies[None, None])])
         both = b.add("Concat", [half, half], axis=-1)
         shared |= {n: b.add("Unsqueeze", [b.add(op, [both]), b.ints(1)]) for n, op in (("cos", "Cos"), ("sin", "Sin"))}
-    if b.form == "gqa":
+    if b.form in GROUPED:
         tokens = b.add("Sub", [b.add("ReduceSum", ["attention_mask", b.ints(1)], keepdims=0), b.ints(1)])
         total = b.add("Gather", [b.add("Shape", ["attention_mask"]), b.scalar(1)], axis=0)
         return shared | {"seqlens": b.add("Cast", [tokens], to=I32), "total": b.add("Cast", [total], to=I32)}
@@ -209,14 +211,21 @@ def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
     fixed = b.form in ("scatter", "shift")
     rows: int | str = c.capacity if fixed else "past"
     total: int | str = c.capacity if fixed else "past + sequence"
+    lengths = [shared[name] for name in ("seqlens", "total", "cos", "sin") if b.form in GROUPED]
+    attrs = {"num_heads": c.query_heads, "kv_num_heads": n, "scale": h**-0.5, "do_rotary": 1, "rotary_interleaved": 0}
+    if b.form == "shared" and (source := i - (c.layers + 1) // 2) >= 0:
+        q = b.add("MatMul", [x, f"{p}.q.weight"])
+        empty = b.add("ConstantOfShape", [b.add("Concat", [b.size(q, 0), b.ints(0, n * h)], axis=0)])
+        held = [f"present.{source}.{part}" for part in ("key", "value")]
+        inputs = [q, empty, empty, *held, *lengths]
+        return b.add("GroupQueryAttention", inputs, f"{p}.attention", (), MICROSOFT, **attrs)
     past = [b.input(_past_name(i, part), F32, "batch", n, rows, h) for part in ("key", "value")]
     present = [b.output(f"present.{i}.{part}", F32, "batch", n, total, h) for part in ("key", "value")]
-    if b.form == "gqa":
+    if b.form in GROUPED:
         arrays = [numpy_helper.to_array(b.initializers[f"{p}.{part}.weight"]) for part in "qkv"]
         packed = b.add("MatMul", [x, b.array(f"{p}.qkv.weight", np.concatenate(arrays, axis=1))])
-        inputs = [packed, "", "", *past, shared["seqlens"], shared["total"], shared["cos"], shared["sin"]]
-        return b.add("GroupQueryAttention", inputs, f"{p}.attention", present, MICROSOFT, num_heads=c.query_heads,
-                     kv_num_heads=n, scale=h**-0.5, do_rotary=1, rotary_interleaved=0)  # fmt: skip
+        inputs = [packed, "", "", *past, *lengths]
+        return b.add("GroupQueryAttention", inputs, f"{p}.attention", present, MICROSOFT, **attrs)
     q, k, v = (b.add("MatMul", [x, f"{p}.{part}.weight"]) for part in "qkv")
     if b.form == "past-attention":
         heads = ((q, c.query_heads), (k, n))

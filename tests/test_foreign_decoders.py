@@ -15,7 +15,7 @@ from trt_kvcache.verify import VerifyOptions, verify_import
 
 IDIOMS = {
     "concat": "Concat", "concat-attention": "Concat", "past-attention": "Attention", "gqa": "GroupQueryAttention",
-    "scatter": "ScatterND", "shift": "shift", "latents": "Concat",
+    "shared": "GroupQueryAttention", "scatter": "ScatterND", "shift": "shift", "latents": "Concat",
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_each_form_is_taken_and_keeps_its_numbers(tmp_path: Path, form: str) -> 
     options = PlanOptions(capacity=32)
     found = import_model(tmp_path / "model.onnx", options)
     plan = found.plan
-    assert [(c.idiom, c.route) for c in plan.caches] == [(IDIOMS[form], Route.NATIVE)] * 4
+    assert [(c.idiom, c.route) for c in plan.caches] == [(IDIOMS[form], Route.NATIVE)] * (2 if form == "shared" else 4)
     assert len({a.mask for a in plan.attention}) == 1
     verify_import(found, VerifyOptions(tokens=6)).check()
 

@@ -96,6 +96,22 @@ def test_advice() -> None:
     window = replace(plan, masks=(replace(plan.masks[0], left_window=31),))
     assert advice(window) == ["--sliding circular: 6 caches would hold their window, not the whole text"]
     assert advice(replace(plan, masks=(replace(plan.masks[0], left_window=127),))) == []
+    first, second, _ = window.attention
+    shared = replace(window, attention=(first, second, replace(second, node="third")))
+    assert advice(shared) == ["--sliding circular: 4 caches would hold their window, not the whole text"]
+    assert advice(replace(shared, attention=(first, replace(second, mask=None), second))) == [
+        "--sliding circular: 2 caches would hold their window, not the whole text"
+    ]
+
+
+def test_layers_that_read_a_cache_are_counted() -> None:
+    assert not any("several" in line for line in shown(sample_plan(6)))
+    plan = sample_plan(6)
+    last = plan.attention[:2]
+    expected = "           caches that several layers read: key_cache.0 by 3, key_cache.1 by 3"
+    assert expected in shown(replace(plan, attention=last * 3))
+    many = replace(plan, attention=plan.attention * 2)
+    assert any(line.endswith("key_cache.2 by 2, and 3 more") for line in shown(many))
 
 
 def test_the_next_command_has_the_flags_of_this_one() -> None:

@@ -147,6 +147,75 @@ def grouped(
     return graph.model(22, [CONTRIB])
 
 
+def shared(
+    dtype: Any = np.float32,
+    sources: tuple[str, ...] = ("0", "1"),
+    given: str = "empty",
+    mask: str = "",
+    windows: tuple[int, ...] = (5, 0),
+    **attrs: Any,
+) -> onnx.ModelProto:
+    """Two layers with caches, one with a window, and layers that read the cache of an earlier one, by `sources`.
+
+    The latter get keys and values of length 0, and the presents of the other layer as their past: so mobius-onnx 0.1
+    writes Gemma 4 where it writes GroupQueryAttention (`mobius/models/gemma4.py`).
+
+    Args:
+        dtype: of queries and caches.
+        sources: for each of these layers, the number of the layer whose presents it reads, or a word: "past" and
+            "input" read inputs, "double" a product with presents.
+        given: what it gets as keys and values: "empty", "one" (of one sequence), "none", or "rows".
+        mask: names a maker of `MASKS`, for these layers.
+        windows: of a layer and of those that read its cache, by number; 0: none.
+        attrs: of these layers.
+    """
+    graph, code = Graph(), TYPES[dtype]
+    graph.input("x", code, ["B", "S", WIDTH])
+    q, k = HEADS * SIZE, KV_HEADS * SIZE
+    angles = np.outer(np.arange(CAPACITY), 0.5 ** np.arange(SIZE // 2))
+    after = [*mask_lengths(graph), graph.constant(np.cos(angles), dtype), graph.constant(np.sin(angles), dtype)]
+    own: dict[str, Any] = {"domain": CONTRIB, "num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
+    for layer in range(2):
+        for part in ("k", "v"):
+            graph.input(f"past_{part}{layer}", code, ["B", KV_HEADS, "P", SIZE])
+            graph.output(f"present_{part}{layer}", code, ["B", KV_HEADS, "T", SIZE])
+        inputs = projected(graph, dtype, WIDTH, {f"{n}{layer}": w for n, w in (("q", q), ("k", k), ("v", k))}, layer)
+        inputs += [f"past_k{layer}", f"past_v{layer}", *after]
+        names = [f"y{layer}", f"present_k{layer}", f"present_v{layer}"]
+        window = {"local_window_size": windows[layer]} if windows[layer] else {}
+        graph.node("GroupQueryAttention", inputs, names, **own, **window)
+    for layer, source in enumerate(sources, start=2):
+        (query,) = projected(graph, dtype, WIDTH, {f"q{layer}": q}, layer)
+        inputs = [query, *_nothing_new(graph, dtype, query, given, k)]
+        number = source if source in ("0", "1") else "0"
+        for part in ("k", "v"):
+            name = f"past_{part}{number}" if source == "past" else f"present_{part}{number}"
+            if source == "input":
+                name = graph.input(f"other_{part}", code, ["B", KV_HEADS, "T", SIZE])
+            inputs.append(str(graph.node("Add", [name, name])) if source == "double" else name)
+        inputs += after
+        inputs += ["", MASKS[mask](graph, dtype)] if mask else []
+        window = {"local_window_size": windows[int(number)]} if windows[int(number)] else {}
+        graph.node("GroupQueryAttention", inputs, [f"y{layer}", "", ""], **own | window | attrs)
+    layers = [f"y{layer}" for layer in range(2 + len(sources))]
+    graph.node("Concat", layers, "y", axis=-1)
+    graph.output("y", code, ["B", "S", len(layers) * q])
+    return graph.model(22, [CONTRIB])
+
+
+def _nothing_new(graph: Graph, dtype: Any, query: str, given: str, width: int) -> list[str]:
+    """Keys and values of a layer that has none of its own."""
+    if given == "none":
+        return ["", ""]
+    if given == "rows":
+        return projected(graph, dtype, WIDTH, {f"{query}_k": width, f"{query}_v": width})
+    if given == "one":
+        return [graph.constant(np.zeros((1, 0, width)), dtype)] * 2
+    batch = graph.node("Shape", [query], start=0, end=1)
+    sizes = graph.node("Concat", [batch, graph.constant([0, width])], axis=0)
+    return [graph.node("CastLike", [graph.node("ConstantOfShape", [sizes]), query])] * 2
+
+
 def multi(
     dtype: Any = np.float32,
     bias: bool = False,
@@ -238,6 +307,14 @@ SINKS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+SHARED: list[dict[str, Any]] = [
+    {"dtype": np.float32}, {"dtype": np.float16, "sources": ("1", "0", "1")}, {"local_window_size": 2},
+    {"softcap": 1.5, "scale": 0.5, "do_rotary": 0}, {"mask": "window, added"}, {"given": "one"},
+    {"windows": (0, 7), "sources": ("1", "0")}, {"sources": ("past",)}, {"sources": ("input",)},
+    {"sources": ("double",)}, {"given": "none"}, {"given": "rows"},
+]  # fmt: skip
+
+
 def computed_past(model: onnx.ModelProto) -> None:
     model.graph.node.insert(0, helper.make_node("Abs", ["past_k"], ["made"], name="make"))
     next(n for n in model.graph.node if n.op_type == "Attention").input[4] = "made"
@@ -308,6 +385,7 @@ def edited(make: Make, options: dict[str, Any], edit: Callable[[onnx.ModelProto]
 
 def entries() -> Iterator[Entry]:
     cases: list[tuple[Make, dict[str, Any]]] = [(grouped, o) for o in (*GROUPED, *SINKS)]
+    cases += [(shared, o) for o in SHARED]
     cases += [(multi, o) for o in MULTI] + [(of_onnx, o) for o in OF_ONNX] + REFUSED
     cases += [(of_onnx, {"opset": 25, **o}) for o in WINDOWS]
     models = {f"{make.__name__} {_words(o)}": partial(make, **o) for make, o in cases}

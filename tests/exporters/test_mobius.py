@@ -7,7 +7,16 @@ from importlib.util import find_spec
 import mobius_export
 import pytest
 
-from trt_kvcache import AttentionKind, BuildOptions, PhysicalLayout, Route, build_engine, plan_model, verify_model
+from trt_kvcache import (
+    AttentionKind,
+    BuildOptions,
+    PhysicalLayout,
+    PlanOptions,
+    Route,
+    build_engine,
+    plan_model,
+    verify_model,
+)
 from trt_kvcache.errors import UnsupportedModelError
 
 pytestmark = [
@@ -31,6 +40,19 @@ def test_static_cache_export(name, dtype, tmp_path):
     assert {a.kind for a in plan.attention} == {AttentionKind.DECOMPOSED if dtype == "FLOAT" else AttentionKind.FUSED}
     verify_model(path).check()
     manifest = build_engine(path, tmp_path / "model.engine", build=BuildOptions(max_batch=2, max_chunk=16))
+    assert manifest.aliases == {c.present: c.past for c in plan.caches}
+
+
+@pytest.mark.parametrize(("provider", "dtype"), [("default", "FLOAT16"), ("cpu", "FLOAT"), ("trt-rtx", "FLOAT16")])
+def test_layers_that_share_caches(provider, dtype, tmp_path):
+    path = mobius_export.export_gemma4(tmp_path, provider, dtype)
+    options = PlanOptions(capacity=40)
+    plan = plan_model(path, options)
+    assert [c.idiom for c in plan.caches] == 4 * ["Attention" if provider == "default" else "GroupQueryAttention"]
+    assert {len(c.readers) for c in plan.caches} == {2}
+    assert len(plan.masks) == 2
+    verify_model(path, options).check()
+    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=BuildOptions(max_batch=2))
     assert manifest.aliases == {c.present: c.past for c in plan.caches}
 
 

@@ -69,7 +69,7 @@ class Recomputed:
     """The model as exported, caches that grow, in ONNX Runtime: the whole text again for every token, and no cache.
 
     Args:
-        model: that takes embeddings, positions ``[planes, B, S]`` or ``[B, S]``, and a padding mask.
+        model: that takes embeddings or token ids, positions ``[planes, B, S]`` or ``[B, S]``, and a padding mask.
     """
 
     def __init__(self, model: Path) -> None:
@@ -77,10 +77,10 @@ class Recomputed:
         self._inputs = self._session.get_inputs()
 
     def logits(self, embeds: Array, places: Array) -> Array:
-        """``[V]`` after tokens with embeddings ``[S, H]`` at positions ``[3, S]``."""
+        """``[V]`` after tokens with embeddings ``[S, H]``, or ids ``[S]``, at positions ``[3, S]``."""
         feeds = {}
         for value in self._inputs:
-            if value.name == "inputs_embeds":
+            if value.name in ("inputs_embeds", "input_ids"):
                 feeds[value.name] = embeds[np.newaxis]
             elif value.name == "attention_mask":
                 feeds[value.name] = np.ones((1, len(embeds)), np.int64)
@@ -89,7 +89,7 @@ class Recomputed:
             else:
                 shape = [0 if axis == 2 else 1 if axis == 0 else size for axis, size in enumerate(value.shape)]
                 shape = [16 if isinstance(size, str) else size for size in shape]
-                feeds[value.name] = np.zeros(shape, embeds.dtype)
+                feeds[value.name] = np.zeros(shape, embeds.dtype if embeds.dtype.kind == "f" else np.float32)
         found: Array = self._session.run(["logits"], feeds)[0][0, -1]
         return found.astype(np.float64)
 

@@ -263,6 +263,14 @@ def _stored(name: str, folder: Path) -> Made:
     return Made(forms.ids, lambda tokens, places, i: original.logits(forms.table[tokens], places))
 
 
+def _whole(name: str, folder: Path) -> Made:
+    """The same with its embedding, which the graph may read more than once."""
+    model = folder / "model.onnx"
+    onnx.save(onnx.load(MODELS / name / "model.onnx"), model)
+    original = Recomputed(model)
+    return Made(model, lambda tokens, places, i: original.logits(np.array(tokens), places))
+
+
 BASE = DecoderConfig(capacity=48, vocab=128)
 CIRCULAR = replace(BASE, mode="circular", capacity=12)
 FUNCTIONAL, CONTRACT = PlanOptions(fallback=Fallback.FUNCTIONAL), PlanOptions(fallback=Fallback.CONTRACT)
@@ -290,6 +298,7 @@ FAMILIES = {
     "bool mask, no lengths": _decoder(replace(BASE, mask="bool", lengths=False, causal=False)),
     "logits of two": _decoder(BASE, build={"max_logits": 2}),
     "growing": Family(partial(_stored, "optimum/llama"), GROWING),
+    "shared caches": Family(partial(_whole, "mobius/gemma4_dynamic_f32_gqa"), GROWING),
     "batch 1": _decoder(replace(BASE, batch=1), max_batch=3, devices=DEVICES[:1]),
     "batch 3": _decoder(replace(BASE, batch=3), max_batch=None),
     "one token": _decoder(replace(BASE, sequence=1), max_chunk=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
@@ -68,6 +69,16 @@ def bytes_of(plan: CachePlan, batch: int) -> tuple[int, int]:
     """Return the bytes of all cache buffers per sequence, and for `batch` sequences."""
     total = plan.cache_bytes(batch)
     return total // batch, total
+
+
+def shared_caches(plan: CachePlan) -> str | None:
+    """Return the caches that several layers read, and how many; None: there are none."""
+    counts = Counter(node.caches for node in plan.attention if node.caches)
+    shared = [f"{caches[0]} by {count}" for caches, count in counts.items() if count > 1]
+    if not shared:
+        return None
+    more = f", and {len(shared) - 3} more" if len(shared) > 3 else ""
+    return f"caches that several layers read: {', '.join(shared[:3])}{more}"
 
 
 def _print_changes(out: Console, plan: CachePlan) -> None:
@@ -138,6 +149,8 @@ def _print_attention(out: Console, plan: CachePlan) -> None:
     out.print()
     out.print(grid)
     _print_notes(out, [(row[7], row[0], row[1]) for row, _ in rows])
+    if (shared := shared_caches(plan)) is not None:
+        out.print(f"  {shared}")
 
 
 def attention_row(node: AttentionPlan) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
-from trt_kvcache.cli.plan_view import bytes_of
+from trt_kvcache.cli.plan_view import bytes_of, shared_caches
 from trt_kvcache.engine.folder import is_model
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, UpdateForm, UpdateMode
 
@@ -135,6 +135,8 @@ def plan_lines(plan: CachePlan, batch: int, *, built: bool = False) -> Lines:
         lines.append(("states", f"{len(plan.states)} in two buffers: {plan.states[0].reason}"))
     kinds = _counted((node.kind.value, node.reason) for node in plan.attention)
     lines += _labelled("attention", [f"{count} {kind}: {reason}" for (kind, reason), count in kinds[:_FEW]])
+    if (shared := shared_caches(plan)) is not None:
+        lines.append(("", shared))
     if plan.attention:
         lines.append(("steps", _steps(plan)))
     if plan.changes and not built:
@@ -157,8 +159,10 @@ def advice(plan: CachePlan) -> list[str]:
         said.append("export with one mask for all layers: each layer computes its own in every step")
     windows = {mask.name: mask for mask in plan.masks if mask.left_window >= 0}
     past = {cache.past: cache for cache in plan.caches}
-    held = [(past[n], windows[a.mask]) for a in plan.attention if a.mask in windows for n in a.caches if n in past]
-    if saved := sum(_longer(cache, mask) for cache, mask in held):
+    masks_of: dict[str, list[MaskGeometry | None]] = {}
+    for name, mask in ((n, windows.get(a.mask or "")) for a in plan.attention for n in a.caches if n in past):
+        masks_of.setdefault(name, []).append(mask)
+    if saved := sum(all(m and _longer(past[n], m) for m in found) for n, found in masks_of.items()):
         said.append(f"--sliding circular: {saved} caches would hold their window, not the whole text")
     return said
 

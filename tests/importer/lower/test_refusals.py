@@ -30,6 +30,7 @@ WEIGHTS = {"w": zeros(24, 2, 16, dtype=np.uint8), "s": zeros(24, 2)}
 TABLE = {"t": zeros(24, 16, dtype=np.uint8), "s": zeros(24, 2)}
 PASTS = {"pk": zeros(2, 2, 4, 16), "pv": zeros(2, 2, 4, 16)}
 GROUPED = {"x": zeros(2, 1, 96)} | PASTS | {"n": zeros(2, dtype=np.int32), "t": zeros(1, dtype=np.int32)}
+GROUPED |= {"h": zeros(2, 1, 32), "e": zeros(2, 0, 32)}
 GROUPS = {"num_heads": 2, "kv_num_heads": 2}
 HEADS = {"q": X, "k": X, "v": X, "m": zeros(2, 3, dtype=np.int32)}
 
@@ -180,6 +181,10 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
     "has the sinks 'z'": lambda: grouped("x - - pk pv n t - - - - z"),
     "has quantized caches": lambda: grouped(k_quant_type="PER_TENSOR"),
     "gives its scores as an output .qk_output": lambda: grouped(outputs="y k2 v2 qk", qk_output=1),
+    "another layer, with head_sink or smooth_softmax": lambda: grouped("h e e pk pv n t", smooth_softmax=1),
+    "reads the cache of another layer, with causal=0": lambda: grouped("h e e pk pv n t", causal=0),
+    "another layer, with sliding_window_cache": lambda: grouped("h e e pk pv n t", sliding_window_cache=1),
+    "is packed, with heads of 5, beside a past with heads of 16; .* length 0": lambda: grouped("h - - pk pv n t"),
     "do_rotary=1 and no cos_cache": lambda: grouped(do_rotary=1),
     "takes past_sequence_length or cache_indirection": lambda: heads("q k v - - - pk pv z", "y k2 v2"),
     "gives its scores as an output .qk.": lambda: heads("q k v - - - pk pv", "y k2 v2 qk"),

@@ -6,6 +6,10 @@
         q, k      = RotaryEmbedding(q, cos, sin, seqlens_k + 1 - S + arange(S)), the same of k
         y, present_k, present_v = Attention(q, k, v, bias, past_k, past_v; is_causal=1, left_window_size=W - 1)
 
+    com.microsoft::GroupQueryAttention(q, k [B, 0, N*D], v [B, 0, N*D], other_k, other_v, seqlens_k), others' presents
+        own       = seqlens_k + 1 - S + i
+        y         = Attention(q, other_k, other_v, j <= own and j > own - W)
+
     com.microsoft::MultiHeadAttention(q, k, v, bias, key_padding_mask, attention_bias, past_k, past_v)
         q, k, v = q + bias[:N*D], k + bias[N*D:2*N*D], v + bias[2*N*D:], heads apart
         y, present_k, present_v = Attention(q, k, v, mask, past_k, past_v)
@@ -18,6 +22,7 @@
 
 Attention with a past is a cache idiom, see `normalize.idioms.attention_past`. It may have a private input and private
 attributes here, which that idiom reads: `SINKS`, ``operator`` (as exported) and ``ring`` (the buffer drops old rows).
+An Attention over the cache of another layer has ``operator``, too.
 
 Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to ``seqlens_k + 1 - S``, per row of the batch,
 which is also the first position; a local window of W lets a query see itself and W - 1 keys before; the soft cap comes
@@ -25,7 +30,10 @@ before bias and masks, and leaves the sinks alone; head_sink counts beside smoot
 then; with position_ids, a first prompt counts on from its first one and later steps take them as they are, so that only
 contiguous ones mean the same in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is that of
 the operator's page. With sliding_window_cache, the buffers drop rows that left the window; the numbers are those of a
-linear cache. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; masks are added.
+linear cache. With keys and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already, and its
+presents are copies; mobius-onnx writes layers so that share the cache of another one. Without key and value it takes
+the query for packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal
+does; masks are added.
 """
 
 from __future__ import annotations
@@ -43,32 +51,42 @@ _PAST = "export the model with past"
 def group_query_attention(call: Call) -> str:
     """GroupQueryAttention with a past."""
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
-    packed = not call.has("key")
+    packed, shares = not call.has("key"), _is_empty(call, "key") and _is_empty(call, "value")
     if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
         given = "packed" if packed else "apart"
         call.refuse(f"has num_heads={heads}, kv_num_heads={kv_heads}, and queries, keys and values {given}", AGAIN)
     _check_group_query(call, heads)
+    if shares:
+        _check_shared(call)
     rotates = bool(call.integer("do_rotary"))
     size = call.width("query") // (heads + 2 * kv_heads if packed else heads) if packed or rotates else 0
     widths = [heads * size, kv_heads * size, kv_heads * size]
+    held = (call.shape("past_key") or ("?",))[-1]
+    if packed and isinstance(held, int) and held != size:
+        what = f"has no key and value: its query is packed, with heads of {size}, beside a past with heads of {held}"
+        call.refuse(f"{what}; a layer that reads the cache of another one has keys and values of length 0", AGAIN)
     norm = f"RMSNormalization <axis = -1, epsilon = {call.number('qk_norm_epsilon', 1e-6)}>"
     window = call.integer("local_window_size", -1)
-    attributes: dict[str, float] = {"is_causal": call.integer("causal", 1)}
-    attributes |= {name: call.number(name) for name in ("scale", "softcap") if call.number(name)}
+    scores: dict[str, float] = {name: call.number(name) for name in ("scale", "softcap") if call.number(name)}
+    attributes = {"is_causal": call.integer("causal", 1)} | scores
     attributes |= {"left_window_size": window - 1} if window > 0 else {}
     if call.integer("smooth_softmax") == 1 and not call.has("sinks"):
         call.constant("sinks", np.zeros(heads, np.float32))
-    return f"""
-        {_counted() if rotates and not call.has("positions") else ""}
-        {f"query, key, value = Split <axis = -1> (query, {widths})" if packed else ""}
-        {_apart("query", heads)}
+    own_keys = f"""
         {_apart("key", kv_heads)}
         {_apart("value", kv_heads)}
-        {call.when("query_norm", f"query = {norm} (query, query_norm)")}
         {call.when("key_norm", f"key = {norm} (key, key_norm)")}
-        {_rotated(call, "query", size) if rotates else ""}
         {_rotated(call, "key", size) if rotates else ""}
         {_attend(call, "bias", attributes)}
+    """
+    return f"""
+        {_counted("positions") if rotates and not call.has("positions") else ""}
+        {_seen_of_shared(call, window) if shares else ""}
+        {f"query, key, value = Split <axis = -1> (query, {widths})" if packed else ""}
+        {_apart("query", heads)}
+        {call.when("query_norm", f"query = {norm} (query, query_norm)")}
+        {_rotated(call, "query", size) if rotates else ""}
+        {_attend_shared(call, scores) if shares else own_keys}
         {_merged()}
     """
 
@@ -90,9 +108,55 @@ def _check_group_query(call: Call, heads: int) -> None:
         call.refuse("has do_rotary=1 and no cos_cache or sin_cache; the operator demands them", AGAIN)
 
 
-def _counted() -> str:
+def _is_empty(call: Call, name: str) -> bool:
+    shape = call.shape(name)
+    return shape is not None and len(shape) == 3 and shape[1] == 0
+
+
+def _check_shared(call: Call) -> None:
+    """Refuse what no exporter asks of a layer that reads the cache of another one."""
+    found = {
+        "head_sink or smooth_softmax": call.has("sinks") or call.integer("smooth_softmax") == 1,
+        "causal=0": not call.integer("causal", 1),
+        "sliding_window_cache": bool(call.integer("sliding_window_cache")),
+    }
+    for what in (name for name, given in found.items() if given):
+        call.refuse(f"reads the cache of another layer, with {what}; supported is causal attention alone", _WITHOUT)
+
+
+def _seen_of_shared(call: Call, window: int) -> str:
+    """Lines for the mask of a layer that reads the cache of another one, which holds the new rows already."""
+    near = f"""
+        far = Sub (own, {window})
+        near = Greater (rows, far)
+        mask = And (mask, near)
+    """
+    return f"""
+        {_counted("own")}
+        own = Unsqueeze (own, [1, 3])
+        held = Shape <start = 2, end = 3> (past_key)
+        held = Squeeze (held, [0])
+        rows = Range (0, held, 1)
+        mask = LessOrEqual (rows, own)
+        {near if window > 0 else ""}
+        {call.when("bias", f"hidden = CastLike ({float(np.finfo(np.float16).min)}, bias)")}
+        {call.when("bias", "mask = Where (mask, bias, hidden)")}
+    """
+
+
+def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
+    """Lines for attention over the cache of another layer."""
+    given = [*(f"{name} = {value!r}" for name, value in attributes.items()), f'operator = "{call.node.op_type}"']
+    return f"""
+        {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
+        {"present_value = Identity (past_value)" if call.is_read("present_value") else ""}
+        y = Attention {_stated(given)} (query, past_key, past_value, mask)
+    """
+
+
+def _counted(name: str) -> str:
     """Lines for the positions of the new tokens ``[B, S]``."""
-    return """
+    return f"""
         length = Shape <start = 1, end = 2> (query)
         count = Squeeze (length, [0])
         steps = Range (0, count, 1)
@@ -100,7 +164,7 @@ def _counted() -> str:
         last = Reshape (last, [-1, 1])
         first = Sub (last, length)
         first = Add (first, [1])
-        positions = Add (first, steps)
+        {name} = Add (first, steps)
     """
 
 

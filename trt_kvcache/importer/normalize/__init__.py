@@ -165,8 +165,8 @@ def _recognize(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options
         exported = _recognize(graph, weights, options)
         return None if exported is None else replace(exported, singly=True)
     writes = tuple(read_update(candidate, samples) for candidate in candidates)
-    cores, computed = _attention(graph, writes, interface, samples, options)
     attentions = read_held(graph, interface, samples)
+    cores, computed = _attention(graph, (*writes, *held), interface, samples, options)
     batch = batch_of(candidates[0].past if candidates else held[0].past)
     return _Exported(model, graph, interface, samples, writes, cores, computed, attentions, batch, samples.capacity)
 

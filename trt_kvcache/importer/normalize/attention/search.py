@@ -210,8 +210,19 @@ class _Finder:
         return made
 
     def _fused(self, node: gs.Node) -> _Site | None:
-        """An Attention node over caches, or None."""
+        """An Attention node over caches, or None.
+
+        Raises:
+            UnsupportedModelError: the operator that it was has to read a cache, see `lower.attention`.
+        """
         key, value = self._cache(node.inputs[1]), self._cache(node.inputs[2])
+        if (key is None or value is None) and "operator" in node.attrs:
+            read = f"'{node.inputs[1].name}' and '{node.inputs[2].name}'"
+            raise UnsupportedModelError(
+                f"{node.attrs['operator']} '{node.name}' has no keys and values of its own, and {read}, which it reads "
+                "instead, are no caches after their update; supported are the presents of another layer: export the "
+                "model so"
+            )
         if key is None or value is None:
             return None
         query, keys = node.inputs[:2]
