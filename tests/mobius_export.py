@@ -48,11 +48,11 @@ def export_gemma4(folder: Path, provider: str, dtype: str) -> Path:
     from mobius.tasks._gemma4 import Gemma4TextCausalLMTask
 
     config = Gemma4Config(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, global_head_dim=32, hidden_act="gelu_pytorch_tanh", pad_token_id=0,
         rope_type="default", max_position_embeddings=128, sliding_window=8, num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=96, use_double_wide_mlp=True, tie_word_embeddings=True, dtype=ir.DataType[dtype],
+        vocab_size_per_layer_input=256, use_double_wide_mlp=True, tie_word_embeddings=True, dtype=ir.DataType[dtype],
     )  # fmt: skip
     module = mobius.models.Gemma4CausalLMModel(config)
     package = mobius.build_from_module(module, config, Gemma4TextCausalLMTask(), execution_provider=provider)
