@@ -15,7 +15,7 @@ from onnx import TensorProto
 from trt_kvcache.engine.build import build_engine
 from trt_kvcache.engine.manifest import ShapeRange
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.importer.plan import Route, UpdateForm
+from trt_kvcache.importer.plan import CacheDtype, PlanOptions, Route, Target, UpdateForm
 
 HALF, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
 
@@ -49,6 +49,27 @@ def test_function_body_gives_the_numbers(domain, indices, tmp_path: Path):
         feeds["where"] = where.astype(np.int32 if indices == I32 else np.int64)
     want = reference.packed_scatter(feeds["past"], feeds["update"], where if indices else None, feeds["lengths"])
     np.testing.assert_array_equal(run(result.model, feeds)["present"], want)
+
+
+def test_rows_are_quantized_where_they_are_written(tmp_path: Path):
+    """Two codes of 4 bits in each int8, and a scale for each row, in caches of one shape but for the last axis."""
+    options = PlanOptions(cache_dtype=CacheDtype.INT4, target=Target.TENSORRT)
+    result = imported(packed_model(), tmp_path, options)
+    assert [(c.past, c.route) for c in result.plan.caches] == [("past", Route.PLUGIN), ("past_scale", Route.NATIVE)]
+    rng = np.random.default_rng(0)
+    past = {
+        "past": rng.integers(-128, 128, (3, 2, 16, 4), np.int8),
+        "past_scale": rng.random((3, 2, 16, 1), np.float32),
+    }
+    update = rng.standard_normal((7, 2, 8)).astype(np.float16)
+    where, lengths = np.array([3, 0, 12]), np.array([0, 2, 2, 6], np.int32)
+    found = run(result.model, {**past, "update": update, "where": where, "lengths": lengths})
+    scale = np.abs(update.astype(np.float32)).max(-1, keepdims=True) / np.float32(7)
+    codes = np.round(update / scale).astype(np.int64) + 8
+    rows = {"past": (codes[..., :4] + 16 * codes[..., 4:] - 128).astype(np.int8), "past_scale": scale}
+    for name, written in rows.items():
+        want = reference.packed_scatter(past[name], written, where, lengths)
+        np.testing.assert_array_equal(found[name.replace("past", "present")], want)
 
 
 def test_built_natively_with_profiles_over_tokens(tmp_path: Path):
