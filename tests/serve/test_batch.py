@@ -333,7 +333,11 @@ def test_the_command(tmp_path: Path, folder: Path) -> None:
     done = CliRunner().invoke(app, [*command, "--defaults", '{"max_tokens": 3}', "--max-batch", "2"])
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'out.jsonl'}: 2 rows; 1 in error\n")
     assert read(tmp_path / "out.jsonl")[0]["response"]["body"]["usage"]["completion_tokens"] == 3
-    for text in ("[]", "{"):
-        done = CliRunner().invoke(app, [*command, "--defaults", text])
+    for flags, message in (
+        (("--defaults", "[]"), "give a JSON object"),
+        (("--defaults", "{"), "give a JSON object"),
+        (("--workers", "2"), "--workers 2 has no effect without --ray; add that, or give --max-batch"),
+    ):
+        done = CliRunner().invoke(app, [*command, *flags])
         assert done.exit_code == 1
-        assert "give a JSON object" in done.output
+        assert message in done.output

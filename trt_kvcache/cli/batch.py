@@ -47,14 +47,24 @@ def batch(
             metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
         ),
     ] = None,
+    with_ray: Annotated[bool, typer.Option("--ray", help="On Ray, with a session in each worker.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --ray. Default: one for each GPU, or one on the CPU.")
+    ] = None,
 ) -> None:
     """Answer a file of requests, in its order. Killed at any moment, the same command goes on where it was."""
     options = {"tokenizer": tokenizer, **running.options(), **planning.session_options(model)}
     fields = _object(defaults)
     try:
         from trt_kvcache.serve.batch import RowRunner, run_batch
+
+        if with_ray:
+            from trt_kvcache.serve.with_ray import answer_with_ray
     except ImportError as error:
-        raise OptionError(f"batch needs {error.name}: pip install 'trt-kvcache[batch]'") from None
+        extra = "ray" if with_ray else "batch"
+        raise OptionError(f"batch needs {error.name}: pip install 'trt-kvcache[{extra}]'") from None
+    if workers is not None and not with_ray:
+        raise OptionError(f"--workers {workers} has no effect without --ray; add that, or give --max-batch")
     import asyncio
 
     from trt_kvcache.runtime.session import DecodeSession
@@ -73,8 +83,11 @@ def batch(
             finally:
                 runner.close()
 
+    def compute_with_ray(rows: Iterator[Row], take: Callable[[str, Answered], None]) -> None:
+        answer_with_ray(model, named, options, workers, rows, take)
+
     with _progress() as report:
-        done = run_batch(file, output, fields, compute, report)
+        done = run_batch(file, output, fields, compute_with_ray if with_ray else compute, report)
     from trt_kvcache.cli.output import console
 
     kept = f", {done.kept} of them from an earlier run" if done.kept else ""

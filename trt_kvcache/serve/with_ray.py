@@ -1,0 +1,98 @@
+"""Batch jobs on Ray Data: a pool of actors, each with a session of its own, on this machine or on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow
+import ray
+import ray.data
+
+from trt_kvcache.engine.folder import is_model
+from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.serve.batch import Answered, RowRunner
+from trt_kvcache.serve.rows import Row
+
+__all__ = ["answer_with_ray"]
+
+_ROWS = 32
+"""Most rows of a block: an actor waits for the slowest of them, and a kill of the driver loses those under way."""
+
+
+class _Actor:
+    def __init__(self, model: Path, name: str, options: dict[str, Any]) -> None:
+        self._runner = RowRunner(DecodeSession.open(model, **options), name)
+
+    def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
+        rows = [msgspec.msgpack.decode(row, type=Row) for row in block["row"].to_pylist()]
+
+        async def run() -> list[bytes]:
+            return [msgspec.msgpack.encode(answered) async for answered in self._runner.answers(rows)]
+
+        return pyarrow.table({"answered": asyncio.run(run()), "model": [self._runner.model] * len(rows)})
+
+
+def answer_with_ray(
+    model: Path,
+    name: str,
+    options: dict[str, Any],
+    workers: int | None,
+    rows: Iterable[Row],
+    take: Callable[[str, Answered], None],
+) -> None:
+    """Answer rows with actors. Ray starts another actor where one dies, and computes its block again.
+
+    Args:
+        model: path of the engine or model, on every machine.
+        name: see `RowRunner`.
+        options: of `DecodeSession.open`.
+        workers: actors; None: one for each GPU of an engine, one of a model.
+        rows: all are read before the first is computed.
+        take: see `trt_kvcache.serve.batch.run_batch`.
+
+    Raises:
+        OptionError: there are fewer GPUs than workers.
+        SessionError: an actor failed; with its own words.
+    """
+    started = not ray.is_initialized()
+    if started:
+        ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    try:
+        found = ray.cluster_resources()
+        engine, gpus = not is_model(model), int(found.get("GPU", 0))
+        workers = workers or max(1, gpus if engine else 1)
+        if engine and workers > gpus:  # or Ray would wait for ever
+            raise OptionError(
+                f"an engine needs a GPU for each worker, and Ray knows {gpus} for {workers}; give fewer --workers"
+            )
+        # Ray's own tasks need a CPU: if actors take all, the job hangs without a word.
+        share = max(0.01, min(1.0, math.floor(100 * (found.get("CPU", 1) - 1) / workers) / 100))
+        absolute = {key: value.resolve() if isinstance(value, Path) else value for key, value in options.items()}
+        items = [{"row": msgspec.msgpack.encode(row)} for row in rows]
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        blocks = max(math.ceil(len(items) / _ROWS), min(len(items), 4 * workers))
+        answers = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
+            _Actor,
+            fn_constructor_args=(model.resolve(), name, absolute),
+            batch_size=None,  # a block
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(size=workers),
+            num_cpus=share,
+            num_gpus=1 if engine else 0,
+        )
+        for row in answers.iter_rows():
+            take(row["model"], msgspec.msgpack.decode(row["answered"], type=Answered))
+    except ray.exceptions.RayError as error:
+        words = [line for line in str(error).splitlines() if line.strip()]
+        raise SessionError(f"a worker failed: {words[-1].strip() if words else type(error).__name__}") from None
+    finally:
+        if started:
+            ray.shutdown()
