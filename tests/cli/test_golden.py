@@ -103,3 +103,14 @@ def test_answers_are_the_golden_ones(name: str, width: int) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8", newline="\n")
     assert file.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("name", ["plan", "verify", "inspect"])
+@pytest.mark.usefixtures("made")
+def test_a_page_is_written_beside_the_answer(name: str) -> None:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*COMMANDS[name].split(), "--html", "page.html"])
+    assert (result.exit_code, result.stderr) == (0, ""), result.exception
+    assert result.stdout.splitlines()[-1] == (GOLDEN / f"{name}-80.txt").read_text(encoding="utf-8").splitlines()[-1]
+    text = Path("page.html").read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "key_cache.0..27" in text

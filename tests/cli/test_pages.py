@@ -166,7 +166,9 @@ def test_what_is_around_a_cache() -> None:
         for name, io, axis in ((c.past, "input", "past"), (c.present, "output", "total"))
     )
     caches = tuple(replace(c, idiom="Concat", route=Route.FUNCTIONAL) for c in plan.caches)
-    texts = " | ".join(Reader(plan_page("m", replace(plan, caches=caches, original=grown), 1, "")).texts)
+    made = plan_page("m", replace(plan, caches=caches, original=grown), 1, "")
+    assert '<strong class="bad">0 of 4 caches in place' in made
+    texts = " | ".join(Reader(made).texts)
     assert "float16 [batch, 4, past, 64] | grows in each step, and is copied" in texts
     assert "two buffers: all rows are copied in each step" in texts
     assert "plain operators" in texts

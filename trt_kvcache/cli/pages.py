@@ -53,7 +53,7 @@ def plan_page(model: str, plan: CachePlan, batch: int, command: str) -> Html:
     """
     lines = [*plan_lines(plan, batch), ("next", command)]
     about = f"(opset {plan.opset}, target {plan.options.target.value})"
-    return page(f"{model}: plan", _head(model, plan.in_place_text, about), _listed(lines), *_plan(plan))
+    return page(f"{model}: plan", _placed(model, plan, about), _listed(lines), *_plan(plan))
 
 
 def inspect_page(report: EngineReport, lines: Lines) -> Html:
@@ -67,7 +67,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
     about = f"(built by {manifest.created_by})"
     return page(
         f"{name}: engine",
-        _head(name, manifest.plan.in_place_text, about),
+        _placed(name, manifest.plan, about),
         _listed(lines),
         *_profiles(manifest),
         *_plan(manifest.plan),
@@ -296,6 +296,10 @@ def _head(title: str, verdict: str, about: str, good: bool = True) -> Html:
     return tag(
         "header", tag("h1", title), tag("p", tag("strong", verdict, class_="good" if good else "bad"), " ", about)
     )
+
+
+def _placed(title: str, plan: CachePlan, about: str) -> Html:
+    return _head(title, plan.in_place_text, about, all(cache.in_place for cache in plan.caches))
 
 
 def _titled(title: str, about: str) -> Html:
