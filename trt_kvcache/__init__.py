@@ -93,7 +93,14 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.requests import EmbedsAll, Generation, Given, GivenAll, PositionsAll, Prompt
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.structured import Grammars
-    from trt_kvcache.verify import OutputDifference, VerifyOptions, VerifyReport, VerifyStep, verify_model
+    from trt_kvcache.verify import (
+        Divergence,
+        OutputDifference,
+        VerifyOptions,
+        VerifyReport,
+        VerifyStep,
+        verify_model,
+    )
 
 _HOMES = {
     "trt_kvcache.runtime.prefix": ("PrefixStats",),
@@ -202,6 +209,7 @@ _HOMES = {
     "trt_kvcache.runtime.generation.masks": ("Grammar", "TokenMask"),
     "trt_kvcache.runtime.structured": ("Grammars",),
     "trt_kvcache.verify": (
+        "Divergence",
         "OutputDifference",
         "VerifyOptions",
         "VerifyReport",
@@ -228,6 +236,7 @@ __all__ = [
     "DecodeSession",
     "Diagnosis",
     "Dim",
+    "Divergence",
     "EmbedsAll",
     "EngineReport",
     "EngineTensor",

@@ -15,18 +15,18 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 """Control characters, line breaks, and marks that turn the direction of text."""
 
 FLAGS = (
-    "backend", "cache-layout", "capacity", "check", "check-memory", "check-seconds", "compute-capabilities", "config",
-    "constants", "declare-aliases", "embeddings", "encoder", "exporter", "fallback", "latent-attention", "logits",
-    "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes", "memory-check", "minShapes", "opt-batch",
-    "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan", "target", "timing-cache",
-    "tokenizer", "tokens", "version-compatible", "window-chunk",
+    "backend", "cache-dtype", "cache-layout", "capacity", "check", "check-memory", "check-seconds",
+    "compute-capabilities", "config", "constants", "declare-aliases", "embeddings", "encoder", "exporter", "fallback",
+    "latent-attention", "logits", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes", "memory-check",
+    "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan",
+    "target", "timing-cache", "tokenizer", "tokens", "version-compatible", "window-chunk", "workers",
 )  # fmt: skip
 """Flags that messages of the library name, without their dashes. A test compares them with the messages."""
 
 _LISTS = ("compute-capabilities",)
 _WORDS = (
-    "absorbed|all|always|any|auto|circular|contract|current|expanded|first|functional|identical|last|linear|none|off|on"
-    "|own|preserve|sm[0-9]+[a-z]?(?:,sm[0-9]+[a-z]?)*|tensorrt|tensorrt-rtx"
+    "absorbed|all|always|any|auto|circular|contract|current|expanded|first|fp8|functional|identical|int4|int8|last|linear"
+    "|none|off|on|own|preserve|sm[0-9]+[a-z]?(?:,sm[0-9]+[a-z]?)*|tensorrt|tensorrt-rtx"
 )
 _COMMAND = r"'(?:trt-kvcache |build |check |generate |plan |rewrite |verify )[^']*'"
 _USE = re.compile(" (is|are|above) ")
