@@ -215,6 +215,7 @@ def test_everything_public_is_here() -> None:
     assert methods - {"step", "close", "compact"} - {
         "astream",
         "drop",
+        "identity",
         "note_written",
         "note_touched",
         "take",

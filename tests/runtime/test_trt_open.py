@@ -108,7 +108,7 @@ def test_memory_is_admitted_before_it_is_taken(engine: Path, monkeypatch: pytest
     machine = Machine(total=1 << 28)
     words = (
         r"needed: caches for 3 sequences 96\.0 KiB, activations 258\.0 MiB, inputs and outputs [\d.]+ KiB, choice of "
-        r"tokens 64\.0 KiB, reserve"
+        r"tokens 64\.8 KiB, reserve"
     )
     check_refused(BackendError, words, engine, machine)
     assert machine.allocations == 0

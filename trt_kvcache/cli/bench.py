@@ -72,6 +72,7 @@ def bench(
 
     A RESULT.json in the place of the model is shown, not measured again.
     """
+    options = {} if model.suffix == ".json" else planning.session_options(model)
     import msgspec
 
     from trt_kvcache.cli.output import console, json_text
@@ -85,7 +86,6 @@ def bench(
     if model.suffix == ".json":
         results = [*earlier, (model.name, load_report(model))]
     else:
-        options = planning.session_options(model)
         opened = {"device": device.value, "check": check.value, "embeddings": embeddings, "max_batch": max_batch}
         measured = _measure(model, measure, {**opened, "threads": threads, **options})
         results = [*earlier, (measured.model, measured)]
