@@ -74,7 +74,7 @@ class Subject:
         plan = _floats(self.imported.plan) if twin else self.imported.plan
         made = replace(self.imported, plan=plan, model=model or self.rewritten)
         with patch.object(ort_runner, "import_model", lambda *_: made):
-            runner = OnnxRuntimeRunner("model.onnx", max_batch=BATCH, max_chunk=CHUNK)
+            runner = OnnxRuntimeRunner("model.onnx", max_batch=BATCH)
         return TwinRunner(runner, self.imported.plan) if twin else runner
 
     def replay(self, runner: Any) -> Replay:
