@@ -47,7 +47,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert all(f'id="trt_kvcache.{name}"' in pages["api"] for name in trt_kvcache.__all__ if name != "__version__")
 
 
-@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """Without torch, a decoder of the same size takes the place of the export."""
     pytest.importorskip("nbclient", reason="nbclient is not installed (extra: docs)")
