@@ -32,6 +32,10 @@ CONTRADICTIONS: list[tuple[Edit, str]] = [
         lambda data: data["plan"]["caches"][0].update(dtype="evil"),
         "'key_cache.0' has the dtype 'evil'",
     ),
+    (
+        lambda data: data["plan"]["caches"][0].update(logical_shape=[]),
+        r"cache 'key_cache.0' \[\] has no axis",
+    ),
     (_tensor(0, shape=[-1, -5], axes=["batch", "sequence"]), r"has the shape \[-1, -5\]"),
     (_tensor(0, name="a\nb"), "has a control character or line break in its name"),
     (_tensor(0, name="\x9b2J"), "has a control character or line break in its name"),

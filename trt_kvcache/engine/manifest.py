@@ -259,8 +259,12 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
             yield f"{past!r} has the dtype {dtype!r}, which no engine has"
     yield from (f"state {state.past!r} has no axes" for state in manifest.plan.states if not state.shape)
     for cache in manifest.plan.caches:
-        if not 0 <= cache.physical_sequence_axis < len(cache.physical_shape):
-            yield f"cache {cache.past!r} {list(cache.physical_shape)} has no axis {cache.physical_sequence_axis}"
+        for shape, axis in (
+            (cache.logical_shape, cache.sequence_axis),
+            (cache.physical_shape, cache.physical_sequence_axis),
+        ):
+            if not 0 <= axis < len(shape):
+                yield f"cache {cache.past!r} {list(shape)} has no axis {axis}"
         for name, io in ((cache.past, "input"), (cache.present, "output")):
             if cache.carried and (io, name) not in seen:
                 yield f"cache {name!r} is no {io} of the engine"
