@@ -11,6 +11,7 @@ import windows_stand_in
 from decoders import DecoderConfig, write_decoder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_main_jobs_need_nothing_that_windows_lacks(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))

@@ -246,6 +246,7 @@ def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
     assert ", no tokens proposed (a step takes one token: " in told
 
 
+@pytest.mark.slow
 def test_a_draft_tells_how_it_did(folder: Path, tmp_path: Path) -> None:
     arguments = ("--tokens", "5,6,7", "--max-new-tokens", "30")
     plain = report(folder, *arguments)

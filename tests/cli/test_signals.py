@@ -228,6 +228,7 @@ def test_a_thread_that_decodes_does_not_abort_the_process(tokens: list[int], end
     assert (process.returncode, stdout) == (0, "ends\n"), stderr
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
 def test_an_extension_is_loaded_to_its_end(number: signal.Signals, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def build(model: Path, **options: Any) -> Manifest:
     return build_engine(model, model.with_name("model.engine"), build=BuildOptions(**SIZES, **options))
 
 
+@pytest.mark.slow
 def test_an_encoder_is_built_beside_its_decoder(model: Path) -> None:
     manifest = build(model)
     path = encoder_path(model.with_name("model.engine"))

@@ -244,6 +244,7 @@ def judge(case: Case) -> None:
 FOUND = settings(derandomize=True, deadline=None, database=None)
 
 
+@pytest.mark.slow
 @settings(FOUND, max_examples=3)
 @given(case=cases())
 def test_some_forms(case: Case) -> None:

@@ -92,6 +92,7 @@ def some_logits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) ->
     return logits
 
 
+@pytest.mark.slow
 def test_it_chooses_as_the_host_does(host: HostChoice) -> None:
     rng = np.random.default_rng(0)
     check(host, [case for dtype in CHOICE_DTYPES for case in some_cases(rng, dtype, 200)])

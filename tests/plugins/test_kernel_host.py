@@ -40,6 +40,7 @@ def check(host: HostKernels, cases: list[Case]) -> None:
                 raise AssertionError(f"output {i} differs in {wrong.size} bytes, first {wrong[:8]}: {case.about}")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(4))
 def test_every_kernel_equals_the_reference(host: HostKernels, part: int) -> None:

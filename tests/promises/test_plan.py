@@ -38,6 +38,7 @@ TAKEN = [e for e in ENTRIES if "Error: " not in RECORD["plans"].get(e[0], ["Erro
 PLAIN = [e for e in TAKEN if e[0].startswith(("concat/", "slopes/", "sinks/"))]
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("entry", TAKEN, ids=lambda entry: entry[0])
 def test_a_plan_is_the_dry_run_of_a_rewrite(entry: Entry, tmp_path: Path) -> None:
@@ -58,6 +59,7 @@ def test_a_plan_is_the_dry_run_of_a_rewrite(entry: Entry, tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("form", [lambda model: model, as_constants], ids=["initializers", "constants"])
 @pytest.mark.parametrize("entry", PLAIN, ids=lambda entry: entry[0])

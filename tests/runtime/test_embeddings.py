@@ -60,6 +60,7 @@ def test_images_in_float16_against_a_full_recomputation(forms: dict[str, Forms],
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> None:
     """A model, tables in files and in memory, of other float types than the decoder's."""
     form = forms["static"]

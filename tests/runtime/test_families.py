@@ -269,6 +269,7 @@ def test_prefixes_that_were_computed_before(
     assert device == "cpu" or not runner.module.machine.pinned
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "device"), [case for case in CASES if not FAMILIES[case[0]].state])
 def test_a_draft_changes_no_token(corpus: Corpus, name: str, device: str) -> None:

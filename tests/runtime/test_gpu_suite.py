@@ -154,6 +154,7 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     assert (last["ok"], last["backends"]) == (True, {"tensorrt-rtx": True})
 
 
+@pytest.mark.slow
 def test_gpu_check_says_what_the_backend_says(tmp_path: Path) -> None:
     words = "need compute capability 80 or above, found 72"
     done = check(tmp_path, *only("answers", "measure", "engine tests"), FAKE_GPU_REFUSES=words)

@@ -80,6 +80,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_tokens_are_those_of_the_rule_on_all_scores(

@@ -29,6 +29,7 @@ print(json.dumps([event.token for event in events if event.sequence == number]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_tokens_are_the_same(name: str, tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))

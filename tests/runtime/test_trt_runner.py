@@ -109,6 +109,7 @@ def test_row_operations_touch_the_rows_that_they_name(name: str, tmp_path: Path)
             np.testing.assert_array_equal(*(one.read_row(past, row, capacity) for one in both))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["heads-major", "two buffers"])

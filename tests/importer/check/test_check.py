@@ -451,6 +451,7 @@ def doubled(graph: Graph, query: str) -> str:
     return graph.node("Mul", [zero, graph.constant([[0.0]], np.float32)])
 
 
+@pytest.mark.slow
 def test_a_mask_that_takes_all_memory_is_refused(tmp_path: Path) -> None:
     flat = hostile(lambda graph, query: graph.constant([[0.0]], np.float32))
     onnx.save(flat, tmp_path / "model.onnx")

@@ -28,6 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(path, PlanOptions(capacity=CAPACITY))
 
 
+@pytest.mark.slow
 def test_faults_of_a_rewritten_model(pair: Pair) -> None:
     """Whatever the check takes has the same numbers."""
     words = Counter(trial(pair, seed)[0] for seed in range(3))
