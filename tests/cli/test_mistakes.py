@@ -64,7 +64,7 @@ MISTAKES = {
     "generate model.onnx --tokens 1 --device cuda": "a GPU runs engines; write one with 'trt-kvcache build'",
     "chat model.onnx": "--tokenizer",
 }
-"""What is typed, and what the answer says; exit code 1."""
+"""Commands as typed, and words of their answers; exit code 1."""
 
 RULED_OUT = {
     "plan": "Missing argument 'MODEL'",
@@ -76,7 +76,7 @@ RULED_OUT = {
     "serve model.onnx --port 99999": "less than or equal to 65535",
     "plan model.onnx --target cuda": "not one of 'tensorrt', 'tensorrt-rtx'",
 }
-"""What ``--help`` rules out; exit code 2."""
+"""Commands that ``--help`` rules out; exit code 2."""
 
 
 @pytest.fixture(scope="module")

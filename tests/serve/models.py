@@ -1,4 +1,4 @@
-"""What other servers serve in tests."""
+"""Models that other servers serve in tests."""
 
 from __future__ import annotations
 

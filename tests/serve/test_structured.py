@@ -284,7 +284,7 @@ def test_calls_are_read_from_texts_in_pieces(name: str) -> None:
 
 
 def allows(session: DecodeSession, grammar: Grammar, text: str) -> bool:
-    """Whether a grammar lets the tokens of a text come, and then the end."""
+    """True if a grammar lets the tokens of a text come, and then the end."""
     mask = grammar.start()
     tokens = [*session.tokenizer.encode(text, special_tokens=False), *session.config.eos_token_ids]
     masks = (mask(np.array(tokens[:at], np.int64)) for at in range(len(tokens)))

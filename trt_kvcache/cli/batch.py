@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trt_kvcache.cli.generate import RunFlags
-from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, bounded_on_cpu
+from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption, bounded_on_cpu
 from trt_kvcache.errors import OptionError
 
 if TYPE_CHECKING:
@@ -41,12 +41,7 @@ def batch(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model that rows may name. Default: the file's or folder's.")
     ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
-        ),
-    ] = None,
+    tokenizer: TokenizerOption = None,
     with_ray: Annotated[bool, typer.Option("--ray", help="On Ray, with a session in each worker.")] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With --ray. Default: one for each GPU, or one on the CPU.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trt_kvcache.cli.generate import GenerationFlags, RunFlags
-from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags
+from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_error, visible
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import OptionError, TrtKvCacheError
@@ -38,12 +38,7 @@ def chat(
     running: RunFlags,
     planning: SessionPlanFlags,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
-        ),
-    ] = None,
+    tokenizer: TokenizerOption = None,
 ) -> None:
     """Talk to a model. Its caches keep the conversation; /help lists what can be typed beside messages."""
     if generation.output_logprobs:

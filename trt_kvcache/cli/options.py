@@ -47,6 +47,16 @@ EmbeddingsOption = Annotated[
         "Default: the exporter's model beside it.",
     ),
 ]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
+    ),
+]
+NameOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
+]
+QueueOption = Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")]
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 TablesOption = Annotated[bool, typer.Option("--all", help="Every table, with a row for each group of layers.")]
 HtmlOption = Annotated[

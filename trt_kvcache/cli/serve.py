@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.generate import RunFlags
-from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags
+from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
 
@@ -24,19 +24,12 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Keys, one in a line, of which clients must send one.", readable=False),
     ] = None,
-    max_queue: Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")] = 256,
+    max_queue: QueueOption = 256,
     drain_timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="After SIGTERM: time for running requests to end.")
     ] = 30.0,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
-        ),
-    ] = None,
+    name: NameOption = None,
+    tokenizer: TokenizerOption = None,
 ) -> None:
     """Serve OpenAI's API until SIGTERM or Ctrl-C: /v1/completions, /v1/chat/completions, /metrics."""
     options = planning.session_options(model)

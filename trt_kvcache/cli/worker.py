@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trt_kvcache.cli.generate import RunFlags
-from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags
+from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
 
@@ -27,16 +26,9 @@ def worker(
     planning: SessionPlanFlags,
     engine: Annotated[WorkerEngine, typer.Option(help="dynamo: NVIDIA Dynamo.")] = WorkerEngine.DYNAMO,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
-    max_queue: Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")] = 256,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
-        ),
-    ] = None,
+    max_queue: QueueOption = 256,
+    name: NameOption = None,
+    tokenizer: TokenizerOption = None,
 ) -> None:
     """Answer requests of NVIDIA Dynamo's frontend until SIGTERM or Ctrl-C; DYN_... variables count."""
     options = planning.session_options(model)

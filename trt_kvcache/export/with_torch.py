@@ -32,7 +32,7 @@ def export_model(model: Any, path: str | Path) -> None:
         path: of the ``.onnx`` file; weights go to a file beside it.
 
     Raises:
-        NotImplementedError: the model keeps something else than keys and values of every token.
+        ValueError: the model keeps something else than keys and values of every token.
     """
     torch: Any = import_module("torch")
     make_cache = import_module("transformers").DynamicCache
@@ -45,7 +45,7 @@ def export_model(model: Any, path: str | Path) -> None:
         model(tokens[:, :_PAST], past_key_values=sample, use_cache=True)
     held: list[Any] = [getattr(layer, part, None) for layer in sample.layers for part in ("keys", "values")]
     if not held or any(t is None or t.ndim != 4 or t.shape[2] != _PAST for t in held):
-        raise NotImplementedError("not every layer's cache is keys and values of all tokens")
+        raise ValueError("not every layer's cache is keys and values of all tokens; export it with another exporter")
 
     class Decoder(torch.nn.Module):  # type: ignore[misc]
         """The model, with its caches as tensors."""

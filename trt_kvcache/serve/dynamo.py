@@ -144,8 +144,12 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """Of Dynamo's own command lines, which this has not."""
-        raise NotImplementedError
+        """Refuse Dynamo's own command lines: `trt-kvcache worker` starts this engine.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError("Dynamo cannot start this engine by a command line of its own; start 'trt-kvcache worker'")
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Return what the frontend has to know."""

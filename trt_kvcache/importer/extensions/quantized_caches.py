@@ -78,7 +78,7 @@ class _Form:
     scale_inside: bool
 
     def numbers(self, size: int) -> int:
-        """How many numbers hold the codes of a row of `size`."""
+        """The count of numbers that hold the codes of a row of `size`."""
         return -(-size // self.codes)
 
     def row_bits(self, size: int) -> int:
@@ -87,7 +87,7 @@ class _Form:
 
     @property
     def zero(self) -> int:
-        """What a number of codes 0 holds, before it is moved into the range of `dtype`."""
+        """The number that holds codes of 0, before it is moved into the range of `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
@@ -198,7 +198,7 @@ class _Quantized:
             self._dequantize_for(reader, held)
 
     def planned(self) -> tuple[CacheUpdate, ...]:
-        """What the plan says of it now: the codes, and of scales that have a cache of their own."""
+        """Its entries in the plan: the codes, and scales that have a cache of their own."""
         form, cache = self._form, self._cache
         shape = cache.physical_shape[:-1]
         moved = replace(
@@ -288,7 +288,7 @@ class _Quantized:
 
     @property
     def _shift(self) -> int:
-        """What is taken from whole numbers so that they fit into the type of the cache."""
+        """The offset that whole numbers lose so that they fit into the type of the cache."""
         return 0 if self._form.scale_inside else 1 << (dtype_bits(self._form.dtype) - 1)
 
     def _powers(self, first: int, sign: int = 1) -> gs.Constant:
