@@ -100,7 +100,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("make", NO_FILES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_that_is_none_or_has_no_end(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
@@ -133,7 +133,7 @@ def test_names_in_configs_stay_in_the_folder(name: str, inside: bool) -> None:
     assert is_inside(name) is inside
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_templates_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (_saved_tokenizer(tmp_path) / "chat_template.jinja").write_text(TEMPLATES[kind])
@@ -202,7 +202,7 @@ def _refuse(*_: object) -> None:
     raise EngineError("refused")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokenizers_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     tree = json.loads(_saved_tokenizer(tmp_path).joinpath("tokenizer.json").read_bytes())

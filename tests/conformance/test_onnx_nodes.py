@@ -19,7 +19,7 @@ TREATED = [case for case in CASES if not case.has_in_op_cache]
 TOLERANCE = {np.dtype(np.float16): 4e-3, np.dtype(ml_dtypes.bfloat16): 3e-2}
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", TREATED, ids=lambda case: case.name)
 def test_treated(case: NodeCase, tmp_path: Path) -> None:
     """Same outputs as ONNX stores; and an engine."""

@@ -28,7 +28,7 @@ def test_the_plan_is_the_recorded_one(entry: Entry) -> None:
     assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("entry", BUILT, ids=lambda entry: entry[0])
 def test_the_plan_of_a_model_in_code_is_the_recorded_one(entry: Entry) -> None:
     assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]

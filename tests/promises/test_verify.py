@@ -22,7 +22,7 @@ RECORD = net.load()["verdicts"]
 ENTRIES = [entry for entry in entries() if entry[0] in RECORD and not entry[0].startswith(("node/", "case/"))]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0])
 def test_the_verdict_is_the_recorded_one(entry: Entry) -> None:
     assert net.treat(entry, verify=True)[2] == RECORD[entry[0]]

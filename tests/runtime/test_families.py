@@ -67,7 +67,7 @@ def test_ragged_prompts_in_chunks_more_than_rows(corpus: Corpus, name: str, devi
     assert [streamed[i] for i in range(2)] == [results[i].tokens[:9] for i in range(2)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @EACH
 def test_sequences_join_and_leave(corpus: Corpus, name: str, device: str) -> None:
     """A row is not touched by the steps of its neighbours, whatever joins, ends or moves beside it."""
@@ -152,7 +152,7 @@ def test_fork_reorder_crop_reset_and_save(corpus: Corpus, name: str, device: str
             )
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @EACH
 def test_beams(corpus: Corpus, name: str, device: str) -> None:
     """Beams copy rows: the log-probabilities are those of the text, and the best is no worse than the greedy text."""
@@ -207,7 +207,7 @@ def test_models_whose_caches_grow_verify_and_build(corpus: Corpus, name: str, tm
     assert set(manifest.aliases.values()) == {cache.past for cache in manifest.plan.caches}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @EACH
 def test_what_was_offloaded_comes_back(corpus: Corpus, name: str, device: str, tmp_path: Path) -> None:
     """Through memory and through a file, with other sequences in the rows meanwhile; saved from there, too."""
@@ -245,7 +245,7 @@ def shares_prefixes(name: str) -> bool:
     return not (FAMILIES[name].state or name.startswith(("circular", "cross")))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "device"), [case for case in CASES if shares_prefixes(case[0])])
 def test_prefixes_that_were_computed_before(
     corpus: Corpus, name: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -270,7 +270,7 @@ def test_prefixes_that_were_computed_before(
 
 
 @pytest.mark.slow
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "device"), [case for case in CASES if not FAMILIES[case[0]].state])
 def test_a_draft_changes_no_token(corpus: Corpus, name: str, device: str) -> None:
     """Of the model itself, which is always right, where it can be one; of another one, which is mostly wrong."""
