@@ -61,6 +61,7 @@ def test_ids_and_embeddings(forms: Forms, tmp_path: Path) -> None:
     assert found[:1] == tokens(str(forms.ids), "--tokens", "1,2", "--max-new-tokens", "5")
 
 
+@pytest.mark.slow
 def test_files_that_do_not_fit(forms: Forms, tmp_path: Path) -> None:
     width = forms.table.shape[1]
     ids, embeds = np.array([7]), np.zeros((1, width))

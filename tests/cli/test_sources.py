@@ -48,6 +48,7 @@ def expected(prompt: list[int], index: int) -> list[int]:
     return greedy(lambda t: cross_logits(t, "none", LENGTHS[index], index), prompt, 6)
 
 
+@pytest.mark.slow
 def test_features(folder: Path) -> None:
     """Texts start as the config says, or as they are given; one of either goes with several of the others."""
     sources = [f"--source-inputs={folder / name}" for name in ("0.npz", "1.npz")]

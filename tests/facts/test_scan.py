@@ -40,6 +40,7 @@ def test_no_repeat_and_a_fixed_length() -> None:
     assert trt.build(scan("Tile"), STEPS | {"S": (4, 4, 4)}).stage == "built"
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.FLOAT])
 def test_attention_before_a_scan(dtype: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ def test_compared_without_rounding(tmp_path: Path, form: str, dtype: Any) -> Non
     assert any("at 5 places (NVFP4, MXFP8), ran without that rounding in both models" in n for n in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wrong_weight_is_found(tmp_path: Path, form: str) -> None:

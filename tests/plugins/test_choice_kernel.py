@@ -98,6 +98,7 @@ def test_it_chooses_as_the_host_does(host: HostChoice) -> None:
     check(host, [case for dtype in CHOICE_DTYPES for case in some_cases(rng, dtype, 200)])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
 def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:

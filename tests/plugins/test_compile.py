@@ -117,6 +117,7 @@ def test_a_second_request_comes_from_disk(folder: Path, monkeypatch: pytest.Monk
     assert list(folder.iterdir()) == [kept]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_file_is_compiled_again(folder: Path, damage: str) -> None:

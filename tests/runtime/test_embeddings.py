@@ -93,6 +93,7 @@ def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> No
             np.testing.assert_allclose(found, exact, rtol=0, atol=0.03 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("merge", ["take", "scatter"])
 def test_ids_of_images_have_no_embedding_of_their_own(forms: dict[str, Forms], merge: str, tmp_path: Path) -> None:

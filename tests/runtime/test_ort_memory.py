@@ -13,6 +13,7 @@ from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.ort import memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "factor", "why"),
     [("float32", 0.8, "packs them for products"), ("float16", 2.5, "computes float16 in float32")],

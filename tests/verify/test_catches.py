@@ -83,6 +83,7 @@ def test_a_wrong_model_fails(tmp_path: Path, mistake: m.Mistake, config: Decoder
     fails(verify_mutated(tmp_path, config, mistake, original=True), outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mistake", IN_ANY)
 @pytest.mark.parametrize("name", ORIGINALS)
