@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -428,6 +429,32 @@ def test_a_bug_in_a_step_is_told_and_the_next_request_runs(service: Service, mon
     reply = post(service, LONG)
     assert (reply.status, "secret" in reply.body.decode()) == (500, False)
     monkeypatch.undo()
+    assert post(service, LONG).status == 200
+
+
+def test_a_step_that_hangs_is_told_and_holds_up_nobody_after_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, step = threading.Event(), service.core.session.step
+
+    def hangs() -> Any:
+        go_on.wait()
+        return step()
+
+    async def run() -> list[Reply]:
+        waiting = [asyncio.create_task(ask(service.app, TEXT, LONG)) for _ in range(6)]  # of which four have a row
+        replies = [await task for task in waiting]
+        return [*replies, await ask(service.app, TEXT, LONG), await ask(service.app, "/health")]
+
+    service.core.step_limit = 0.2
+    monkeypatch.setattr(service.core.session, "step", hangs)
+    *replies, health = asyncio.run(run())
+    go_on.set()
+    assert [reply.status for reply in replies] == [503] * 7
+    assert all("a step has run for more than 0.2 seconds" in reply.error["message"] for reply in replies)
+    assert (health.status, health.data) == (503, {"status": "a step hangs"})
+    assert idle(service.core)
+    assert post(service, None, "/health").status == 200
     assert post(service, LONG).status == 200
 
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -131,12 +132,22 @@ def test_workers_go_under_load(tmp_path: Path) -> None:
                 return said
 
             jobs = {key: asyncio.ensure_future(ask(*key)) for key in alone}
-            for end, count in ((workers[0].kill, 200), (workers[1].terminate, 600)):
+
+            async def freeze_and_kill() -> None:
+                """As Kubernetes does with a process that answers no probe."""
+                workers[0].send_signal(signal.SIGSTOP)
+                await asyncio.sleep(2)
+                workers[0].kill()
+
+            async def terminate() -> None:
+                workers[1].terminate()
+
+            for end, count in ((freeze_and_kill, 200), (terminate, 600)):
                 while heard < count:
                     await asyncio.sleep(0.01)
                     assert time.monotonic() < start + 300
                 assert all(b"request received" in log.read_bytes() for log in logs)  # none of them idles
-                end()
+                await end()
                 assert not all(job.done() for job in jobs.values())
             found = dict(zip(jobs, await asyncio.gather(*jobs.values(), return_exceptions=True), strict=True))
             assert found == alone

@@ -117,7 +117,8 @@ class Service:
     # --- what is asked
 
     async def _health(self, request: Request) -> Response:
-        return _json({"status": "ok"}) if self.core.alive else _json({"status": "the core has ended"}, 503)
+        said = "a step hangs" if self.core.hangs else "the core has ended"
+        return _json({"status": "ok"}) if self.core.alive else _json({"status": said}, 503)
 
     async def _ready(self, request: Request) -> Response:
         if self.draining or not self.core.alive:

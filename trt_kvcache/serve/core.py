@@ -26,7 +26,7 @@ class QueueFullError(TrtKvCacheError):
 
 
 class EndingError(SessionError):
-    """The server ends; whoever still ran is cut off."""
+    """The server ends, or a step never does; whoever still ran is cut off."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,14 @@ class ServingCore:
         session: stays open; nobody else may step it or add to it meanwhile.
         max_queue: most sequences that wait for a row.
         name: of the model, in the metrics.
+        step_limit: seconds after which a step that still runs hangs: those who wait for it get an `EndingError`.
     """
 
-    def __init__(self, session: DecodeSession, *, max_queue: int = 256, name: str = "model") -> None:
-        self.session, self.rows, self.max_queue = session, session.max_batch, max_queue
+    def __init__(
+        self, session: DecodeSession, *, max_queue: int = 256, name: str = "model", step_limit: float = 300
+    ) -> None:
+        self.session, self.rows, self.max_queue, self.step_limit = session, session.max_batch, max_queue, step_limit
+        self._since: float | None = None  # when the step that runs began
         self._changed = threading.Condition()
         self._requests: deque[_Request] = deque()  # with sequences that wait
         self._runs: dict[int, _Run] = {}  # by slot
@@ -91,8 +95,14 @@ class ServingCore:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken."""
-        return self._thread.is_alive() and not self._closed
+        """Requests are taken."""
+        return self._thread.is_alive() and not self._closed and not self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """The step that runs has had `step_limit` seconds."""
+        since = self._since
+        return since is not None and time.perf_counter() - since > self.step_limit
 
     @property
     def running(self) -> int:
@@ -121,14 +131,19 @@ class ServingCore:
 
         Raises:
             QueueFullError: so many do not fit into the queue now; none of them runs.
-            EndingError: the core is closed.
+            EndingError: the core is closed, or hangs.
             OptionError, PromptError, CapacityError, SessionError: of one of them, see `DecodeSession.add`; it ends all.
         """
         request = self._submit(works, config)
         left = len(works)
         try:
             while left:
-                place, outcome = await request.events.get()
+                try:
+                    async with asyncio.timeout(self.step_limit):
+                        place, outcome = await request.events.get()
+                except TimeoutError:
+                    self._refuse_to_hang()
+                    continue
                 if isinstance(outcome, TrtKvCacheError):
                     raise outcome
                 left -= outcome.finish_reason is not None
@@ -141,9 +156,14 @@ class ServingCore:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(1 if self.hangs else None)
+
+    def _refuse_to_hang(self) -> None:
+        if self.hangs:
+            raise EndingError(f"a step has run for more than {self.step_limit:g} seconds; restart the server")
 
     def _submit(self, works: Sequence[Work], config: GenerationConfig) -> _Request:
+        self._refuse_to_hang()
         request = _Request(works, config)
         with self._changed:
             if self._closed:
@@ -178,11 +198,13 @@ class ServingCore:
                 self._end_all(EndingError("the server ended before this was complete; ask again later"), outcomes)
                 _deliver(outcomes)
                 return
+            self._since = time.perf_counter()
             try:
                 self._turn(outcomes)
             except Exception as error:  # noqa: BLE001 - a bug; who waits must hear of it, and who comes later goes on
                 _log.exception("a step failed")
                 self._end_all(SessionError(f"a step failed: {type(error).__name__}"), outcomes)
+            self._since = None
             _deliver(outcomes)
 
     def _turn(self, outcomes: _Outcomes) -> None:

@@ -25,6 +25,10 @@ __all__ = ["bind", "read_keys", "serve"]
 _SLOW = 5
 """Seconds for answers that are complete to reach their readers, after the drain."""
 
+_IDLE = 75
+"""Seconds for which a connection without requests is kept: longer than clients keep theirs (OpenAI's: 5 seconds). Else
+a client sends a request into a connection that the server is just closing."""
+
 
 def read_keys(file: Path) -> list[str]:
     """Return the keys of a file: one in a line; empty lines and those that begin with # count for nothing.
@@ -113,7 +117,7 @@ def serve(service: Service, sock: socket.socket, drain: float, started: Callable
     """
     config = uvicorn.Config(
         service.app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
-        server_header=False, timeout_graceful_shutdown=_SLOW,
+        server_header=False, timeout_graceful_shutdown=_SLOW, timeout_keep_alive=_IDLE,
     )  # fmt: skip
     # The command line's own watch ends steps that take long after a signal; here they may end by themselves.
     watch = signal.set_wakeup_fd(-1)
