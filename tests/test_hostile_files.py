@@ -240,7 +240,11 @@ def test_only_digits_are_numbers(tmp_path: Path, key: str, digits: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(2**62, "has an axis of 4611686018427387904"), (2**31 - 1, "has 6442450941 numbers in one step; supported")],
+    [
+        (2**62, "has an axis of 4611686018427387904"),
+        (-1, "has an axis of -1"),
+        (2**31 - 1, "has 6442450941 numbers in one step; supported"),
+    ],
 )
 def test_a_batch_of_any_size_is_one_line(tmp_path: Path, size: int, words: str) -> None:
     proto = make_foreign("past-attention", SMALL)

@@ -279,11 +279,11 @@ def _check_are_tensors(graph: GraphProto, source: str) -> None:
                 f"{source}: '{info.name}' is of type {kind.removesuffix('_type')}; supported are inputs and outputs "
                 "that are tensors: export each cache as an input and an output of its own"
             )
-        sizes = [size for size in shape_of(info) or () if isinstance(size, int) and size >= _SIZES]
+        sizes = [size for size in shape_of(info) or () if isinstance(size, int) and not 0 <= size < _SIZES]
         if sizes:
             raise UnsupportedModelError(
-                f"{source}: '{info.name}' has an axis of {sizes[0]}; supported are sizes below {_SIZES}, which engines "
-                "count in 32 bits: export it with smaller ones"
+                f"{source}: '{info.name}' has an axis of {sizes[0]}; supported are sizes from 0 to {_SIZES - 1}, which "
+                "engines count in 32 bits: export it with such sizes, or with a symbol"
             )
 
 
