@@ -21,7 +21,7 @@ use_venv() {
     local stamp=$VIRTUAL_ENV/.trt-kvcache-installed-${extras:-base}
     if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
         echo "installing trt-kvcache${extras:+[$extras]} and what it needs into $VIRTUAL_ENV"
-        python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".${extras:+[$extras]}"
+        python scripts/install.py --editable ".${extras:+[$extras]}"
         touch "$stamp"
     fi
 }
