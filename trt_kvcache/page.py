@@ -6,6 +6,7 @@ Names in them come from files from anywhere. `tag` is the only one that writes a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
@@ -82,10 +83,14 @@ def _text(value: object) -> str:
     return value if isinstance(value, Html) else escape(visible(str(value), "\n"))
 
 
+def _breaking(cell: object) -> Html:
+    return cell if isinstance(cell, Html) else Html(re.sub(r"(?<=[/_])|(?=\.[A-Za-z])", "<wbr>", _text(cell)))
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Return a table, which scrolls by itself where it is too wide."""
+    """Return a table. Long names in it break at their parts, and it scrolls by itself where it is too wide."""
     head = tag("tr", *(tag("th", column) for column in columns))
-    body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
+    body = [tag("tr", *(tag("td", _breaking(cell)) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
 
 

@@ -237,7 +237,7 @@ def build(
 def _print(output: Path, manifest: Manifest, seconds: float) -> None:
     from trt_kvcache.cli.output import console, human_bytes
     from trt_kvcache.cli.plan_view import batch_of, bytes_of
-    from trt_kvcache.cli.summary import command_line, print_next
+    from trt_kvcache.cli.summary import print_generate
     from trt_kvcache.engine.folder import TEXTS, engine_in
 
     out = console()
@@ -261,7 +261,7 @@ def _print(output: Path, manifest: Manifest, seconds: float) -> None:
         f"{plan.in_place_text}; cache memory: {human_bytes(sequence)} per sequence, "
         f"{human_bytes(total)} for a batch of {batch}"
     )
-    print_next(out, command_line("generate", output, "--prompt", "Hello"))
+    print_generate(out, output)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def inspect(
     from trt_kvcache.cli.manifest_view import manifest_lines, print_manifest
     from trt_kvcache.cli.output import console, print_json
     from trt_kvcache.cli.plan_view import batch_of, print_plan
-    from trt_kvcache.cli.summary import command_line, plan_lines, print_lines, print_next
+    from trt_kvcache.cli.summary import plan_lines, print_generate, print_lines
 
     report = inspect_engine(engine)
     manifest = report.manifest
@@ -48,4 +48,4 @@ def inspect(
     else:
         print_lines(out, f"{engine.name}: {manifest.plan.in_place_text}", lines)
     if not manifest.is_encoder:
-        print_next(out, command_line("generate", engine, "--prompt", "Hello"))
+        print_generate(out, engine)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from trt_kvcache.cli.options import SessionPlanFlags
 
-__all__ = ["advice", "build_line", "command_line", "plan_lines", "print_lines", "print_next", "tell_next"]
+__all__ = [
+    "advice", "build_line", "command_line", "plan_lines", "print_generate", "print_lines", "print_next", "tell_next",
+]  # fmt: skip
 
 Lines = list[tuple[str, str]]
 
@@ -75,6 +77,14 @@ def print_next(out: Console, command: str) -> None:
     """Print the command that comes next."""
     for at, part in enumerate(wrapped(command, max(out.width, 40) - _LABEL)):
         out.print(f"{'next' if at == 0 else '':{_LABEL}}{part}")
+
+
+def print_generate(out: Console, model: str | Path) -> None:
+    """Print how text comes out of a model, or tokens where no tokenizer lies beside it."""
+    path = Path(model)
+    folder = path if path.is_dir() else path.parent
+    prompt = ("--prompt", "Hello") if (folder / "tokenizer.json").is_file() else ("--tokens", "1,2,3")
+    print_next(out, command_line("generate", path, *prompt))
 
 
 def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
