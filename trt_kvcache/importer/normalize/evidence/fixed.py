@@ -9,7 +9,7 @@ that is always the same one would keep alive whatever its condition reads, such 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -17,33 +17,27 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.evidence.probe import Array, Blueprint
-from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.evidence.probe import Array
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.simplify import splice_body
 
 _LARGEST = 1 << 16  # elements of a constant
-_MOST = 1 << 14  # of an axis that nothing explains
-_LONGEST = 1 << 20  # tokens
-_FEW = range(1, 9)
-_FEW_NUMBERS = 64  # of a constant that may be a size, a bound or an index
 
 
 def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     """Put a constant in the place of each NonZero, and a branch in that of each If, that is the same in every step.
 
-    Args:
-        samples: of the model as exported.
-
-    Returns:
-        Another model; None where there is nothing to fold.
+    Returns another model; None where there is nothing to fold.
     """
     graph = samples.blueprint.model.graph
     outputs = {value.name for value in graph.output}
     names = {node.output[0] for node in graph.node if is_op(node, "NonZero") and node.output[0] not in outputs}
     names |= {node.input[0] for node in graph.node if is_op(node, "If")}
-    fixed = {name: value for name in names if (value := _same(name, samples)) is not None}
-    fixed = _at_other_sizes(fixed, samples) if fixed else fixed
+    # The check runs one size of axes that nothing explains: a value that follows from these is not fixed.
+    batch, past, length = samples.few[0].batch, samples.few[0].past, samples.few[0].length
+    steps = (*samples.plain, *samples.wrapped, samples.step(batch, past, length, other=None)) if names else ()
+    fixed = {name: value for name in names if (value := _same(name, steps)) is not None}
     if not fixed:
         return None
     model = onnx.ModelProto()
@@ -60,52 +54,16 @@ def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     return model
 
 
-def _same(name: str, samples: Samples) -> Array | None:
-    """The value of a small tensor, if it is the same in all samples."""
-    first, *others = (step.probe.value(name) for step in (*samples.plain, *samples.wrapped))
+def _same(name: str, steps: Sequence[Sample]) -> Array | None:
+    """The value of a small tensor, if it is the same in all steps."""
+    first, *others = (step.probe.value(name) for step in steps)
     if first is None or first.size > _LARGEST or first.dtype.kind not in "iub":
         return None
     return first if all(value is not None and np.array_equal(first, value) for value in others) else None
 
 
-def _at_other_sizes(values: Mapping[str, Array], samples: Samples) -> dict[str, Array]:
-    """Those that stay whatever the size of axes that nothing explains is: small, and around each number.
-
-    The check runs one size of such axes: shapes of what regions are fed with are terms in B and S alone.
-    """
-    numbers = _numbers(list(values), samples.blueprint)
-    found = dict(values)
-    for size in sorted({*_FEW, *(n + d for n in numbers for d in (-1, 0, 1) if 0 < n + d <= _MOST)}):
-        for step in samples.plain[:2]:
-            probe = samples.step(step.batch, step.past, step.length, other=size).probe
-            found = {n: v for n, v in found.items() if (made := probe.value(n)) is not None and np.array_equal(made, v)}
-    return found
-
-
-def _numbers(names: Sequence[str], blueprint: Blueprint) -> set[int]:
-    """The whole numbers that take part in tensors, or in the shapes of what they are made of."""
-    pending, seen = list(names), set(names)
-    found: set[int] = set()
-    while pending:
-        name = pending.pop()
-        maker = blueprint.makers.get(name)
-        value = blueprint.stated(name).value if name in blueprint.initializers else None
-        if value is not None and value.size <= _FEW_NUMBERS and value.dtype.kind in "iuf":
-            found |= {int(n) for n in value.reshape(-1).tolist() if abs(n) <= _LONGEST and n == int(n)}
-        new = [n for n in (maker.inputs if maker is not None else ()) if n and n not in seen]
-        pending += new
-        seen.update(new)
-    return found
-
-
 def chosen_by_length(node: gs.Node, output: gs.Tensor, samples: Samples) -> UnsupportedModelError:
-    """Why an If that depends on the length of the cache is refused.
-
-    Args:
-        node: the If.
-        output: of it.
-        samples: of the model as exported.
-    """
+    """The refusal of an If whose output is chosen by the length of the cache."""
     last = _last_unchanged(str(node.inputs[0].name), samples)
     where, what = "", "take a capacity below the length at which it changes"
     if last is not None:

@@ -86,8 +86,13 @@ class Samples:
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2)) if has_ends else ()
         self.wrapped = tuple(self.step(*s, wrapped=True) for s in beyond)
 
-    def step(self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int = _OTHER_SIZE) -> Sample:
-        """A step of these sizes; the model's own where it fixes them. `other`: of axes that nothing explains."""
+    def step(
+        self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int | None = _OTHER_SIZE
+    ) -> Sample:
+        """A step of these sizes; the model's own where it fixes them.
+
+        `other` is the size of axes that nothing explains; None: nothing is known of inputs that have such an axis.
+        """
         batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
                          (("batch", batch), ("sequence", length)))  # fmt: skip
         shapes: dict[str, Shape] = {}
@@ -98,8 +103,11 @@ class Samples:
             sizes = {
                 "batch": batch, "sequence": length, "capacity": self.capacity, "past": held, "total": held + length,
             }  # fmt: skip
-            axes = zip(tensor.shape, tensor.axes, strict=True)
-            shapes[tensor.name] = shape = tuple(d if isinstance(d, int) else sizes.get(a, other) for d, a in axes)
+            axes = list(zip(tensor.shape, tensor.axes, strict=True))
+            if other is None and not all(isinstance(d, int) or a in sizes for d, a in axes):
+                continue
+            known = (d if isinstance(d, int) else sizes.get(a, other or 0) for d, a in axes)
+            shapes[tensor.name] = shape = tuple(known)
             if tensor.role not in _VALUED:
                 continue
             _check_sizes(tensor, shape, batch, length)
@@ -123,7 +131,7 @@ class Samples:
         return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
 
     def _mask(self, shape: Shape) -> Array:
-        """What a mask of the caller's own lets queries see."""
+        """A mask of the caller's own: the keys that queries see."""
         seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
         seen[..., 0] = True
         if seen.all() and shape[-1] > 1:  # it would not show what is done with its numbers
