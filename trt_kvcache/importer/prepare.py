@@ -72,13 +72,12 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     model, branches, notes = flatten(model)
     inlined = (*functions, *branches)
     model, finishes = extensions.edit("rewrite", model)
-    normalized = normalize(model, weights, options)
-    model = normalized.model
-    if normalized.findings is not None:
+    model, found = normalize(model, weights, options)
+    if found is not None:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
-    bind_capacity(model.graph, capacity, fits=normalized.findings is not None)
-    findings = normalized.findings or Findings({})
+    bind_capacity(model.graph, capacity, fits=found is not None)
+    findings = found or Findings({})
     findings = replace(findings, notes=(*notes, *findings.notes))
     return Prepared(reference, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
 

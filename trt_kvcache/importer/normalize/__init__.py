@@ -31,10 +31,8 @@ from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,
-    Emitter,
     consumers,
     contains,
-    dims,
     elem_type,
     export_inferred,
     fold_identities,
@@ -45,10 +43,10 @@ from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.search import find_cores
 from trt_kvcache.importer.normalize.attention.square_masks import SINGLY, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
-from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
+from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
-from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.idioms.attention_past import find_held, holds_cache, read_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
@@ -62,41 +60,23 @@ from trt_kvcache.importer.normalize.residual import (
     free_positions,
     free_shapes,
 )
-from trt_kvcache.importer.normalize.views import is_view
-from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding, StateUpdate
+from trt_kvcache.importer.plan import PlanOptions, Sliding, StateUpdate
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.extensions.latent_attention import ComputedAttention
     from trt_kvcache.importer.extensions.ring_windows import Rings
 
-__all__ = ["Normalized", "normalize"]
-
-_UPDATES = ("TensorScatter", "TRT_KVCacheUpdate")
-
-
-@dataclass(frozen=True)
-class Normalized:
-    """A model in canonical form.
-
-    Attributes:
-        model: the model; the same object where nothing was to do.
-        findings: what was done; None where nothing was.
-    """
-
-    model: onnx.ModelProto
-    findings: Findings | None
+__all__ = ["normalize"]
 
 
 @dataclass(frozen=True, eq=False)
 class _Exported:
-    """A model as exported, with everything that is proven about it.
+    """A model as exported, and what was found in it.
 
     Attributes:
         model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
         computed: the same attentions, where keys or values are computed from caches; None: caches are read as they are.
         held: attentions whose operators hold their caches.
-        batch: the batch dimension of the caches.
-        capacity: tokens per sequence.
         singly: behind others, the model as exported takes tokens one by one only.
     """
 
@@ -108,12 +88,12 @@ class _Exported:
     cores: tuple[Core, ...]
     computed: ComputedAttention | None
     held: tuple[Core, ...]
-    batch: Dim
-    capacity: int
-    singly: bool = False
+    singly: bool
 
 
-def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> Normalized:
+def normalize(
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], options: PlanOptions
+) -> tuple[onnx.ModelProto, Findings | None]:
     """Bring the caches of a model into canonical form.
 
     Args:
@@ -121,54 +101,47 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         weights: the detached weights.
         options: capacity, name patterns, and what to do with windows.
 
+    Returns:
+        The model and what was done; the same object and None where nothing was to do.
+
     Raises:
-        UnsupportedModelError: what was found cannot be proven to be what is supported.
+        UnsupportedModelError: what was found is not what is supported.
         OptionError: the capacity is missing or contradicts the model.
     """
-    if any(node.op_type in _UPDATES for node in model.graph.node):
-        return _slide(model, options)
-    graph = gs.import_onnx(model)
-    fold_identities(graph)
+    if any(node.op_type in ("TensorScatter", "TRT_KVCacheUpdate") for node in model.graph.node):
+        return load("ring_windows").slide(model, options) if options.sliding is Sliding.CIRCULAR else (model, None)
+    graph = _read(model)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_new_rows(graph)
     if not find_candidates(graph) and not holds_cache(graph):
-        return Normalized(model, None)
+        return model, None
     exported = _recognize(graph, weights, options)
-    return Normalized(model, None) if exported is None else _rewrite(exported, options)
+    return (model, None) if exported is None else _rewrite(exported, options)
 
 
-def _recognize(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> _Exported | None:
-    """Find and prove.
+def _read(model: onnx.ModelProto) -> gs.Graph:
+    graph = gs.import_onnx(model)
+    fold_identities(graph)
+    return graph
 
-    Args:
-        graph: of the model; edited.
-        weights: the detached weights.
-        options: capacity and name patterns.
 
-    Returns:
-        None where what looked like caches is state.
-
-    Raises:
-        UnsupportedModelError: what was found cannot be proven to be what is supported.
-        OptionError: the capacity is missing or contradicts the model.
-    """
+def _recognize(
+    graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, *, singly: bool = False
+) -> _Exported | None:
+    """Find caches and attentions, in a graph that is edited; None where what looked like caches is state."""
     graph, model, held = _standard(graph)
     candidates, states = _caches(graph, held)
     if not candidates and not held:
         return None
     candidates, interface, samples = _sampled(Blueprint(model, weights), candidates, held, states, options)
     if (folded := fold_fixed(samples)) is not None:
-        graph = gs.import_onnx(folded)
-        fold_identities(graph)
-        return _recognize(graph, weights, options)
+        return _recognize(_read(folded), weights, options, singly=singly)
     if pad_square_masks(graph, samples):
-        exported = _recognize(graph, weights, options)
-        return None if exported is None else replace(exported, singly=True)
+        return _recognize(graph, weights, options, singly=True)
     writes = tuple(read_update(candidate, samples) for candidate in candidates)
     attentions = read_held(graph, interface, samples)
     cores, computed = _attention(graph, (*writes, *held), interface, samples, options)
-    batch = batch_of(candidates[0].past if candidates else held[0].past)
-    return _Exported(model, graph, interface, samples, writes, cores, computed, attentions, batch, samples.capacity)
+    return _Exported(model, graph, interface, samples, writes, cores, computed, attentions, singly)
 
 
 def _attention(
@@ -187,7 +160,7 @@ def _attention(
 
 
 def _is_read(write: Write) -> bool:
-    """Whether an operator takes numbers of a cache after its update."""
+    """True if an operator takes numbers of a cache after its update."""
     tensors = (write.present, *write.aliases, *(t for t, _ in write.turned))
     return any(not is_op(node, "Shape") for t in tensors for node in consumers(t))
 
@@ -199,19 +172,15 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]]:
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_first(
-            graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))}
+            graph, {t.name for c in find_candidates(graph) for t in (c.present, *(c.node.outputs if c.node else ()))}
         )
     part_from_rows(graph, find_candidates(graph))
     held = find_held(graph)  # which states the shapes of their caches
     return graph, export_inferred(graph.cleanup().toposort()), held
 
 
-def _outputs(candidate: Candidate) -> list[gs.Tensor]:
-    return [] if candidate.node is None else candidate.node.outputs
-
-
 def _caches(graph: gs.Graph, held: Sequence[Write]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
-    """What may be caches outside of operators, and what is state."""
+    """Tensors that may be caches outside of operators, and those that are state."""
     candidates = find_candidates(graph)
     caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
     found = find_states(graph, caches)
@@ -241,7 +210,7 @@ def _sampled(
 
 
 def _may_be_state(cache: Candidate) -> bool:
-    """Whether what looks like a cache may be state: `find_states` says.
+    """True if a candidate may be state instead: `find_states` says.
 
     Of a convolution, like a rolling cache whose next value nothing reads, or like new rows behind a past of a fixed
     length; of linear attention, like a cache written by masked addition.
@@ -250,31 +219,21 @@ def _may_be_state(cache: Candidate) -> bool:
         return not consumers(cache.present)
     if cache.room is not None:
         return True
-    return cache.node is not None and is_op(cache.node, "Add") and (bool(cache.reason) or _is_read_before(cache))
+    if cache.node is None or not is_op(cache.node, "Add"):
+        return False
+    # Linear attention by the delta rule reads its state before the update, too.
+    others = [n for n in consumers(cache.past) if not is_op(n, "Shape", "Size", "Slice")]
+    return bool(cache.reason) or any(all(node is not own for own in cache.region) for node in others)
 
 
-def _is_read_before(cache: Candidate) -> bool:
-    """Whether more than its update reads the numbers of a past, as linear attention by the delta rule does.
-
-    This proves nothing: the check passes a cache that is taken for state, which would be copied in every step.
-    """
-    own, pending = {id(node) for node in cache.region}, [cache.past]
-    while pending:
-        for node in consumers(pending.pop()):
-            if is_view(node):
-                pending.extend(node.outputs)
-            elif id(node) not in own and not is_op(node, "Shape", "Size", "Slice"):
-                return True
-    return False
-
-
-def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
-    """Edit the graph as proven, and free it from what only the caches as exported needed."""
+def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto, Findings]:
+    """Edit the graph, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
-    computed = exported.computed
+    computed, writes = exported.computed, exported.writes
+    held = [write for core in exported.held for write in (core.key, core.value)]
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    canonical = Canonical(graph, tokens, exported.batch, exported.capacity)
-    for write in (*(w for core in exported.held for w in (core.key, core.value)), *exported.writes):
+    canonical = Canonical(graph, tokens, (*writes, *held)[0].past, samples.capacity)
+    for write in (*held, *writes):
         canonical.write(write)
     for core in exported.held:
         canonical.core(core)
@@ -289,14 +248,20 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph
     rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:
-        rings = load("ring_windows").make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)
-    _drop_inputs(graph, interface)
+        rings = load("ring_windows").make_circular(graph, canonical.emit, samples.capacity, options.window_chunk)
+    # Inputs that nothing reads only served the caches as exported, or nothing from the start.
+    graph.inputs = [t for t in graph.inputs if consumers(t) or contains(graph.outputs, t) or t is tokens]
 
-    model = _export(graph, exported.model, canonical.opset)
+    model: onnx.ModelProto = gs.export_onnx(graph)
+    del model.graph.value_info[:]
+    for opset in model.opset_import:
+        if opset.domain in ("", "ai.onnx"):
+            opset.version = max(opset.version, canonical.opset)
+    model.ir_version = max(exported.model.ir_version, 10)
     for name, (kind, shape) in canonical.known.items():
         named = [None if d == "?" else d for d in shape]
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
-    tensors = say_layouts(interface.tensors, exported.writes)
+    tensors = say_layouts(interface.tensors, writes)
     tensors = tuple(replace(t, singly=exported.singly and t.name == interface.tokens) for t in tensors)
     shifted = {c.visibility.own.name: c.key.kept for c in exported.cores if c.key.shifted and c.visibility.own}
     tensors = tuple(replace(t, kept=shifted.get(t.name, t.kept)) for t in tensors)
@@ -310,11 +275,11 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     notes += (SINGLY,) if exported.singly else ()
     roles = (*interface.roles, *canonical.added)
     longest = {} if rings is None else rings.longest
-    return Normalized(model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest))
+    return model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest)
 
 
 def _own_masks(cores: Sequence[Core]) -> list[str]:
-    """What to know about the masks that the caller gives."""
+    """Notes on the masks that the caller gives."""
     own = [core.visibility.own for core in cores if not core.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [
@@ -324,53 +289,13 @@ def _own_masks(cores: Sequence[Core]) -> list[str]:
     ]
 
 
-def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:
-    """A canonical model, with its windowed caches circular if asked."""
-    if options.sliding is not Sliding.CIRCULAR:
-        return Normalized(model, None)
-    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
-    fold_identities(graph)
-    lengths = [d for n in graph.nodes if is_op(n, "TensorScatter") if isinstance(d := _length(n), int)]
-    capacity = options.capacity or max(lengths, default=0)
-    if not capacity:
-        return Normalized(model, None)  # binding the capacity says what is missing
-    rings = load("ring_windows").make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
-    idioms = {n.inputs[0].name: "TensorScatter" for n in graph.nodes if is_op(n, "TensorScatter")}
-    findings = Findings(idioms, notes=rings.notes, longest=rings.longest)
-    graph.cleanup(remove_unused_graph_inputs=False).toposort()
-    return Normalized(_export(graph, model, 0) if rings.longest else model, findings)
-
-
-def _length(update: gs.Node) -> Dim:
-    return (dims(update.inputs[0]) or ("?",))[int(update.attrs.get("axis", -2))]
-
-
 def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
     """Take away outputs that count the tokens in the cache: the caller knows."""
-    counts = set()
-    for tensor in list(graph.outputs):
-        is_integer = elem_type(tensor) in (INT32, INT64)
-        if is_integer and all(_counts(tensor, sample) for sample in samples.plain):
-            counts.add(str(tensor.name))
-            graph.outputs = [t for t in graph.outputs if t is not tensor]
-    return counts
 
+    def counts(tensor: gs.Tensor) -> bool:
+        values = [(step, step.probe.value(tensor.name)) for step in samples.plain]
+        return all(value is not None and bool((value == step.total).all()) for step, value in values)
 
-def _counts(tensor: gs.Tensor, sample: Sample) -> bool:
-    value = sample.probe.value(tensor.name)
-    return value is not None and bool((value == sample.total).all())
-
-
-def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:
-    """Take away the inputs that nothing reads: they only served the caches as exported, or nothing from the start."""
-    graph.inputs = [t for t in graph.inputs if consumers(t) or contains(graph.outputs, t) or t.name == interface.tokens]
-
-
-def _export(graph: gs.Graph, snapshot: onnx.ModelProto, least: int) -> onnx.ModelProto:
-    model: onnx.ModelProto = gs.export_onnx(graph)
-    del model.graph.value_info[:]
-    for opset in model.opset_import:
-        if opset.domain in ("", "ai.onnx"):
-            opset.version = max(opset.version, least)
-    model.ir_version = max(snapshot.ir_version, 10)
-    return model
+    found = {str(t.name) for t in graph.outputs if elem_type(t) in (INT32, INT64) and counts(t)}
+    graph.outputs = [t for t in graph.outputs if t.name not in found]
+    return found

@@ -34,18 +34,19 @@ class Canonical:
     Args:
         graph: edited in place.
         tokens: the graph input ``[B, S, ...]`` of the new tokens: its shape gives B and S.
-        batch: the batch dimension, as caches have it.
+        cache: one of the caches: its first dimension is the batch.
         capacity: tokens per sequence.
 
     Attributes:
         added: roles of the inputs that were added.
     """
 
-    def __init__(self, graph: gs.Graph, tokens: gs.Tensor, batch: int | str, capacity: int) -> None:
+    def __init__(self, graph: gs.Graph, tokens: gs.Tensor, cache: gs.Tensor, capacity: int) -> None:
         self.graph = graph
         self.emit = Emitter(graph)
         self.tokens = tokens
-        self.batch = batch
+        first = (dims(cache) or ("?",))[0]
+        self.batch = "batch" if first == "?" else first
         self.capacity = capacity
         self.idioms: dict[str, str] = {}
         self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # types that shape inference may not find
@@ -228,9 +229,3 @@ class Canonical:
 
         made: gs.Variable = self.emit.once(("input", name), make)
         return made
-
-
-def batch_of(tensor: gs.Tensor) -> int | str:
-    """The batch dimension of a cache, ``"batch"`` where it has no name."""
-    first = (dims(tensor) or ("?",))[0]
-    return "batch" if first == "?" else first

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
@@ -42,12 +43,15 @@ from trt_kvcache.importer.graph import (
     consumers,
     contains,
     dims,
+    fold_identities,
     input_or_none,
     is_op,
 )
+from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.attention_facts import is_used
 
-__all__ = ["Rings", "check_ring", "check_shifted", "emit_by_position", "emit_visible", "make_circular"]
+__all__ = ["Rings", "check_ring", "check_shifted", "emit_by_position", "emit_visible", "make_circular", "slide"]
 
 _VIEWS = ("Transpose", "Reshape")
 
@@ -73,6 +77,28 @@ class Rings:
 
     longest: dict[str, int]
     notes: tuple[str, ...]
+
+
+def slide(model: onnx.ModelProto, options: PlanOptions) -> tuple[onnx.ModelProto, Findings | None]:
+    """A model that was canonical from the start, with its windowed caches circular, and what was done.
+
+    Raises:
+        OptionError: see `make_circular`.
+    """
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    fold_identities(graph)
+    updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
+    capacity = options.capacity or max((_rows(n, 0) for n in updates), default=0)
+    if not capacity:
+        return model, None  # binding the capacity says what is missing
+    rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
+    findings = Findings({n.inputs[0].name: "TensorScatter" for n in updates}, notes=rings.notes, longest=rings.longest)
+    if not rings.longest:
+        return model, findings
+    made: onnx.ModelProto = gs.export_onnx(graph.cleanup(remove_unused_graph_inputs=False).toposort())
+    del made.graph.value_info[:]
+    made.ir_version = max(model.ir_version, 10)
+    return made, findings
 
 
 def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, idle: bool = False) -> Rings:
