@@ -1,4 +1,4 @@
-"""What the inputs and outputs of a model as exported are: tokens, positions, lengths, masks, caches and the others."""
+"""Inputs and outputs of a model as exported: tokens, positions, lengths, masks, caches and the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from trt_kvcache.importer.interface import Known, find_roles
 from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.normalize.candidate import Candidate
-    from trt_kvcache.importer.normalize.findings import Write
+    from trt_kvcache.importer.normalize.candidate import CacheUpdate
 
 _FLOATS = ("float", "float16", "bfloat16", "double")
 _INTEGERS = ("int64", "int32")
@@ -45,7 +44,7 @@ class Interface:
     def __init__(
         self,
         model: onnx.ModelProto,
-        found: Sequence[Candidate | Write],
+        found: Sequence[CacheUpdate],
         config: str | None,
         states: Sequence[StateUpdate] = (),
     ) -> None:
@@ -174,7 +173,7 @@ class Interface:
         return tokens[1] if len(tokens) > 1 and isinstance(tokens[1], int) else None
 
     def _is_over_rows(self, shape: Sequence[Dim]) -> bool:
-        """Whether a shape is that of a mask over a cache of fixed length, and so many new tokens."""
+        """True if a shape is that of a mask over a cache of fixed length, and so many new tokens."""
         length = self._new_tokens()
         if length is None or len(shape) != 4 or shape[1:3] != (1, length):
             return False

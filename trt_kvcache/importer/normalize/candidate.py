@@ -1,8 +1,8 @@
-"""A cache update as the search by structure sees it."""
+"""A cache update, and what the search by structure sees of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import onnx_graphsurgeon as gs
 
@@ -14,58 +14,69 @@ FOR_GOOD = (
     "export it with layers that are full (cumulative_length_int = W), one token a step, and give the masks as inputs: "
     "attention_mask={'sliding_attention': mask, ...}"
 )
-"""What to know of updates and masks that are the same whatever the past."""
+"""A note on updates and masks that are the same whatever the past."""
 _ADVICE = (
     "export the model with Concat(past, new), or with index_copy, index_put or a slice at write position + 0 .. S - 1"
 )
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
-    """What looks like a cache update.
+class CacheUpdate:
+    """One cache and its update.
 
     Attributes:
         idiom: the operator that writes, or ``"Concat, Slice"``, ``"Concat, new rows returned"``, ``"one-hot"``,
             ``"shift"``, ``"rolling"``, ``"unchanged"``.
-        past: the graph input.
-        present: the graph output.
-        node: the node that writes; None: nothing does.
-        axis: the sequence axis of the cache, as far as it is known without shapes.
-        growing: present has more rows than past.
-        positions: integer graph inputs whose values decide which rows are written.
-        region: the nodes on paths from past to present, in order of execution.
-        views: those of them from past to what `node` reads, if only these are between.
-        updates: the tensors that come into the region from elsewhere: one, the new rows, if it is an update.
-        masks: other operands of products and choices in the region.
-        kept: the newest rows that are left of a cache that grows, at most; None: all.
-        rows_only: present holds the new rows only, in whatever layout.
-        room: rows of a past that always has as many, whether they hold tokens or not; None: as many as hold tokens.
+        past: the graph input that holds the cache.
+        present: the graph output that holds the cache and the update.
+        axis: the sequence axis of the cache; None: it is not known yet.
+        growing: past holds as many rows as there are tokens, present more; else both have the capacity.
+        positions: names of the graph inputs that say where the rows go; empty for growing caches.
+        kept: past and present hold so many rows at most, the newest ones of those; None: all.
+        room: rows of a past that always has as many, those of tokens first; None: as many as hold tokens.
         shifted: past and present always have `kept` rows: the oldest go as new ones come, and those of tokens are last.
-        reason: why it cannot be done in place, if the search already sees that; "" otherwise.
-        advice: what to do about `reason`.
     """
 
     idiom: str
     past: gs.Tensor
     present: gs.Tensor
-    node: gs.Node | None
+    _: KW_ONLY
     axis: int | None = None
     growing: bool = False
     positions: tuple[str, ...] = ()
+    kept: int | None = None
+    room: int | None = None
+    shifted: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate(CacheUpdate):
+    """A possible cache update.
+
+    Attributes:
+        node: the node that writes; None: nothing does.
+        region: the nodes on paths from past to present, in order of execution.
+        views: those of them from past to what `node` reads, if only these are between.
+        updates: the tensors that come into the region from elsewhere: one, the new rows, if it is an update.
+        masks: other operands of products and choices in the region.
+        rows_only: present holds the new rows only, in whatever layout.
+        reason: why it cannot be done in place, if the search already sees that; "" otherwise.
+        advice: what to do about `reason`.
+    """
+
+    node: gs.Node | None
+    _: KW_ONLY
     region: tuple[gs.Node, ...] = ()
     views: tuple[gs.Node, ...] = ()
     updates: tuple[gs.Tensor, ...] = ()
     masks: tuple[gs.Tensor, ...] = ()
-    kept: int | None = None
     rows_only: bool = False
-    room: int | None = None
-    shifted: bool = False
     reason: str = ""
     advice: str = ""
 
     @property
     def is_cut(self) -> bool:
-        """Whether rows may be cut off between past and present."""
+        """True if rows may be cut off between past and present."""
         return self.growing and not self.shifted and any(is_op(node, "Slice") for node in self.region)
 
     @property
@@ -85,7 +96,7 @@ class Candidate:
 
 
 def may_be_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    """Whether `tensor` is an input of the graph that could hold keys or values: no mask, no indices."""
+    """True if `tensor` is an input of the graph that could hold keys or values: no mask, no indices."""
     if isinstance(tensor, gs.Constant) or not contains(graph.inputs, tensor):
         return False
     return len(tensor.shape or ()) >= 3 and elem_type(tensor) not in (BOOL, INT32, INT64)

@@ -1,14 +1,15 @@
-"""What was found in a model as exported: plain data between finding and rewriting."""
+"""Findings in a model as exported: plain data between finding and rewriting."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias
+from trt_kvcache.importer.normalize.candidate import CacheUpdate
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.plan import Dim, InterfaceChange, OriginalTensor, StateUpdate, TensorRole
 from trt_kvcache.importer.planning.rounding import Rounding
@@ -19,48 +20,32 @@ Sinks: TypeAlias = "gs.Tensor | Array"
 
 
 @dataclass(frozen=True, eq=False)
-class Write:
-    """One cache update.
+class Write(CacheUpdate):
+    """A cache update that was read.
 
     Attributes:
-        idiom: the operator or pattern in the model as exported, for the plan.
-        past: the graph input that holds the cache.
-        present: the graph output that holds the cache and the update.
         update: the new rows.
-        perm: the permutation that brings `update` to the axis order of the cache; None: it has that order.
-        axis: the sequence axis of the cache.
-        growing: past holds as many rows as there are tokens, present more; else both have the capacity.
-        kept: past and present hold so many rows at most, the newest ones of those; None: all.
-        circular: rows wrap around the capacity.
         node: name of the node that writes, for messages.
-        positions: names of the graph inputs that say where the rows go; empty for growing caches.
+        perm: the permutation that brings `update` to the axis order of the cache; None: it has that order.
+        circular: rows wrap around the capacity; `shifted` ones become so.
         aliases: tensors with the same contents as `present` in the same layout, which attention may read instead; where
             rows are cut off, with past and new rows before they are.
         turned: tensors with the same contents as `aliases` in another order of axes, and the permutation to it.
         fronts: tensors with the first rows of `present` in the same layout, as many as there are tokens.
         new_rows: present as exported holds the new rows only: the axes of the cache in the order in which they lie in
             it, which may merge some. None: it holds the whole cache.
-        room: rows of a past that always has as many, those of tokens first; None: as many as hold tokens.
-        shifted: past and present always have `kept` rows, those of tokens last; here it is a ring of as many.
     """
 
-    idiom: str
-    past: gs.Tensor
-    present: gs.Tensor
     update: gs.Tensor
-    perm: tuple[int, ...] | None
-    axis: int
-    growing: bool
-    circular: bool
     node: str
-    positions: tuple[str, ...] = ()
+    _: KW_ONLY
+    axis: int
+    perm: tuple[int, ...] | None = None
+    circular: bool = False
     aliases: tuple[gs.Tensor, ...] = ()
-    kept: int | None = None
     turned: tuple[tuple[gs.Tensor, tuple[int, ...]], ...] = ()
     fronts: tuple[gs.Tensor, ...] = ()
     new_rows: tuple[int, ...] | None = None
-    room: int | None = None
-    shifted: bool = False
 
     @property
     def relaid(self) -> tuple[int, ...] | None:
@@ -76,7 +61,7 @@ class Write:
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """Which keys a query sees. A key row ``j`` is visible to query ``i`` where every given condition holds.
+    """The keys that a query sees. A key row ``j`` is visible to query ``i`` where every given condition holds.
 
     Attributes:
         causal: ``j <= write_index + i``.
@@ -142,7 +127,7 @@ class Core:
 
 @dataclass(frozen=True)
 class Findings:
-    """What normalization did to a model, for the plan.
+    """The work of normalization on a model, for the plan.
 
     Attributes:
         idioms: by name of the cache input.

@@ -109,7 +109,7 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
         heads[name] = count
         tensor, leaf = function.tensor, function.writes[0]
         tensor.dtype = samples.plain[0].probe.elem_type(name)  # shape inference may not have found it
-        found[name] = Write(leaf.idiom, tensor, tensor, tensor, None, 2, leaf.growing, False, str(node.name))
+        found[name] = Write(leaf.idiom, tensor, tensor, tensor, str(node.name), axis=2, growing=leaf.growing)
     return Computed(functions, tuple(found.values()), heads)
 
 

@@ -102,7 +102,7 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[Write]:
         _state_shape(present, update)
         before, after = (dims(past) or ())[2:3], (dims(present) or ())[2:3]
         grows = (not before or before != after or before == ("?",)) and not node.attrs.get("ring", 0)
-        found.append(Write(idiom, past, present, update, None, 2, grows, False, node.name))
+        found.append(Write(idiom, past, present, update, node.name, axis=2, growing=grows))
     return found
 
 

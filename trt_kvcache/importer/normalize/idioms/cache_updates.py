@@ -68,7 +68,7 @@ class _Region:
     index: list[gs.Tensor] = field(default_factory=list)
 
     def has(self, *ops: str) -> bool:
-        """Whether one of these operators is in it."""
+        """True if one of these operators is in it."""
         return any(is_op(node, *ops) for node in self.nodes)
 
     @property
@@ -91,9 +91,6 @@ class _Region:
 def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
     """Find what looks like a cache update.
 
-    Args:
-        graph: the model. Not changed.
-
     Returns:
         One for each graph output that a cache reaches, in their order, then updates that reach no output. Those that
         are already seen not to be possible in place carry the reason.
@@ -114,7 +111,7 @@ def _two_results(candidate: Candidate, found: Sequence[Candidate]) -> str:
 
 
 def _other_type(candidate: Candidate) -> str:
-    """Why a cache cannot be kept in the type that is written; "" if it can.
+    """The reason why a cache cannot be kept in the type that is written; "" if it can.
 
     Converters leave float32 caches around operators of float16 (``keep_io_types``), and float16 ones before operators
     of bfloat16 (ModelOpt's AutoCast): what such a cache gives back are numbers of the narrower type.
@@ -202,8 +199,8 @@ def _describe(region: _Region, present: gs.Tensor) -> Candidate | None:
         updates = [t for t in updates if not deciding(t).computable]
     views = trace_back(region.operand, cut=True)[1]
     axis = None if node is None else _guess_axis(region, node, views, updates)
-    found = Candidate("rolling", past, present, node or region.nodes[-1], axis, region=tuple(region.nodes), views=views,
-                      updates=tuple(updates), masks=tuple(masks))  # fmt: skip
+    found = Candidate("rolling", past, present, node or region.nodes[-1], axis=axis, region=tuple(region.nodes),
+                      views=views, updates=tuple(updates), masks=tuple(masks))  # fmt: skip
     if node is None or _is_rolling(region, node, axis):
         mover = next((n for n in reversed(region.nodes) if is_op(n, *_CUTS)), None)
         joint = next((n for n in region.nodes if is_op(n, "Concat")), None)
@@ -230,7 +227,7 @@ def _describe(region: _Region, present: gs.Tensor) -> Candidate | None:
 
 
 def _is_rolling(region: _Region, node: gs.Node, axis: int | None) -> bool:
-    """Whether rows are taken out of a past before new ones come to it, as far as the structure says."""
+    """True if rows are taken out of a past before new ones come to it, as far as the structure says."""
     if region.has("Gather", "Split", "Pad"):
         return True
     if is_op(node, "Concat"):
@@ -286,7 +283,7 @@ def _guess_axis(region: _Region, node: gs.Node, views: Sequence[gs.Node], update
 
 
 def _is_constant(candidate: Candidate, found: Sequence[Candidate]) -> bool:
-    """Whether an unchanged input is no cache to write.
+    """True if an unchanged input is no cache to write.
 
     Keys and values of an encoder come beside caches of another shape; hidden states have three axes and come alone.
     """
@@ -317,8 +314,9 @@ def _find_new_rows(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidat
         rows = node.inputs[1]
         source = trace_back(rows)[0]
         given = [t for t in graph.outputs if id(t) not in used and trace_back(t)[0] is source]
-        candidate = Candidate(NEW_ROWS, past, (given or node.outputs)[0], node, axis, True, region=(*views, node),
-                              views=views, updates=(rows,), rows_only=True, room=_length(past, axis))  # fmt: skip
+        candidate = Candidate(NEW_ROWS, past, (given or node.outputs)[0], node, axis=axis, growing=True, views=views,
+                              region=(*views, node), updates=(rows,), rows_only=True,
+                              room=_length(past, axis))  # fmt: skip
         if given:
             more.append(candidate)
             used.add(id(given[0]))

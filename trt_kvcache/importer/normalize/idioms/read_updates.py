@@ -61,14 +61,7 @@ class _Run:
 
 
 def read_update(candidate: Candidate, samples: Samples) -> Write:
-    """Read a cache update.
-
-    Args:
-        candidate: from `find_candidates`.
-        samples: of the same model.
-
-    Returns:
-        The update.
+    """Read a cache update that `find_candidates` has found.
 
     Raises:
         UnsupportedModelError: naming what it does instead.
@@ -77,7 +70,6 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
         raise candidate.refusal(candidate.reason)
     assert candidate.node is not None
     steps = [s for s in samples.plain if s.past][:_STEPS] or list(samples.plain[:1])
-    runs: list[_Run] = []
     for update in _sources(candidate):
         runs = [run for s in steps if (run := _run(candidate, update, s)) is not None]
         found = _placed(candidate, runs) if len(runs) == len(steps) else None
@@ -86,34 +78,34 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
             break
     else:
         raise _refusal(candidate, runs, steps)
-    order = _order(candidate, update, perm, runs[0]) if candidate.rows_only else None
-    whole = _wanted(candidate, runs[0], axis, perm, cut=candidate.shifted)
+    run = runs[0]
+    whole = _wanted(candidate, run, axis, perm, cut=candidate.shifted)
     assert whole is not None
-    rows = (slice(None),) * axis + (slice(runs[0].step.total),)
+    rows = (slice(None),) * axis + (slice(run.step.total),)
     return Write(
         candidate.idiom,
         candidate.past,
         candidate.present,
         update,
-        None if perm == tuple(range(len(perm))) else perm,
-        axis,
-        candidate.growing,
-        candidate.shifted
-        or (not candidate.growing and _is_circular(candidate, update, axis, perm, runs[0], samples.wrapped)),
         candidate.node.name,
-        candidate.positions,
-        tuple(_same(candidate, runs[0], whole)),
-        candidate.kept,
-        tuple(_turned(candidate, runs[0], whole)),
-        () if candidate.growing else tuple(_same(candidate, runs[0], whole[rows])),
-        order,
-        candidate.room,
-        candidate.shifted,
+        axis=axis,
+        growing=candidate.growing,
+        positions=candidate.positions,
+        kept=candidate.kept,
+        room=candidate.room,
+        shifted=candidate.shifted,
+        perm=None if perm == tuple(range(len(perm))) else perm,
+        circular=candidate.shifted
+        or (not candidate.growing and _is_circular(candidate, update, axis, perm, run, samples.wrapped)),
+        aliases=tuple(_same(candidate, run, whole)),
+        turned=tuple(_turned(candidate, run, whole)),
+        fronts=() if candidate.growing else tuple(_same(candidate, run, whole[rows])),
+        new_rows=_order(candidate, update, perm, run) if candidate.rows_only else None,
     )
 
 
 def _sources(candidate: Candidate) -> list[gs.Tensor]:
-    """What the new rows may be read from, from the projection on: the last one is what comes into the region."""
+    """Tensors that may be the new rows, from the projection on; the last one comes into the region."""
     found = [candidate.updates[0]]
     while (node := producer(found[0])) is not None and (is_view(node) or is_op(node, "Expand")):
         if elem_type(node.inputs[0]) != elem_type(found[0]):
@@ -184,7 +176,7 @@ def _is_written(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: in
 
 
 def _wanted(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 0, cut: bool = True) -> Array | None:
-    """What present has to be; None if the new rows do not fit.
+    """The present that a right update makes; None if the new rows do not fit.
 
     Args:
         candidate: the update.
@@ -216,7 +208,7 @@ def _wanted(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 
 def _is_circular(
     candidate: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: _Run, wrapped: Sequence[Sample]
 ) -> bool:
-    """Whether rows beyond the capacity go to the first ones: a linear cache has nothing to write there."""
+    """True if rows beyond the capacity go to the first ones: a linear cache has nothing to write there."""
     found = []
     for step in wrapped:
         past, new = list(run.past.shape), list(run.new.shape)
@@ -315,7 +307,7 @@ def _why_unknown(tensor: gs.Tensor, sample: Sample) -> str:
 
 
 def _describe(candidate: Candidate, runs: Sequence[_Run]) -> str:
-    """What an update does instead of writing S rows after P rows, in words."""
+    """An update that does not write S rows after P rows, in words."""
     update, present, axis = candidate.updates[0].name, candidate.present.name, candidate.axis or 0
     run = next((run for run in runs if run.whole is None), runs[0])
     step, whole = run.step, run.whole
@@ -337,10 +329,6 @@ def _describe(candidate: Candidate, runs: Sequence[_Run]) -> str:
 
 def find_kept(candidates: Sequence[Candidate], samples: Samples) -> tuple[Candidate, ...]:
     """Say how many rows each cache keeps that is cut to the newest ones, from a step after a past that is longer.
-
-    Args:
-        candidates: of a model.
-        samples: of it, in which no past is cut.
 
     Raises:
         UnsupportedModelError: the rows are not the newest ones, or cannot be computed.
