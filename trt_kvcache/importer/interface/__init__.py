@@ -1,4 +1,4 @@
-"""Which part every graph input and output plays in a decode loop, and what each of their dynamic sizes is.
+"""The role of every graph input and output in a decode loop, and the meaning of each dynamic size.
 
 Caches are facts of the graph. For everything else, in this order:
 
@@ -29,7 +29,7 @@ __all__ = ["Known", "find_roles", "kept_roles", "open_axes"]
 
 _SINGLE = (Role.TOKENS, Role.LOGITS)
 _MARKS = "/.:_-"
-"""What ends a prefix of names."""
+"""Characters that end a prefix of names."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def kept_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRo
 
 
 def _prefix(caches: list[str]) -> str:
-    """What a tool such as ``onnx.compose.add_prefix`` has put before every name; empty: nothing.
+    """The prefix that a tool such as ``onnx.compose.add_prefix`` has put before every name; empty: none.
 
     Args:
         caches: names that the model has had from the start, others than those of inputs that the importer adds.

@@ -1,4 +1,4 @@
-"""What each size of the graph inputs and outputs is: batch, tokens of this step, keys, and so on."""
+"""The axes of graph inputs and outputs: batch, tokens of this step, keys, and so on."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: Graph
 
 
 def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
-    """Whether the embeddings of all tokens reach the logits along their own axis.
+    """True if the embeddings of all tokens reach the logits along their own axis.
 
     Exporters that trace one step of decoding declare ``[batch, 1, vocab]`` for what the graph computes as ``[batch, S,
     vocab]``, or a symbol that stands nowhere else. The graph tells: element-wise operators, norms and products with
@@ -145,7 +145,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
 def _layout(
     role: TensorRole, index: GraphIndex, known: Known, symbols: dict[str, str], batches: Collection[Dim]
 ) -> list[str]:
-    """What each axis of a tensor is by its role, ``"?"`` where that says nothing."""
+    """The meaning of each axis of a tensor by its role, ``"?"`` if that says nothing."""
     rank = len(role.shape)
     packed = bool(known.update_lengths)
     first = symbols.get(str(role.shape[0])) if rank else None

@@ -35,38 +35,38 @@ def find_changes(
         copies: outputs that were dropped because they are an input unchanged.
     """
     changes: list[InterfaceChange] = []
-    circular = _circular(model)
+    circular, known = _circular(model), {t.name for t in exported}
     room = next((t.room for t in exported if t.role is OriginalRole.GROWING_CACHE and t.io == "input"), None)
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         kept = {v.name: v for v in values}
         for tensor in (t for t in exported if t.io == io):
             if tensor.name not in kept:
-                why = (
-                    "the caller counts tokens itself"
-                    if tensor.name in counts
-                    else "an input unchanged"
-                    if tensor.name in copies
-                    else _WHY_SHIFTED
-                    if tensor.kept is not None and tensor.role is OriginalRole.MASK
-                    else _WHY.get(tensor.role, "nothing reads it")
-                )
+                why = _WHY.get(tensor.role, "nothing reads it")
+                if tensor.kept is not None and tensor.role is OriginalRole.MASK:
+                    why = _WHY_SHIFTED
+                if tensor.name in copies:
+                    why = "an input unchanged"
+                if tensor.name in counts:
+                    why = "the caller counts tokens itself"
                 changes.append(InterfaceChange(io, _old(tensor, room), "", why))
-            elif tensor.rows_only:
-                changes.append(_whole(tensor, shape_of(kept[tensor.name]) or ()))
+                continue
+            shape, dtype = shape_of(kept[tensor.name]) or (), dtype_name(elem_type_of(kept[tensor.name]))
+            if tensor.rows_only:
+                new = _text(tensor.name, [shape[0] if isinstance(shape[0], int) else "B", *shape[1:]])
+                changes.append(
+                    InterfaceChange("output", _old(tensor), new, "the whole cache, updated in place: copy no rows")
+                )
             elif tensor.role is OriginalRole.MASK and room is not None:
-                new = _text(tensor.name, shape_of(kept[tensor.name]) or ())
-                changes.append(InterfaceChange(io, _old(tensor, room), new, _COLUMNS))
+                changes.append(InterfaceChange(io, _old(tensor, room), _text(tensor.name, shape), _COLUMNS))
             elif tensor.role is OriginalRole.GROWING_CACHE:
-                changes.append(_bounded(io, tensor, shape_of(kept[tensor.name]) or (), tensor.name in circular))
-            if tensor.name in kept and (dtype := dtype_name(elem_type_of(kept[tensor.name]))) != tensor.dtype:
+                changes.append(_bounded(io, tensor, shape, tensor.name in circular))
+            if dtype != tensor.dtype:
                 old, new = f"{tensor.name} {tensor.dtype}", f"{tensor.name} {dtype}"
                 changes.append(InterfaceChange(io, old, new, f"the model reads and writes it as {dtype}"))
-        known = {t.name for t in exported}
-        for name, value in kept.items():
-            if name not in known:
-                changes.append(
-                    InterfaceChange(io, "", _text(name, shape_of(value) or ()), _ADDED.get(name.rstrip("_"), ""))
-                )
+        added = {name: value for name, value in kept.items() if name not in known}
+        for name, value in added.items():
+            new = _text(name, shape_of(value) or ())
+            changes.append(InterfaceChange(io, "", new, _ADDED.get(name.rstrip("_"), "")))
     return tuple(changes)
 
 
@@ -82,7 +82,7 @@ def _old(tensor: OriginalTensor, room: int | None = None) -> str:
         names.get(a, str(d)) if not isinstance(d, int) else str(d)
         for a, d in zip(tensor.axes, tensor.shape, strict=True)
     )
-    return _join(tensor.name, dims)
+    return _text(tensor.name, dims)
 
 
 def _circular(model: onnx.ModelProto) -> set[str]:
@@ -108,18 +108,8 @@ def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circ
     if tensor.order is not None:
         dims = [dims[tensor.order.index(axis)] for axis in range(len(dims))]
         what += ", in another layout"
-    return InterfaceChange(io, _old(tensor), _join(tensor.name, dims), f"{what}, updated in place")
+    return InterfaceChange(io, _old(tensor), _text(tensor.name, dims), f"{what}, updated in place")
 
 
-def _whole(tensor: OriginalTensor, shape: tuple[int | str, ...]) -> InterfaceChange:
-    """New rows, and the buffer that they are written to."""
-    new = _text(tensor.name, [shape[0] if isinstance(shape[0], int) else "B", *shape[1:]])
-    return InterfaceChange("output", _old(tensor), new, "the whole cache, updated in place: copy no rows")
-
-
-def _text(name: str, shape: Iterable[int | str]) -> str:
-    return _join(name, map(str, shape))
-
-
-def _join(name: str, dims: Iterable[str]) -> str:
-    return f"{name} [{', '.join(dims)}]"
+def _text(name: str, dims: Iterable[int | str]) -> str:
+    return f"{name} [{', '.join(map(str, dims))}]"

@@ -47,7 +47,7 @@ class NamePattern:
     source: str
 
     def matches(self, name: str, io: str) -> bool:
-        """Whether the pattern gives its role to the graph input or output of this name."""
+        """True if the pattern gives its role to the graph input or output of this name."""
         fits_io = self.role is Role.OTHER or (io == "output") == (self.role is Role.LOGITS)
         return fits_io and self.regex.fullmatch(name) is not None
 

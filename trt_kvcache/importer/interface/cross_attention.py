@@ -69,7 +69,7 @@ def _attentions(index: GraphIndex) -> Iterator[tuple[NodeProto, list[str], list[
 
 
 def _masks(index: GraphIndex, scores: str) -> list[str]:
-    """What is added to the scores of a decomposed attention, or selects among them, on the way to its Softmax."""
+    """Tensors added to the scores of a decomposed attention, or selecting among them, on the way to its Softmax."""
     masks: list[str] = []
     while len(readers := index.readers.get(scores, [])) == 1:
         node = readers[0]

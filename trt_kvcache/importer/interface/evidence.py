@@ -1,4 +1,4 @@
-"""What the graph itself says about the parts that its inputs and outputs play. Names are not looked at.
+"""Evidence of the graph for the roles of its inputs and outputs. Names are not looked at.
 
 The method: find the places whose meaning is defined (the index of a Gather on the embedding table, the position input
 of RotaryEmbedding, the tensors that the cache updates and Attention nodes name), and walk back from each to the graph
@@ -29,7 +29,7 @@ from trt_kvcache.importer.protos import (
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of caches and states before roles are looked for, as tensor names.
+    """Caches and states, known before roles are looked for, as tensor names.
 
     Attributes:
         caches: past -> present, graph inputs and outputs.
@@ -100,11 +100,11 @@ class GraphIndex:
             self._valueless.update(node.output)
 
     def is_fixed(self, name: str) -> bool:
-        """Whether the tensor is a constant, or computed from constants alone."""
+        """True if the tensor is a constant, or computed from constants alone."""
         return name in self._fixed
 
     def is_valueless(self, name: str) -> bool:
-        """Whether no input's values reach the tensor: constants, and what is computed from shapes, such as a Range."""
+        """True if no input's values reach the tensor: constants, and what is computed from shapes, such as a Range."""
         return not name or name in self._valueless
 
     def shape(self, name: str) -> Shape | None:
@@ -225,7 +225,8 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     width, hidden = _add_logits(index, known, add)
     tables = _tables(index)
     tokens = _token_tables(tables, width, hidden)
-    capacity = max((rows for rows in _capacities(index, known)), default=0)
+    lengths_of_caches = [(index.shape(past) or ())[axis : axis + 1] for past, axis in known.sequence_axis.items()]
+    capacity = max((rows for length in lengths_of_caches for rows in length if isinstance(rows, int)), default=0)
     for table in tables:
         if table in tokens:
             size = f"the embedding table [{table.rows}, {table.columns}]"
@@ -244,16 +245,8 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     return found
 
 
-def _capacities(index: GraphIndex, known: Known) -> Iterator[int]:
-    """Rows of the caches whose length is fixed."""
-    for past, axis in known.sequence_axis.items():
-        rows = (index.shape(past) or ("?",) * (axis + 1))[axis]
-        if isinstance(rows, int):
-            yield rows
-
-
 def _fits(index: GraphIndex, name: str, role: Role) -> bool:
-    """Whether dtype and rank are such that the tensor can play the role at all."""
+    """True if dtype and rank are such that the tensor can play the role at all."""
     shape, is_float = shape_of(index.infos[name]), index.elem_type(name) in FLOATS
     if shape is None:
         return False

@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) -> tuple[str, str, str]:
-    """What the axes of positions of rank 3 are: ``[K, B, S]``, or ``[B, K, S]``.
+    """The axes of positions of rank 3: ``[K, B, S]``, or ``[B, K, S]``.
 
     Args:
         name: of the positions.

@@ -70,7 +70,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         samples: of the model as exported.
 
     Returns:
-        Whether positions are counted with the tokens of a step.
+        True if positions are counted with the tokens of a step.
 
     Raises:
         UnsupportedModelError: a live node computes with the length of the past.
@@ -81,7 +81,8 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         made: Positioned = load("latent_attention").Positioned(graph, canonical, interface, samples)
         return made
 
-    queue = [t for t in graph.inputs if t.name in interface.inputs and _is_source(interface, t.name)]
+    sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
+    queue = [t for t in graph.inputs if t.name in sources]
     updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
     caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
     queue += [n.outputs[0] for n in updates]
@@ -104,9 +105,10 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 seen.add(output.name)
                 if _is_cancelled(output, samples):
                     continue
+                looks_up = is_op(node, "Gather") and not any(map(made_of_constants, node.inputs))
                 if _count_per_row(node, canonical, samples):
                     by_tokens = True
-                elif _may_look_up(node) and positioned().is_looked_up(node):
+                elif looks_up and positioned().is_looked_up(node):  # of a table that is as long as the text
                     continue
                 elif _follow(graph, node, output, canonical, samples, positioned):
                     queue.append(output)
@@ -150,25 +152,19 @@ def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Nod
 
 def drop_copies(graph: gs.Graph) -> set[str]:
     """Take away, in place, outputs that are a graph input unchanged; returns their names."""
-    copies = {str(t.name) for t in graph.outputs if _is_copy(graph, t)}
+
+    def is_copy(tensor: gs.Tensor) -> bool:
+        while (node := producer(tensor)) is not None and is_op(node, "Identity"):
+            tensor = node.inputs[0]
+        return contains(graph.inputs, tensor)
+
+    copies = {str(t.name) for t in graph.outputs if is_copy(t)}
     graph.outputs = [t for t in graph.outputs if t.name not in copies]
     return copies
 
 
-def _is_copy(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    while (node := producer(tensor)) is not None and is_op(node, "Identity"):
-        tensor = node.inputs[0]
-    return producer(tensor) is None and contains(graph.inputs, tensor)
-
-
 def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface) -> None:
-    """Read B and S off the tokens, in place, where only the shape of an input is read that is on its way out.
-
-    Args:
-        graph: canonical; dead nodes are gone.
-        emit: of the graph.
-        interface: of the model as exported.
-    """
+    """Read B and S off the tokens, in place, where only the shape of an input is read that is on its way out."""
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     for tensor in interface.of(*_LOST):
         known = next((t for t in graph.inputs if t.name == tensor.name), None)
@@ -198,16 +194,6 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
     return made
 
 
-def _may_look_up(node: gs.Node) -> bool:
-    """Whether a node may take rows by the caller's positions of a table that is as long as the text."""
-    return is_op(node, "Gather") and not any(made_of_constants(tensor) for tensor in node.inputs)
-
-
-def _is_source(interface: Interface, name: str) -> bool:
-    role = interface.inputs[name].role
-    return role in _COUNTED or role in (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)
-
-
 def _follow(
     graph: gs.Graph,
     node: gs.Node,
@@ -216,7 +202,7 @@ def _follow(
     samples: Samples,
     positioned: Callable[[], Positioned],
 ) -> bool:
-    """Whether what is computed from `output` still has to be looked at."""
+    """True if tensors computed from `output` still have to be looked at."""
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples) or positioned().meets_tokens(node):
             return False
@@ -249,13 +235,13 @@ def _follow(
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """Whether a tensor has the same value whatever the past."""
+    """True if a tensor has the same value whatever the past."""
     before, after = (s.probe.value(output.name) for s in samples.twins)
     return before is not None and after is not None and np.array_equal(before, after)
 
 
 def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, axis: int, sample: Sample) -> bool:
-    """Whether all outputs keep their shapes with positions of its own for each row of the batch."""
+    """True if all outputs keep their shapes with positions of its own for each row of the batch."""
     value = sample.probe.value(output.name)
     assert value is not None
     rows = sample.probe.given({output.name: np.repeat(value[:1], sample.batch, 0)})
@@ -264,7 +250,7 @@ def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, axis: int, sample: Sample)
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
-    """What a tensor holds beside P + arange(S), and the axis of the new tokens; None if it is something else."""
+    """The number that a tensor adds to P + arange(S), and the axis of the new tokens; None for other tensors."""
     found = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
     return found.pop() if len(found) == 1 else None
 
@@ -323,7 +309,7 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
-    """How far after P the rows ``[S, H]`` are that a node takes of a table: seen from a table of row numbers."""
+    """The distance from P of the rows ``[S, H]`` that a node takes of a table: seen from a table of row numbers."""
     table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
@@ -336,7 +322,7 @@ def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
 
 
 def _added_per_row(graph: gs.Graph, rows: gs.Tensor, sample: Sample) -> bool:
-    """Whether all that is done with rows ``[S, H]`` is adding them to ``[B, S, H]``: rows for each sequence fit."""
+    """True if rows ``[S, H]`` are only added to ``[B, S, H]``: rows for each sequence fit."""
     shape = sample.probe.shape(rows.name)
     if shape is None or len(shape) != 2 or contains(graph.outputs, rows):
         return False

@@ -1,4 +1,4 @@
-"""Which axes of a cache lie where, after operators that only rearrange it.
+"""Layouts: the order of the axes of a cache after operators that only rearrange it.
 
     past [B, N, L, D] -- Transpose(2, 0, 1, 3) -> [L, B, N, D] -- Reshape -> [L, B*N, D]
     ((0,), (1,), (2,), (3,))   ((2,), (0,), (1,), (3,))            ((2,), (0, 1), (3,))
@@ -18,14 +18,14 @@ _RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
 
 
 def is_view(node: gs.Node) -> bool:
-    """Whether a node only rearranges its first input, whatever its shape is, or rounds it to another type."""
+    """True if a node only rearranges its first input, whatever its shape is, or rounds it to another type."""
     if is_op(node, "Identity", "Transpose", *_RESHAPES):
         return True
     return is_float_cast(node) and elem_type(node.inputs[0]) in FLOATS
 
 
 def is_float_cast(node: gs.Node) -> bool:
-    """Whether a node changes nothing but how exact numbers are: casts to integers cut them."""
+    """True if a node changes nothing but how exact numbers are: casts to integers cut them."""
     return is_op(node, "Cast") and node.attrs.get("to") in FLOATS
 
 

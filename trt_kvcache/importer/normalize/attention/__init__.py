@@ -1,1 +1,1 @@
-"""What attends to caches: scores, masks, biases, and how keys and values are read."""
+"""Attention over caches: scores, masks, biases, reads of keys and values."""

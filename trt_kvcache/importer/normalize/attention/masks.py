@@ -145,7 +145,7 @@ class Masks:
         return sample.total if past is None else past[self.write.axis]
 
     def added(self, sample: Sample, *given: _Given) -> Array:
-        """What is added to scores: float64 ``[B or 1, H or 1, S or 1, keys]``, with a column of sinks.
+        """The numbers added to scores: float64 ``[B or 1, H or 1, S or 1, keys]``, with a column of sinks.
 
         Raises:
             UnsupportedModelError: tokens take part.
@@ -175,12 +175,12 @@ class Masks:
         return made
 
     def is_biased(self, sample: Sample) -> bool:
-        """Whether visible keys are told apart by what is added to their scores."""
+        """True if visible keys are told apart by what is added to their scores."""
         level = self.level(sample)
         return bool(np.any((level > _HIDDEN) & (level != 0)))
 
     def visible(self, sample: Sample) -> Array:
-        """What the queries see: bool, broadcast to ``[B, 1 or H, S, keys]``; all tokens if the cache is cut.
+        """The keys that queries see: bool, broadcast to ``[B, 1 or H, S, keys]``; all tokens if the cache is cut.
 
         Raises:
             UnsupportedModelError: weights or tokens take part, or the shapes do not fit.
@@ -221,7 +221,7 @@ class Masks:
         return mask[..., [*rows[: sample.past], *rows[room:], *rows[sample.past : room]]]
 
     def _unknown(self, sample: Sample) -> str:
-        """What a tensor without a value is made of: inputs that only the caller knows, or else weights."""
+        """The sources of a tensor without a value: inputs that only the caller knows, or else weights."""
         names = {
             str(tensor.name)
             for tensor in self.made_of(sample)
@@ -251,11 +251,6 @@ class Masks:
 def sinks_of(masks: Masks, heads: int, samples: Samples) -> Sinks:
     """Guess the logit of each head that stands beside the scores.
 
-    Args:
-        masks: with sinks.
-        heads: of the queries.
-        samples: of the model as exported.
-
     Raises:
         UnsupportedModelError: there are no numbers that do not depend on the text.
     """
@@ -281,13 +276,7 @@ def sinks_of(masks: Masks, heads: int, samples: Samples) -> Sinks:
 
 
 def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Samples) -> Visibility:
-    """Guess which keys the queries of one attention see.
-
-    Args:
-        masks: all that is added to its scores.
-        graph: of the model as exported.
-        interface: of the model as exported.
-        samples: of it.
+    """Guess which keys the queries of one attention see, from all that is added to its scores.
 
     Raises:
         UnsupportedModelError: the mask is none of the templates.

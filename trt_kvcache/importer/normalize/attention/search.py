@@ -67,16 +67,6 @@ class _Site:
     weights: Rounding | None = None
 
 
-@dataclass
-class _Scale:
-    """What is done to scores before the softmax, beside masks."""
-
-    scale: float
-    softcap: float = 0.0
-    rounding: Rounding | None = None
-    before: float = 1.0  # the scale of what is rounded
-
-
 def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
     """Find every attention over the caches, in graph order.
 
@@ -152,15 +142,12 @@ class _Finder:
                 f"the probabilities of '{softmax.name}', made of cache '{found[0].past.name}', do not go to one MatMul "
                 "with a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
-        scale = self._scale(between, found[1])
+        scale, softcap, rounding = self._scale(between, found[1])
         weights = (_rounding(node, "what the softmax makes of scores") for node in after)
         return _Site(
             softmax, product.inputs[0], after[-1].outputs[0], found[0], values[0],
-            (self._shape(product.outputs[0]) or (0,))[-1],
-            scale.scale if scale.rounding is None else scale.before, scale.softcap,
-            softmax.inputs[0], product.outputs[0],
-            None if scale.rounding is None else replace(scale.rounding, factor=scale.scale),
-            next((pair for pair in weights if pair is not None), None),
+            (self._shape(product.outputs[0]) or (0,))[-1], scale, softcap, softmax.inputs[0], product.outputs[0],
+            rounding, next((pair for pair in weights if pair is not None), None),
         )  # fmt: skip
 
     def _path(
@@ -192,22 +179,22 @@ class _Finder:
                     pending += [(t, (*path, node)) for t in reversed(list(after(node)))]
         return []
 
-    def _scale(self, between: Sequence[gs.Node], factor: float) -> _Scale:
-        """The factors of scores, after that of keys, and what caps and rounds these, in the order of nodes."""
-        made = _Scale(factor)
+    def _scale(self, between: Sequence[gs.Node], scale: float) -> tuple[float, float, Rounding | None]:
+        """Factor, softcap and rounding of scores; `between` are the nodes from these on, `scale` is that of keys."""
+        softcap, before = 0.0, 1.0
+        rounding: Rounding | None = None
         for node in between:
             pair = self._factor(node) if is_op(node, "Mul", "Div") else None
-            if pair is not None and made.softcap:  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
-                made.softcap *= pair[1]
             if pair is not None:
-                made.scale *= pair[1]
+                scale *= pair[1]
+                softcap *= pair[1]  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
             if is_op(node, "Tanh"):
-                made.softcap = 1.0
+                softcap = 1.0
             if (rounds := _rounding(node, "scores")) is not None:
-                if made.softcap:  # the check takes both orders for the same, up to what is rounded
+                if softcap:  # the check takes both orders for the same, up to what is rounded
                     raise UnsupportedModelError(f"'{node.name}' rounds scores that are capped already")
-                made.before, made.scale, made.rounding = made.scale, 1.0, rounds
-        return made
+                before, scale, rounding = scale, 1.0, rounds
+        return (scale, softcap, None) if rounding is None else (before, softcap, replace(rounding, factor=scale))
 
     def _fused(self, node: gs.Node) -> _Site | None:
         """An Attention node over caches, or None.
@@ -311,7 +298,7 @@ def _read(write: Write) -> tuple[gs.Tensor, ...]:
 
 
 def _rounding(node: gs.Node, what: str) -> Rounding | None:
-    """How a DequantizeLinear, after a QuantizeLinear, rounds scores or weights; None where a node does not."""
+    """The rounding of scores or weights by a DequantizeLinear after a QuantizeLinear; None for other nodes."""
     if not is_op(node, "DequantizeLinear"):
         return None
     pair = load("rounded_attention").read_pair(node, what)
@@ -319,19 +306,19 @@ def _rounding(node: gs.Node, what: str) -> Rounding | None:
 
 
 def _earlier(tensor: gs.Tensor) -> gs.Tensor | None:
-    """What a Reshape makes a tensor of."""
+    """The input of the Reshape that makes a tensor; None: none does."""
     node = producer(tensor)
     return node.inputs[0] if node is not None and is_op(node, "Reshape", "Squeeze", "Unsqueeze") else None
 
 
 def _later(tensor: gs.Tensor) -> gs.Tensor | None:
-    """What a Reshape, the only one that reads a tensor, makes of it."""
+    """The output of the Reshape that alone reads a tensor; None: there is none."""
     readers = consumers(tensor)
     return readers[0].outputs[0] if len(readers) == 1 and is_op(readers[0], "Reshape", "Squeeze", "Unsqueeze") else None
 
 
 def unguarded(output: gs.Tensor, samples: Samples) -> gs.Tensor:
-    """What an attention gives after its guard for queries that see no key; `output` itself where there is none.
+    """The output of an attention after its guard for queries that see no key; `output` itself if there is none.
 
     PyTorch's exporter writes ``Where(ReduceSum(mask visible) < 1, 0, attention)``: its attention gives zero there.
     """

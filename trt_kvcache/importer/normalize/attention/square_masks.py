@@ -27,15 +27,7 @@ SINGLY = (
 
 
 def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
-    """Let, in place, masks over the new tokens be masks over all.
-
-    Args:
-        graph: of the model as exported.
-        samples: of the same model.
-
-    Returns:
-        Whether there was one.
-    """
+    """Let, in place, masks over the new tokens be masks over all; returns if there was one."""
     if not any(_is_chunk(sample) for sample in samples.plain):
         return False
     emit = Emitter(graph)
@@ -49,7 +41,7 @@ def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
 
 
 def _is_chunk(sample: Sample) -> bool:
-    """Whether a step brings several tokens behind others."""
+    """True if a step brings several tokens behind others."""
     return sample.past > 0 and sample.length > 1
 
 
@@ -76,7 +68,7 @@ def _is_square(mask: gs.Tensor, sample: Sample) -> bool:
 
 
 def _are_scores(scores: gs.Tensor, sample: Sample) -> bool:
-    """Whether a tensor is as long as all tokens, where a mask that does not fit has not made it unknown."""
+    """True if a tensor is as long as all tokens, where a mask that does not fit has not made it unknown."""
     shape = sample.probe.shape(scores.name)
     return _is_chunk(sample) if shape is None else shape[-2:] == (sample.length, sample.total)
 

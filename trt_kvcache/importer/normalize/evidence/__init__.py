@@ -1,1 +1,1 @@
-"""How something is proven of a model: samples, what they evaluate to, and checks at every length."""
+"""Samples of a model's steps, and the values of its tensors in them."""

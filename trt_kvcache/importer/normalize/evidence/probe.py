@@ -46,7 +46,7 @@ _READABLE = {  # masks kept as buffers, and rows counted over a capacity
 
 
 class _Fact(NamedTuple):
-    """What is known of a tensor.
+    """Facts about a tensor.
 
     Attributes:
         kind: an onnx.TypeProto, serialized: hashable, and equal only where all of it is. None: unknown.
@@ -62,7 +62,7 @@ _UNKNOWN = _Fact(None)
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What makes a tensor. Protos are slow to read, so this is read once.
+    """The node that makes a tensor. Protos are slow to read, so this is read once.
 
     Attributes:
         node: the node.
@@ -110,10 +110,6 @@ class Blueprint:
             else:
                 self.makers |= dict.fromkeys(node.output, self._maker(node, place))
 
-    def is_constant(self, name: str) -> bool:
-        """Whether a tensor is an initializer or comes from a Constant."""
-        return name in self.initializers or (name in self.makers and self.makers[name].op == "Constant")
-
     def _maker(self, node: onnx.NodeProto, place: int) -> Maker:
         op = str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
         inputs = tuple(node.input)
@@ -123,7 +119,7 @@ class Blueprint:
         return Maker(node, place, op, self._forms.setdefault(form, len(self._forms)), inputs)
 
     def stated(self, name: str) -> _Fact:
-        """What is known of a constant: its value if it is small or may be a mask."""
+        """Facts about a constant: its value if it is small or may be a mask."""
         if name not in self._stated:
             tensor = self.initializers[name]
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
@@ -135,7 +131,7 @@ class Blueprint:
         return self._stated[name]
 
     def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
-        """What a node makes of what is known of its inputs; None: one is left out."""
+        """Facts about the outputs of a node, from those about its inputs (None: one is left out)."""
         if maker.op == "Range":  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
             facts = [
                 _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
@@ -242,7 +238,7 @@ class Probe:
         return self._fact(name).value
 
     def _fact(self, name: str) -> _Fact:
-        """What is known of a tensor, after all that it follows from: without recursion, for chains of any length."""
+        """Facts about a tensor, after all that it follows from: without recursion, for chains of any length."""
         pending = [name]
         while pending:
             name = pending[-1]
@@ -273,7 +269,7 @@ class Probe:
         return made
 
     def _stated(self, name: str) -> _Fact:
-        """What is known of a weight or a graph input."""
+        """Facts about a weight or a graph input."""
         if name in self._blueprint.initializers:
             return self._blueprint.stated(name)
         if name in self._shapes:
@@ -286,7 +282,7 @@ def _fact(value: Array) -> _Fact:
 
 
 def _content(fact: _Fact) -> Hashable:
-    """What is equal for equal types and small values, and for large ones where they are the same object."""
+    """A key: equal for equal types and small values, and for large ones that are the same object."""
     value = fact.value
     if value is None:
         return fact.kind
@@ -298,7 +294,7 @@ def _is_small(value: Array | None) -> bool:
 
 
 def _may_decide(value: Array) -> bool:
-    """Whether a value may decide a shape: sizes, axes, bounds."""
+    """True if a value may decide a shape: sizes, axes, bounds."""
     return value.ndim <= 1 and value.size <= _FEW and value.dtype.kind in "iuf"
 
 

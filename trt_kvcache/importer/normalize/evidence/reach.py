@@ -1,4 +1,4 @@
-"""What decides the values of a tensor: positions come from an input, data-dependent rows from tokens or masks."""
+"""Sources of a tensor's values: positions come from an input, data-dependent rows from tokens or masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WEIGHT = 1 << 12  # elements; beyond it a floating-point constant is taken for 
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """What decides the values (not the shape) of tensors.
+    """Sources of the values (not the shape) of tensors.
 
     Attributes:
         inputs: graph inputs whose values take part, by name.
@@ -41,11 +41,11 @@ class Reach:
 
     @property
     def computable(self) -> bool:
-        """Whether neither weights nor floating-point inputs take part."""
+        """True if neither weights nor floating-point inputs take part."""
         return not self.weights and all(elem_type(t) in (INT32, INT64, BOOL) for t in self.inputs.values())
 
     def data_dependent(self) -> str | None:
-        """Why the values are no positions, in words; None: they may be."""
+        """The reason why the values are no positions, in words; None: they may be."""
         if self.weights:
             return "they are computed with the model's weights"
         if self.searches:
@@ -58,7 +58,7 @@ class Reach:
 
 
 def deciding(*tensors: gs.Tensor) -> Reach:
-    """What decides the values of these tensors."""
+    """The sources of the values of these tensors."""
     inputs: dict[str, gs.Tensor] = {}
     searches: list[gs.Node] = []
     weights = shapes = False

@@ -20,20 +20,26 @@ from __future__ import annotations
 
 import re
 
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, dims, dtype_name, elem_type, inputs_behind, is_op, producer
-from trt_kvcache.importer.plan import Dim, StateUpdate
+from trt_kvcache.importer.graph import (
+    FLOATS,
+    consumers,
+    dims,
+    dtype_name,
+    elem_type,
+    inputs_behind,
+    is_op,
+    made_of_constants,
+    producer,
+)
+from trt_kvcache.importer.plan import StateUpdate
 
 __all__ = ["find_states"]
 
 REASON = "replaced as a whole by every step: TensorRT aliases an output with an input for KV caches and plugins only"
 
-_FLOATS = {
-    onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE,
-}  # fmt: skip
 _VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast", "Expand", "Slice", "Flatten")
 _WRITES = ("TensorScatter", "ScatterND", "ScatterElements", "Scatter")
 _UPDATES = (*_VIEWS, "Mul", "Div", "Add", "Sub", "Where")
@@ -73,36 +79,25 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
 
 
 def _is_state_like(tensor: gs.Tensor) -> bool:
-    """Whether a graph input is floating-point, of rank 2 or more, and of a fixed size but for its batch."""
+    """True if a graph input is floating-point, of rank 2 or more, and of a fixed size but for its batch."""
     shape = dims(tensor)
-    return elem_type(tensor) in _FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
+    return elem_type(tensor) in FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
 
 
 def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
+    """True if an output could be the next value of an input: of one type and shape, and not the same unchanged."""
     before, after = dims(past) or (), dims(present) or ()
-    return (
-        elem_type(past) == elem_type(present)
-        and len(before) == len(after)
-        and before[1:] == after[1:]
-        and _same_batch(before[0], after[0])
-        and not _unchanged(past, present)
-    )
-
-
-def _same_batch(before: Dim, after: Dim) -> bool:
-    return before == after or "?" in (before, after) or (isinstance(before, str) and isinstance(after, str))
-
-
-def _unchanged(past: gs.Tensor, present: gs.Tensor) -> bool:
-    """Whether an output is its input again: nothing is written."""
+    if elem_type(past) != elem_type(present) or len(before) != len(after) or before[1:] != after[1:]:
+        return False
+    open_batch = "?" in (before[0], after[0]) or (isinstance(before[0], str) and isinstance(after[0], str))
     tensor = present
     while (node := producer(tensor)) is not None and is_op(node, "Identity", "Cast"):
         tensor = node.inputs[0]
-    return tensor is past
+    return (before[0] == after[0] or open_batch) and tensor is not past
 
 
 def _is_cache_like(past: gs.Tensor) -> bool:
-    """Whether the readers of an input are those of an attention cache."""
+    """True if the readers of an input are those of an attention cache."""
     for tensor in _reached([past], _VIEWS):
         for node in consumers(tensor):
             if is_op(node, *_WRITES) and node.inputs[0] is tensor:
@@ -120,13 +115,7 @@ def _is_cache_like(past: gs.Tensor) -> bool:
 def _products(tensors: list[gs.Tensor]) -> list[gs.Node]:
     """Products of one of these tensors with another activation."""
     readers = [node for tensor in tensors for node in consumers(tensor) if is_op(node, "MatMul", "Einsum")]
-    return [node for node in readers if not any(_is_weight(operand) for operand in node.inputs)]
-
-
-def _is_weight(tensor: gs.Tensor) -> bool:
-    while (node := producer(tensor)) is not None and is_op(node, *_VIEWS, "DequantizeLinear"):
-        tensor = node.inputs[0]
-    return isinstance(tensor, gs.Constant) or (node is not None and is_op(node, "Constant"))
+    return [node for node in readers if not any(map(made_of_constants, node.inputs))]
 
 
 def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
