@@ -34,8 +34,7 @@ _NORM = "SimplifiedLayerNormalization"
 Writer = Callable[[Call], str | None]
 _OPERATORS: dict[str, tuple[str, Writer]] = {
     "SimplifiedLayerNormalization": ("x, scale -> y, inverse", norms.simplified_layer_norm),
-    "SkipSimplifiedLayerNormalization": ("x, skip, scale, bias -> y, mean, inverse, sum",
-                                         norms.skip_simplified_layer_norm),
+    "SkipSimplifiedLayerNormalization": ("x, skip, scale, bias -> y, mean, inverse, sum", norms.skip_layer_norm),
     "SkipLayerNormalization": ("x, skip, scale, shift, bias -> y, mean, inverse, sum", norms.skip_layer_norm),
     "EmbedLayerNormalization": ("ids, segments, words, positions, kinds, scale, shift, mask, places -> y, lengths, sum",
                                 norms.embed_layer_norm),

@@ -15,21 +15,15 @@ def simplified_layer_norm(call: Call) -> str:
     """
 
 
-def skip_simplified_layer_norm(call: Call) -> str:
-    """RMS normalization of a sum."""
-    _refuse_statistics(call, "mean", "inverse")
-    return f"""
-        {_residual(call)}
-        y = RMSNormalization <axis = -1, epsilon = {call.number("epsilon", 1e-12)}> (sum, scale)
-    """
-
-
 def skip_layer_norm(call: Call) -> str:
-    """Layer normalization of a sum."""
+    """Layer or RMS normalization of a sum."""
     _refuse_statistics(call, "mean", "inverse")
+    is_rms = call.node.op_type == "SkipSimplifiedLayerNormalization"
+    operator, operands = ("RMSNormalization", "sum, scale") if is_rms else ("LayerNormalization", "sum, scale, shift")
     return f"""
-        {_residual(call)}
-        y = LayerNormalization <axis = -1, epsilon = {call.number("epsilon", 1e-12)}> (sum, scale, shift)
+        sum = Add (x, skip)
+        {call.when("bias", "sum = Add (sum, bias)")}
+        y = {operator} <axis = -1, epsilon = {call.number("epsilon", 1e-12)}> ({operands})
     """
 
 
@@ -48,13 +42,6 @@ def embed_layer_norm(call: Call) -> str:
         {call.when("segments", "segment = Gather (kinds, segments)")}
         {call.when("segments", "sum = Add (sum, segment)")}
         y = LayerNormalization <axis = -1, epsilon = {call.number("epsilon", 1e-12)}> (sum, scale, shift)
-    """
-
-
-def _residual(call: Call) -> str:
-    return f"""
-        sum = Add (x, skip)
-        {call.when("bias", "sum = Add (sum, bias)")}
     """
 
 

@@ -48,7 +48,7 @@ from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
-from trt_kvcache.importer.normalize.idioms.attention_past import find_held, holds_cache, read_held
+from trt_kvcache.importer.normalize.idioms.attention_past import find_held, is_held, read_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows, say_layouts
 from trt_kvcache.importer.normalize.idioms.read_updates import find_kept, read_update
@@ -113,7 +113,7 @@ def normalize(
     graph = _read(model)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_new_rows(graph)
-    if not find_candidates(graph) and not holds_cache(graph):
+    if not find_candidates(graph) and not any(map(is_held, graph.nodes)):
         return model, None
     exported = _recognize(graph, weights, options)
     return (model, None) if exported is None else _rewrite(exported, options)

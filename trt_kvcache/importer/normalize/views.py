@@ -45,17 +45,12 @@ def trace_back(tensor: gs.Tensor, *, cut: bool = False) -> tuple[gs.Tensor, tupl
     return tensor, tuple(reversed(nodes))
 
 
-def permutation(node: gs.Node, rank: int) -> tuple[int, ...]:
-    """The permutation of a Transpose."""
-    return tuple(node.attrs.get("perm") or reversed(range(rank)))
-
-
 def static_layout(nodes: Sequence[gs.Node], rank: int) -> tuple[int, ...] | None:
     """The axes of a tensor in their order after `nodes`; None where one may be split or merged."""
     layout = tuple(range(rank))
     for node in nodes:
         if is_op(node, "Transpose"):
-            layout = tuple(layout[axis] for axis in permutation(node, rank))
+            layout = tuple(layout[axis] for axis in node.attrs.get("perm") or reversed(range(rank)))
         elif is_op(node, *_RESHAPES):
             return None
     return layout

@@ -30,11 +30,6 @@ from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 _MASK, _PASTS, _PRESENTS = 3, (4, 5), (1, 2)
 
 
-def holds_cache(graph: gs.Graph) -> bool:
-    """True if an operator of the graph holds a cache."""
-    return any(map(_is_held, graph.nodes))
-
-
 def find_held(graph: gs.Graph) -> list[Write]:
     """The caches ``[B, N, L, D]`` inside operators, in graph order: of each operator keys, then values.
 
@@ -43,7 +38,7 @@ def find_held(graph: gs.Graph) -> list[Write]:
     Raises:
         UnsupportedModelError: a cache is no input or output of the graph.
     """
-    return [cache for node in graph.nodes if _is_held(node) for cache in _caches(graph, node)]
+    return [cache for node in graph.nodes if is_held(node) for cache in _caches(graph, node)]
 
 
 def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[Core, ...]:
@@ -52,7 +47,7 @@ def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[
     Raises:
         UnsupportedModelError: a mask is none of the templates.
     """
-    return tuple(_core(node, graph, interface, samples) for node in graph.nodes if _is_held(node))
+    return tuple(_core(node, graph, interface, samples) for node in graph.nodes if is_held(node))
 
 
 def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples) -> Core:
@@ -78,7 +73,8 @@ def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples
     )  # fmt: skip
 
 
-def _is_held(node: gs.Node) -> bool:
+def is_held(node: gs.Node) -> bool:
+    """True if an operator holds a cache."""
     return is_op(node, "Attention") and any(input_or_none(node, index) is not None for index in _PASTS)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, consumers, producer
+from trt_kvcache.importer.graph import Emitter, producer, replace_uses
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.plan import OriginalTensor
@@ -30,8 +30,7 @@ def part_from_rows(graph: gs.Graph, candidates: Sequence[Candidate]) -> None:
         maker = producer(present)
         assert maker is not None
         rows = gs.Variable(emit.name(f"{present.name}:rows"), present.dtype, present.shape)
-        for node in consumers(present):
-            node.inputs = [rows if t is present else t for t in node.inputs]
+        replace_uses(present, rows)
         maker.outputs = [rows if t is present else t for t in maker.outputs]
         graph.nodes.append(gs.Node("Identity", emit.name(f"{present.name}:Identity"), {}, [rows], [present]))
 
