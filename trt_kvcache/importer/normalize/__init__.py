@@ -5,7 +5,8 @@
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
                                                         read_updates; new_rows
     attention over them                                 attention: search, masks
-                                                        (square_masks, bias), extensions: rounded_attention
+                                                        (square_masks), extensions: rounded_attention,
+                                                        position_biases
     keys and values computed from caches                extensions: latent_attention
     caches inside operators                             idioms: attention_past
     state that is no cache                              idioms: states

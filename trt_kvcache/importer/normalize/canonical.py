@@ -20,7 +20,6 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
-from trt_kvcache.importer.normalize.attention.bias import emit_bias
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS
@@ -198,7 +197,7 @@ class Canonical:
         if seen.by_position:
             mask = load("ring_windows").emit_by_position(emit, self.positions(), self.capacity)
         if seen.bias is not None:
-            mask = emit_bias(emit, seen.bias, self.positions(), self.capacity)
+            mask = load("position_biases").emit_bias(emit, seen.bias, self.positions(), self.capacity)
         if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
             return mask
         made: gs.Tensor = emit.once(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.normalize.attention.bias import RelativeBias
 from trt_kvcache.importer.normalize.candidate import CacheUpdate
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.plan import Dim, InterfaceChange, OriginalTensor, StateUpdate, TensorRole
 from trt_kvcache.importer.planning.rounding import Rounding
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer.extensions.position_biases import RelativeBias
 
 Array = npt.NDArray[Any]
 Sinks: TypeAlias = "gs.Tensor | Array"

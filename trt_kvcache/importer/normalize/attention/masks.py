@@ -10,7 +10,7 @@ templates. For query ``i`` of row ``b``, key row ``j``, P tokens in the cache an
     own       exactly what the caller's mask over the rows of the cache says
 
 A number that is the same for all keys of a query is nothing to a softmax. Up to such numbers, what is added is 0 where
-a key is visible and (nearly) the lowest number where it is not; or a bias, as T5 and BLOOM have it (`bias`). With one
+a key is visible and (nearly) the lowest number where it is not; or a bias, as T5 and BLOOM have it. With one
 key more than there are, the last column holds sinks, as gpt-oss has them: a logit for each head, whose share of the
 softmax goes nowhere.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,16 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import FLOATS, is_op, made_of_constants, producer
+from trt_kvcache.importer.graph import is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.bias import RelativeBias
 from trt_kvcache.importer.normalize.candidate import FOR_GOOD
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Sinks, Visibility, Write
 from trt_kvcache.importer.plan import OriginalRole
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer.extensions.position_biases import RelativeBias
 
 Array = npt.NDArray[Any]
 _Given = tuple[str, str]  # the name of a tensor, and what its value is: see `ZeroScores`
@@ -116,7 +118,7 @@ class Masks:
         has_sinks: there is one column more than there are keys.
         product: the scores; None: `tensor` is a mask.
         given: weights that are taken as 0.
-        slopes: float32 ``[H or 1]``, of `bias`, that are taken off; None: none.
+        slopes: float32 ``[H or 1]``, of a position bias, that are taken off; None: none.
     """
 
     node: str
@@ -281,7 +283,12 @@ def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Sampl
     Raises:
         UnsupportedModelError: the mask is none of the templates.
     """
-    masks, bias = _without_bias(masks, samples)
+    bias: RelativeBias | None = None
+    sample = samples.plain[0]
+    if masks.tensor is not None:
+        added = masks.scores.value(sample, str(masks.tensor.name))
+        if added is None or masks.is_biased(sample):
+            masks, bias = load("position_biases").take_off(masks, samples)
     own = _find_own(masks, graph, interface, samples)
     if own is None:
         if masks.write is not None and masks.write.shifted:
@@ -348,62 +355,6 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
                 "caller's own mask as it stands, or a causal, padding or window mask"
             )
     return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
-
-
-def _without_bias(masks: Masks, samples: Samples) -> tuple[Masks, RelativeBias | None]:
-    """The masks without a bias by distance; and the bias, if a table has it. Slopes stay with the masks."""
-    sample = samples.plain[0]
-    if masks.tensor is None:
-        return masks, None
-    name = str(masks.tensor.name)
-    known = masks.scores.value(sample, name) is not None
-    if known and not masks.is_biased(sample):
-        return masks, None
-    tables: dict[str, gs.Tensor] = {}
-    unknown: set[str] = set()
-    for tensor in masks.made_of(sample, all_of_it=known):
-        node = producer(tensor)
-        if node is not None and is_op(node, "Gather") and made_of_constants(node.inputs[0]):
-            table = node.inputs[0]
-            shape, kind = sample.probe.shape(table.name), sample.probe.elem_type(table.name)
-            if kind in FLOATS and len(shape or ()) == 2 and not made_of_constants(node.inputs[1]):
-                tables[str(table.name)] = table
-        elif not known and made_of_constants(tensor) and sample.probe.elem_type(tensor.name) in FLOATS:
-            unknown.add(str(tensor.name))
-    masks = replace(masks, given=tuple((name, "zeros") for name in sorted({*tables, *unknown})))
-    slopes = None
-    if masks.scores.value(sample, name, masks.given) is not None and masks.is_biased(sample):
-        slopes = _find_slopes(masks, samples)
-    bias = _read_table(masks, next(iter(tables.values())), samples) if tables else None
-    return replace(masks, slopes=slopes), bias
-
-
-def _read_table(masks: Masks, table: gs.Tensor, samples: Samples) -> RelativeBias:
-    """The bias of a weight ``[buckets, H]``: each place has a number of its own, and arrives where it is added."""
-    last = samples.plain[-1]
-    heads = (last.probe.shape(table.name) or (1, 1))[1]
-    given = tuple(pair for pair in masks.given if pair[0] != table.name)
-    zero, places = masks.added(last), replace(masks, given=given).added(last, (str(table.name), "places"))
-    found = (places - zero)[..., : last.total]
-    if found.shape[1] != heads or found.shape[3] < last.total or not np.isfinite(found[0, 0, -1]).all():
-        raise UnsupportedModelError(
-            f"what is added to the scores of '{masks.node}' looks up the weight '{table.name}' and is no bias that "
-            "only depends on the head and on the distance of query and key; supported are relative position biases"
-        )
-    buckets = ((found[0, 0, -1] - 1) // heads).astype(np.int64)  # of the farthest key to the query's own
-    return RelativeBias(table, buckets, last.probe.elem_type(table.name) or 1)
-
-
-def _find_slopes(masks: Masks, samples: Samples) -> Array | None:
-    """By how much what is added grows with each key: float32 ``[H or 1]``; None where it is too short to see."""
-    last = samples.plain[-1]
-    rows = masks.added(last)[0, :, -1, : last.total]
-    if rows.shape[-1] < max(2, last.total):
-        return None
-    nearest = np.minimum(np.argmin(np.abs(rows), axis=1), last.total - 2)[:, None]  # where numbers are most exact
-    here, after = (np.take_along_axis(rows, nearest + step, axis=1)[:, 0] for step in (0, 1))
-    slopes: Array = (after - here).astype(np.float32)
-    return slopes
 
 
 def _no_template(masks: Masks, sample: Sample, visible: Array) -> str:
