@@ -47,14 +47,6 @@ def analyze(
 ) -> CachePlan:
     """Plan a prepared model.
 
-    Args:
-        model: the prepared model.
-        graph: the same model as a graph.
-        options: target and choices.
-        inlined: what was inlined on the way, for the plan.
-        findings: what normalization did on the way, for the plan.
-        path: of its file, for messages.
-
     Raises:
         UnsupportedModelError: the model has no cache update, or one without a route.
         AmbiguousRoleError: the role of an input cannot be told.
@@ -110,7 +102,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """What to know of position tables that end before the caches do: a lookup behind their end reads their last row."""
+    """Warnings of position tables that end before the caches do: a lookup beyond their end reads their last row."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
@@ -122,7 +114,7 @@ def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
 
 
 def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
-    """What to know of several positions per token."""
+    """Notes on several positions per token."""
     return [
         f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width): a session gives "
         "a token the same one in all planes, which is right for text; tokens of images need positions of their own, "
@@ -183,7 +175,7 @@ def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> 
 
 
 def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
-    """What each axis of an update is."""
+    """The meaning of each axis of an update."""
     if cache.form is UpdateForm.PACKED_NHD:
         return "tokens", "?", "?"
     rank = len(cache.logical_shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -26,12 +26,12 @@ FLOAT = int(onnx.TensorProto.FLOAT)
 INT32 = int(onnx.TensorProto.INT32)
 INT64 = int(onnx.TensorProto.INT64)
 SINKS, SLOPES = 7, 8
-"""Inputs of an Attention behind those that ONNX's has: one number for each query head (or one for all). Only the
+"""Inputs of an Attention after those that ONNX's has: one number for each query head (or one for all). Only the
 importer makes such nodes, and none is left in a rewritten model: see `normalize.sinks` and `normalize.slopes`."""
 
 
 def is_op(node: gs.Node, *op_types: str) -> bool:
-    """Whether `node` is one of these operators of the default ONNX domain."""
+    """True if `node` is one of these operators of the default ONNX domain."""
     return node.op in op_types and node.domain in ONNX_DOMAINS
 
 
@@ -78,7 +78,7 @@ def consumers(tensor: gs.Tensor) -> list[gs.Node]:
 
 
 def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
-    """Whether `tensor` itself (not one that compares equal) is in `tensors`."""
+    """True if `tensor` itself (not one that compares equal) is in `tensors`."""
     return any(t is tensor for t in tensors)
 
 
@@ -105,7 +105,7 @@ def _reads(node: gs.Node) -> Iterator[str]:
 
 
 def made_of_constants(tensor: gs.Tensor) -> bool:
-    """Whether no input of the graph and no shape is behind a tensor."""
+    """True if a tensor is computed of constants alone, and of no shape."""
     pending, seen = [tensor], set[int]()
     while pending:
         current = pending.pop()
@@ -191,6 +191,13 @@ class Emitter:
         if key not in self._made:
             self._made[key] = make()
         return cast(_Made, self._made[key])
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """A name that a model does not have; a rewritten one already may have some."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -> None:

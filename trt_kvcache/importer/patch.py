@@ -1,4 +1,4 @@
-"""What only TensorRT's network can say: set on the parsed network, so that the ONNX model stays standard."""
+"""Settings that only TensorRT's network has: set on the parsed network, so that the ONNX model stays standard."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
         BuildError: the network lacks an attention layer that the plan names.
     """
     wanted = {a.node for a in plan.attention if a.kind is AttentionKind.DECOMPOSED}
-    suffix = (
-        "_AttentionInput"  # the parser names an attention's layers <node>_AttentionInput and <node>_AttentionOutput
-    )
     found: set[str] = set()
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type != trt.LayerType.ATTENTION_INPUT:
             continue
-        name = layer.name.removesuffix(suffix)
+        # The parser names an attention's layers <node>_AttentionInput and <node>_AttentionOutput.
+        name = layer.name.removesuffix("_AttentionInput")
         found.add(name)
         if decompose_all or name in wanted:
             layer.__class__ = trt.IAttentionInputLayer

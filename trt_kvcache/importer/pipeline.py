@@ -19,6 +19,7 @@ from trt_kvcache.importer.files.source import SourceModel, load_source, save_mod
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
+from trt_kvcache.importer.protos import copied, replace_field
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewritten import record_options, refuse_rewritten
 
@@ -61,7 +62,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
         ModelError: the model is unreadable, illegal or unsupported.
         OptionError: an option does not fit the model.
     """
-    source = load_source(model, config=given_options(options, PlanOptions, "options").config)
+    source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
     _check(source, prepared, plan, rewritten)
     extensions.check_roundings(rewritten, source.path.parent)
@@ -81,8 +82,7 @@ def import_model(
     Raises:
         ModelError, OptionError: see `plan_model`.
     """
-    source = load_source(model, config=given_options(options, PlanOptions, "options").config)
-    return import_source(source, options, thorough=thorough)
+    return import_source(_load(model, options), options, thorough=thorough)
 
 
 def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS, *, thorough: bool = False) -> ImportedModel:
@@ -109,10 +109,9 @@ def import_unchecked(
     Raises:
         ModelError, OptionError: see `plan_model`, but for what the check finds.
     """
-    source = load_source(model, config=given_options(options, PlanOptions, "options").config)
+    source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
-    checked, verdict = onnx.ModelProto(), Future[None]()
-    checked.CopyFrom(rewritten)  # its weights are stand-ins
+    checked, verdict = copied(rewritten), Future[None]()  # its weights are stand-ins
 
     def work() -> None:
         try:
@@ -149,12 +148,25 @@ def rewrite_model(
     return imported.plan
 
 
+def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
+    return load_source(model, config=given_options(options, PlanOptions, "options").config)
+
+
 def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, unchecked; its weights are stand-ins."""
     refuse_rewritten(source.proto, source.path)
     start_check(options)
-    prepared, graph = _prepare(source, options)
-    plan = _plan(source, prepared, graph, options)
+    prepared = prepare(source.proto, options)
+    try:
+        graph = gs.import_onnx(prepared.model)
+    except Exception as error:  # graphsurgeon has no exceptions of its own
+        raise InvalidModelError(f"{source.path}: the graph cannot be read: {error}") from error
+    check_unique_outputs(graph)
+    fold_identities(graph)
+    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
+    plan = replace(plan, notes=(*plan.notes, *extensions.notes(prepared.model, source.path.parent)))
+    for finish in prepared.finishes:
+        plan = finish(plan)
     rewrite_graph(graph, plan)
     return prepared, plan, _export(source.proto, graph)
 
@@ -194,26 +206,6 @@ def _quantize(plan: CachePlan, model: onnx.ModelProto) -> tuple[CachePlan, onnx.
     return plan, _export(model, graph)
 
 
-def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Graph]:
-    prepared = prepare(source.proto, options)
-    try:
-        graph = gs.import_onnx(prepared.model)
-    except Exception as error:  # graphsurgeon has no exceptions of its own
-        raise InvalidModelError(f"{source.path}: the graph cannot be read: {error}") from error
-    check_unique_outputs(graph)
-    fold_identities(graph)
-    return prepared, graph
-
-
-def _plan(source: SourceModel, prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
-    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
-    notes = extensions.notes(prepared.model, source.path.parent)
-    plan = replace(plan, notes=(*plan.notes, *notes))
-    for finish in prepared.finishes:
-        plan = finish(plan)
-    return plan
-
-
 def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     model: onnx.ModelProto = gs.export_onnx(graph)
     del model.graph.value_info[:]  # intermediates changed shape; whoever needs them infers them
@@ -221,7 +213,6 @@ def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         setattr(model, field, getattr(source, field))
     model.graph.doc_string = source.graph.doc_string
-    del model.metadata_props[:]
-    model.metadata_props.extend(source.metadata_props)
+    replace_field(model.metadata_props, source.metadata_props)
     del model.functions[:]  # those that are left define updates outside of ONNX, in the words of the model
     return extensions.define(model)

@@ -1,4 +1,4 @@
-"""What will be done to a model: plain data, printable, JSON in and out.
+"""The plan of all that is done to a model: plain data, printable, JSON in and out.
 
 `CachePlan` is the dry run of a build: the rewrites, the network patch, the manifest and the runtime follow it and never
 decide again. Nothing here imports ONNX or TensorRT.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from math import prod
 
 from trt_kvcache.importer.plan_interface import Dim as Dim
 from trt_kvcache.importer.plan_interface import InterfaceChange as InterfaceChange
@@ -30,7 +31,7 @@ from trt_kvcache.words import human_bytes
 
 
 class Route(str, Enum):
-    """How one cache update reaches the engine, what that promises, and who enforces it."""
+    """The way on which a cache update reaches the engine, with its promises, and who enforces them."""
 
     NATIVE = "native"
     """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address; TensorRT enforces it, and
@@ -61,7 +62,7 @@ class UpdateForm(str, Enum):
 
 
 class PhysicalLayout(str, Enum):
-    """How a cache's bytes lie in the engine, against the model's logical shape."""
+    """The order of a cache's bytes in the engine, against the model's logical shape."""
 
     AS_IS = "as-is"
     """Logical and physical shape are the same."""
@@ -72,7 +73,7 @@ class PhysicalLayout(str, Enum):
 
 
 class AttentionKind(str, Enum):
-    """How an Attention node reaches the engine."""
+    """The way on which an Attention node reaches the engine."""
 
     FUSED = "fused"
     """IAttention with a dedicated kernel."""
@@ -102,7 +103,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class UpdateContract:
-    """What the caller must keep to, because the engine cannot: TensorRT would drop the write silently.
+    """A contract that the caller must keep to, because the engine cannot: TensorRT would drop the write silently.
 
     Attributes:
         no_straddle: no update may cross the end of the buffer: ``write_index mod capacity + S_new <= capacity``.
@@ -161,7 +162,7 @@ class CacheUpdate:
 
     @property
     def in_place(self) -> bool:
-        """Whether past and present are one buffer."""
+        """True if past and present are one buffer."""
         return self.route is not Route.FUNCTIONAL
 
 
@@ -199,7 +200,7 @@ class MaskGeometry:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one Attention node is treated.
+    """The treatment of one Attention node.
 
     Attributes:
         caches: names of the past tensors of the caches that it reads.
@@ -280,7 +281,7 @@ class TensorRole:
 
     @property
     def embedded(self) -> bool:
-        """Whether these are the tokens as embeddings ``[..., H]``, not as ids."""
+        """True for tokens as embeddings ``[..., H]``, not as ids."""
         return self.role is Role.TOKENS and "int" not in self.dtype
 
 
@@ -330,7 +331,7 @@ class CachePlan:
 
     @property
     def in_place_text(self) -> str:
-        """How many caches are updated in place: ``"64 of 64 caches in place"``."""
+        """The number of caches that are updated in place: ``"64 of 64 caches in place"``."""
         count = sum(cache.in_place for cache in self.caches)
         return f"{count} of {len(self.caches)} caches in place" if self.caches else "no caches"
 
@@ -371,6 +372,4 @@ def cache_bytes(cache: CacheUpdate, batch: int) -> int:
 
 def _bytes(dtype: str, shape: tuple[Dim, ...], batch: int) -> int:
     count = shape[0] if isinstance(shape[0], int) else batch
-    for dim in shape[1:]:
-        count *= dim if isinstance(dim, int) else 1
-    return (count * _BITS[dtype] + 7) // 8
+    return (count * prod(d for d in shape[1:] if isinstance(d, int)) * _BITS[dtype] + 7) // 8

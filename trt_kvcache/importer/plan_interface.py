@@ -1,4 +1,4 @@
-"""How a model's interface changes on the way: plain data of the plan, about the model as exported.
+"""Changes of a model's interface on the way: plain data of the plan, about the model as exported.
 
 Nothing here imports ONNX or TensorRT.
 """
@@ -148,7 +148,7 @@ class Stack:
     parts: tuple[StackPart, ...]
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether an array of this shape can be taken apart."""
+        """True if an array of this shape can be taken apart."""
         places = self.parts[0].place
         return len(shape) == len(places) and all(
             at is None or n == d for n, d, at in zip(shape, self.shape, places, strict=True)

@@ -1,4 +1,4 @@
-"""What a caller may decide about a plan.
+"""The choices that a caller has about a plan.
 
 Nothing here imports ONNX or TensorRT.
 """
@@ -78,7 +78,7 @@ class CacheDtype(str, Enum):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a caller may decide about a plan.
+    """The choices that a caller has about a plan.
 
     Attributes:
         target: which builder the plan is for; its package need not be installed.

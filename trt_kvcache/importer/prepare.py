@@ -18,10 +18,10 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, int_attribute, is_op
 from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_nodes, simplify
 from trt_kvcache.importer.weights import detached, stand_in
 
-UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _MOST_TOKENS = 1 << 24  # float32 counts no further: positions, from which masks and rotary factors are computed
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
 
@@ -67,8 +67,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         weights |= more
     model, functions = inline_functions(model)
     name_nodes(model.graph)
-    reference = onnx.ModelProto()
-    reference.CopyFrom(model)
+    reference = copied(model)
     model, branches, notes = flatten(model)
     inlined = (*functions, *branches)
     model, finishes = extensions.edit("rewrite", model)
@@ -98,14 +97,10 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], t
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
     """A copy of `source` in which large inline initializers are stand-ins, and those initializers by name."""
-    model = onnx.ModelProto()
-    for field, value in source.ListFields():
-        if field.name != "graph":
-            _copy_field(model, field.name, value)
+    model = onnx.ModelProto(**{field.name: value for field, value in source.ListFields() if field.name != "graph"})
+    fields = {field.name: value for field, value in source.graph.ListFields() if field.name != "initializer"}
+    model.graph.CopyFrom(onnx.GraphProto(**fields))
     weights: dict[str, onnx.TensorProto] = {}
-    for field, value in source.graph.ListFields():
-        if field.name != "initializer":
-            _copy_field(model.graph, field.name, value)
     for tensor in source.graph.initializer:
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
         if external or math.prod(tensor.dims) <= _INLINE_LIMIT:  # not ByteSize, which encodes the tensor to count
@@ -119,33 +114,21 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
 def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
     """Put detached weights back in the place of their stand-ins, one by one."""
     for tensor in model.graph.initializer:
-        weight = detached(tensor, weights)
-        if weight is not None:
+        if (weight := detached(tensor, weights)) is not None:
             tensor.CopyFrom(weight)
 
 
-def _copy_field(target: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -> None:
-    if isinstance(value, (int, float, str, bytes)):
-        setattr(target, name, value)
-    elif hasattr(value, "CopyFrom"):
-        getattr(target, name).CopyFrom(value)
-    else:
-        getattr(target, name).extend(value)
-
-
-def all_values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """Every typed value of the graph: inputs, outputs, intermediates."""
-    yield from graph.input
-    yield from graph.output
-    yield from graph.value_info
+def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
+    """Every dimension that a graph states: of inputs, outputs, intermediates."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        yield from value.type.tensor_type.shape.dim
 
 
 def fix_digit_dims(graph: onnx.GraphProto) -> None:
     """Turn symbols such as ``"2"`` into the number: some exporters write them, and TensorRT reads them as dynamic."""
-    for value in all_values(graph):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
-                dim.dim_value = int(dim.dim_param.strip())
+    for dim in _dims(graph):
+        if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
+            dim.dim_value = int(dim.dim_param.strip())
 
 
 def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = False) -> None:
@@ -159,16 +142,14 @@ def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = 
     Raises:
         OptionError: a cache's length is symbolic and there is no `capacity`, or it is fixed at another value.
     """
-    inputs = {value.name: value for value in graph.input}
-    outputs = {value.name: value for value in graph.output}
+    values = {value.name: value for value in (*graph.output, *graph.input)}
     fixed: set[int] = set()
     symbolic: list[tuple[str, str]] = []
     for node in graph.node:
-        if node.op_type not in UPDATE_OPS or (node.domain not in ("", "ai.onnx") and node.op_type == "TensorScatter"):
+        if not is_op(node, "TensorScatter") and node.op_type != TENSORRT_UPDATE:
             continue
         for name in (node.input[0], node.output[0]):
-            value = inputs.get(name) or outputs.get(name)
-            dim = _sequence_dim(value, node) if value is not None else None
+            dim = _sequence_dim(values[name], node) if name in values else None
             if dim is None:
                 continue
             if dim.HasField("dim_value"):
@@ -189,14 +170,13 @@ def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = 
             "leave the option out, or export with a symbolic length"
         )
     symbols = {symbol for _, symbol in symbolic if symbol}
-    for value in all_values(graph):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.HasField("dim_param") and dim.dim_param in symbols:
-                assert capacity is not None
-                dim.dim_value = capacity
+    for dim in _dims(graph):
+        if dim.HasField("dim_param") and dim.dim_param in symbols:
+            assert capacity is not None
+            dim.dim_value = capacity
 
 
 def _sequence_dim(value: onnx.ValueInfoProto, node: onnx.NodeProto) -> onnx.TensorShapeProto.Dimension | None:
     shape = value.type.tensor_type.shape.dim
-    axis = next((a.i for a in node.attribute if a.name == "axis"), -2) if node.op_type == "TensorScatter" else -2
+    axis = int_attribute(node, "axis", -2) if node.op_type == "TensorScatter" else -2
     return shape[axis] if -len(shape) <= axis < len(shape) else None

@@ -1,11 +1,25 @@
-"""Walks over ONNX protos: graphs within graphs, nodes, tensors, shapes. Nothing here touches weights."""
+"""Walks over ONNX protos: graphs within graphs, nodes, tensors, shapes. Nothing here reads weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import onnx
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from google.protobuf.message import Message
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+    numpy_helper,
+)
 
 Scope = GraphProto | FunctionProto
 """A list of nodes with names of its own: the main graph, the body of an If, Loop or Scan, or a model-local function."""
@@ -25,7 +39,36 @@ FLOATS = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 INTEGERS = frozenset((TensorProto.INT64, TensorProto.INT32))
 """Element types that token ids, positions and lengths may have."""
 
+_Message = TypeVar("_Message", bound=Message)
+_NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
 _SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+
+
+def copied(proto: _Message) -> _Message:
+    """A copy."""
+    made: _Message = type(proto)()
+    made.CopyFrom(proto)
+    return made
+
+
+def replace_field(field: Any, values: Iterable[Any]) -> None:
+    """Let a repeated field hold these, some of which it may hold already."""
+    kept = list(values)
+    del field[:]
+    field.extend(kept)
+
+
+def part_of(
+    model: ModelProto,
+    nodes: Iterable[NodeProto],
+    inputs: Sequence[ValueInfoProto],
+    outputs: Iterable[str],
+    constants: Sequence[TensorProto],
+) -> ModelProto:
+    """Some nodes of a model, without functions, as a model that ONNX Runtime takes."""
+    named = [ValueInfoProto(name=name) for name in outputs]
+    graph = helper.make_graph(list(nodes), "part", inputs, named, constants)
+    return helper.make_model(graph, ir_version=min(model.ir_version, 12), opset_imports=list(model.opset_import))
 
 
 def iter_scopes(model: ModelProto) -> Iterator[Scope]:
@@ -56,7 +99,7 @@ def captured_names(body: GraphProto) -> set[str]:
 
 
 def names_read(node: NodeProto) -> set[str]:
-    """What a node reads, and what its bodies may take from outside."""
+    """Tensors that a node reads, and that its bodies may take from outside."""
     bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
     return {*node.input}.union(*map(captured_names, bodies)) - {""}
 
@@ -84,6 +127,36 @@ def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
                     yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
 
 
+def constant_value(node: NodeProto) -> TensorProto | None:
+    """The value of a Constant, of any name; None for other nodes, and for texts and sparse values."""
+    if not is_op(node, "Constant") or len(node.attribute) != 1:
+        return None
+    (attribute,) = node.attribute
+    if attribute.name in _NUMBERS:
+        return numpy_helper.from_array(np.array(helper.get_attribute_value(attribute), _NUMBERS[attribute.name]))
+    return attribute.t if attribute.name == "value" else None
+
+
+def constants_of(scope: Scope) -> dict[str, TensorProto]:
+    """Initializers and values of Constant nodes, by name; the tensors themselves may have another one."""
+    made = {tensor.name: tensor for tensor in scope.initializer} if isinstance(scope, GraphProto) else {}
+    return made | {node.output[0]: t for node in scope.node if (t := constant_value(node)) is not None}
+
+
+def readers_of(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
+    """The nodes that read a tensor, by its name; one that reads it twice is there twice."""
+    readers: dict[str, list[NodeProto]] = {}
+    for node in nodes:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    return readers
+
+
+def int_attribute(node: NodeProto, name: str, default: int = 0) -> int:
+    """A whole number that a node states, or its default."""
+    return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
 def opset_version(model: ModelProto | FunctionProto) -> int | None:
     """The imported version of the ONNX operators, or None where they are not imported."""
     versions = [entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS]
@@ -91,7 +164,7 @@ def opset_version(model: ModelProto | FunctionProto) -> int | None:
 
 
 def is_op(node: NodeProto, op_type: str) -> bool:
-    """Whether the node is this operator of the default domain."""
+    """True if the node is this operator of the default domain."""
     return node.op_type == op_type and node.domain in DEFAULT_DOMAINS
 
 
@@ -140,10 +213,7 @@ def byte_size(tensor: TensorProto) -> int | None:
     if name == "STRING":
         return None
     bits = _SUB_BYTE_BITS.get(name) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    count = 1
-    for dim in tensor.dims:
-        count *= dim
-    return (int(count) * bits + 7) // 8
+    return (int(math.prod(tensor.dims)) * bits + 7) // 8
 
 
 def cut_squares(graph: GraphProto) -> frozenset[str]:
@@ -155,6 +225,6 @@ def cut_squares(graph: GraphProto) -> frozenset[str]:
 
 
 def may_be_bias(tensor: TensorProto) -> bool:
-    """Whether a tensor has the shape of a bias or a mask of scores, one row ``[.., 1, T]`` or all ``[1, H, T, T]``."""
+    """True for the shape of a bias or a mask of scores, one row ``[.., 1, T]`` or all ``[1, H, T, T]``."""
     dims = list(tensor.dims)
     return len(dims) >= 3 and (dims[-2] == 1 or (len(dims) == 4 and dims[0] == 1 and dims[-2] == dims[-1]))

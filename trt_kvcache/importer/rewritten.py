@@ -114,12 +114,6 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
 def check_same_interface(found: onnx.ModelProto, fresh: onnx.ModelProto, path: Path, source: Path) -> None:
     """Refuses a rewritten model that takes or gives something else than a fresh rewrite of its source.
 
-    Args:
-        found: the rewritten model.
-        fresh: its source, rewritten with the same options.
-        path: of the rewritten model, for messages.
-        source: path of its source, for messages.
-
     Raises:
         InvalidModelError: an input, an output or a function differs.
     """

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import onnx
 
 from trt_kvcache.importer.prepare import detach_weights
+from trt_kvcache.importer.protos import replace_field
 
 _GRAPH, _INITIALIZER = b"\x3a", b"\x2a"
 """Tags of ``ModelProto.graph`` (7) and ``GraphProto.initializer`` (5), both length-delimited (onnx.proto)."""
@@ -20,9 +21,7 @@ _GRAPH, _INITIALIZER = b"\x3a", b"\x2a"
 def serialize_model(model: onnx.ModelProto) -> bytes:
     """The bytes of a model, which parse as `model`; large weights come last among the initializers."""
     shell, weights = detach_weights(model)
-    kept = [tensor for tensor in shell.graph.initializer if tensor.name not in weights]
-    del shell.graph.initializer[:]
-    shell.graph.initializer.extend(kept)
+    replace_field(shell.graph.initializer, [t for t in shell.graph.initializer if t.name not in weights])
     return b"".join([shell.SerializeToString(), *_parts(weights.values())])
 
 

@@ -19,7 +19,7 @@ converting its operators, and graphsurgeon's `fold_constants` (0.6.1) reads `Sha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,15 @@ from trt_kvcache.importer.protos import (
     TENSORRT_UPDATE,
     all_nodes,
     attribute_graphs,
+    constant_value,
+    copied,
     describe,
+    int_attribute,
     is_op,
     names_read,
     opset_version,
+    part_of,
+    replace_field,
     shape_of,
 )
 
@@ -163,15 +168,12 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def raise_opset(model: ModelProto) -> ModelProto:
-    """The model at opset 24; a model at 24 or beyond is returned as it is.
+    """A model without functions at opset 24; a model at 24 or beyond is returned as it is.
 
     ONNX's converter aborts at operators that the source version lacks, which exporters write into the default domain
     (SimplifiedLayerNormalization). They wait in a domain of their own meanwhile, and so does Softmax of opset 11 and
     12, for which it writes Flatten, Softmax and Reshape. It forgets metadata, functions and stated shapes, so that of
     its result only the nodes and new constants are taken.
-
-    Args:
-        model: without functions. Not changed; initializers are never read.
 
     Raises:
         UnsupportedModelError: the version is below 11, a Softmax of it goes over several axes, or ONNX's converter
@@ -184,8 +186,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
         raise UnsupportedModelError(
             f"the model is of opset {version}; supported are {_OLDEST} and later: export it with opset {OPSET}"
         )
-    parked = ModelProto()
-    parked.CopyFrom(model)
+    parked = copied(model)
     parked.opset_import.add(domain=_PARKED, version=1)
     axes = _park_softmax(parked) if version < _SOFTMAX_BY_AXIS else {}
     for node in all_nodes(parked.graph):
@@ -198,8 +199,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
             f"ONNX's version converter cannot raise the model from opset {version} to {OPSET} "
             f"({_culprit(model, str(error))}): export it with opset {OPSET}"
         ) from error
-    result = ModelProto()
-    result.CopyFrom(model)
+    result = copied(model)
     metadata = {tuple(node.output): node.metadata_props for node in model.graph.node if node.metadata_props}
     for node in all_nodes(converted.graph):
         if node.domain == _PARKED:
@@ -222,9 +222,8 @@ def _park_softmax(model: ModelProto) -> dict[str, int]:
     """Let each Softmax wait, in place, as one along the last axis; returns the axes by what these nodes write."""
     axes = {}
     for node in [n for n in all_nodes(model.graph) if is_op(n, "Softmax")]:
-        axes[node.output[0]] = next((int(a.i) for a in node.attribute if a.name == "axis"), 1)
-        del node.attribute[:]
-        node.attribute.append(helper.make_attribute("axis", -1))
+        axes[node.output[0]] = int_attribute(node, "axis", 1)
+        replace_field(node.attribute, [helper.make_attribute("axis", -1)])
         node.domain = _PARKED
     return axes
 
@@ -277,7 +276,7 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def _has_rank_of(stated: onnx.ValueInfoProto, found: onnx.ValueInfoProto) -> bool:
-    """Whether what an exporter states of an output can be: of another rank than the graph gives it cannot."""
+    """True if the shape that an exporter states of an output has the rank that the graph gives it."""
     of_graph, of_exporter = shape_of(found), shape_of(stated)
     return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
@@ -287,11 +286,12 @@ def _take_constants(graph: GraphProto) -> dict[str, Any]:
     outputs = {v.name for v in graph.output}
     kept = []
     for node in graph.node:
-        tensor = _constant(node) if is_op(node, "Constant") and node.output[0] not in outputs else None
-        if tensor is None:
+        tensor = constant_value(node) if node.output[0] not in outputs else None
+        if tensor is None or not _is_small(tensor.dims) or tensor.data_location == TensorProto.EXTERNAL:
             kept.append(node)
         else:
             graph.initializer.append(tensor)
+            graph.initializer[-1].name = node.output[0]
     if len(kept) < len(graph.node):
         replace_field(graph.node, kept)
         _drop_shapes(graph)  # of constants, of which onnxruntime-genai states wrong ones
@@ -302,22 +302,6 @@ def _take_constants(graph: GraphProto) -> dict[str, Any]:
         if t.name not in inputs and t.data_type in _FOLDED and _is_small(t.dims)
         and t.data_location != TensorProto.EXTERNAL
     }  # fmt: skip
-
-
-def _constant(node: NodeProto) -> TensorProto | None:
-    """The value of a Constant; None for large ones, strings and sparse ones."""
-    attribute = node.attribute[0]
-    tensor = TensorProto()
-    if attribute.name == "value" and _is_small(attribute.t.dims) and attribute.t.data_location != TensorProto.EXTERNAL:
-        tensor.CopyFrom(attribute.t)
-    elif attribute.name in ("value_int", "value_ints"):
-        tensor.CopyFrom(numpy_helper.from_array(np.array(helper.get_attribute_value(attribute), np.int64)))
-    elif attribute.name in ("value_float", "value_floats"):
-        tensor.CopyFrom(numpy_helper.from_array(np.array(helper.get_attribute_value(attribute), np.float32)))
-    else:
-        return None
-    tensor.name = node.output[0]
-    return tensor
 
 
 def _is_small(dims: Iterable[int]) -> bool:
@@ -331,8 +315,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
     """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
-    twin, probed = ModelProto(), {}
-    twin.CopyFrom(model)
+    twin, probed = copied(model), {}
     twin.graph.initializer.append(numpy_helper.from_array(np.array([0]), f"{_PREFIX}axis"))
     for node in model.graph.node:
         name = node.output[0]
@@ -357,7 +340,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """What nodes make of small constants, by name, as ONNX Runtime computes it: only what other nodes read."""
+    """The results of nodes over small constants, by name, as ONNX Runtime computes them, that other nodes read."""
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
     known, nodes = set(constants), []
@@ -373,10 +356,9 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
         return {}
     import onnxruntime as ort  # not before there is something to run
 
-    graph = GraphProto(name="constants", node=nodes, output=[helper.make_empty_tensor_value_info(n) for n in wanted])
     used = {name for node in nodes for name in node.input}
-    graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items() if n in used)
-    part = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, graph=graph)
+    held = [numpy_helper.from_array(v, n) for n, v in constants.items() if n in used]
+    part = part_of(model, nodes, [], wanted, held)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -390,7 +372,7 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:
-    """Whether known constants make something small of a node, and nothing else takes part."""
+    """True if a node computes something small of known constants alone."""
     if node.domain not in DEFAULT_DOMAINS or node.op_type in _STAY or not all(n in known for n in node.input if n):
         return False
     for name in (name for name in node.output if name):
@@ -507,10 +489,3 @@ def _refuse_hidden(node: NodeProto) -> None:
         f"{label}: cache updates and attention inside a {node.op_type} body cannot be mapped to TensorRT's layers; "
         "unroll it in the export"
     )
-
-
-def replace_field(field: Any, values: Sequence[Any]) -> None:
-    """Let a repeated field hold these, some of which it may hold already."""
-    kept = list(values)
-    del field[:]
-    field.extend(kept)

@@ -52,7 +52,7 @@ _HEAVY = 2 << 30  # bytes of weights; every run reads all of them, and most runs
 
 @dataclass
 class Ran:
-    """What the original ran, for the rewritten model to run it again.
+    """Steps that the original ran, for the rewritten model to run it again.
 
     Attributes:
         engine: what ran it.
@@ -127,7 +127,7 @@ class Verification:
         self.steps: list[VerifyStep] = []
 
     def _read_limits(self) -> Limits:
-        """What both models allow."""
+        """The steps that both models allow."""
         check_carries(self.plan)
         limits = read_limits(self.plan, self.verify.batch)
         # Where a window became a ring, the text ends with the cache that the original holds it in.
@@ -184,7 +184,7 @@ class Verification:
         return report
 
     def _may_outweigh(self, *, finite: bool) -> bool:
-        """Whether garbage may have outweighed a mask; `finite`: it gave numbers."""
+        """True if garbage may have outweighed a mask; `finite`: it gave numbers."""
         # A cache that grows has no garbage in the original: nothing there shows what would overflow.
         return (self.interface is not None and not finite) or any(
             cache.role.dtype == "float16" for cache in self.caches
@@ -255,7 +255,11 @@ class Verification:
         state = self._contents(episode.steps[0], garbage, number)
         for step in episode.steps:
             try:
-                shared, outputs = begun.pop() if begun else self._run_step(original, step, state)
+                if begun:
+                    shared, outputs = begun.pop()
+                else:
+                    shared = self.inputs.shared(step)
+                    outputs = original.run({**shared, **state})
             except EngineError as error:
                 if episode.name in ("short", "padded"):  # lengths that a model may not be made for
                     self.notes.append(f"no '{episode.name}' step: {original.engine} refuses the original ({error})")
@@ -268,12 +272,8 @@ class Verification:
             state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
         return steps
 
-    def _run_step(self, original: Session, step: Step, state: Feeds) -> _Begun:
-        shared = self.inputs.shared(step)
-        return shared, original.run({**shared, **state})
-
     def _expected(self, past: Feeds, outputs: Feeds, step: Step) -> Expected:
-        """What is compared of a step of the original."""
+        """The outputs of a step of the original, as they are compared."""
         updated = {c.output: c for c in self.caches if c.update is not None}
         return {
             name: self._written(updated[name], past, value, step) if name in updated else value
@@ -281,7 +281,7 @@ class Verification:
         }
 
     def _written(self, cache: CacheTensor, past: Feeds, present: Array, step: Step) -> Written | None:
-        """What a step of the original did to a cache; `past`: all caches before it."""
+        """The change of a cache in a step of the original; `past`: all caches before it."""
         name = cache.role.name
         before, ends = past[name], tuple(start + step.length for start in step.starts)
         if name in self.texts and before.shape == present.shape:
@@ -434,7 +434,7 @@ class Verification:
                     comparison.greedy(value, found[name])
 
     def _wanted(self, expected: Expected, kept: int | None) -> Expected:
-        """What the rewritten model gives of what the original gave: logits of the last positions."""
+        """The part of the original's outputs that the rewritten model gives: logits of the last positions."""
         logits = self.plan.logits_span
         whole = None if logits is None else expected[logits.output]
         if logits is None or kept is None or not isinstance(whole, np.ndarray):
@@ -461,10 +461,9 @@ class Verification:
         return made
 
     def _garbage(self, original: Session, step: Step, trial: Feeds) -> tuple[float, Feeds]:
-        """The largest garbage that the original itself hides, so that a difference is the rewritten model's.
+        """The largest garbage that the original itself hides, and its outputs with that.
 
-        Returns:
-            Its magnitude, and what the original gives with it.
+        So a difference is the rewritten model's.
         """
         carried = {c.output for c in self.caches}
         clean = {n: v for n, v in original.run(trial).items() if n not in carried}

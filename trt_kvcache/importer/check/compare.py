@@ -28,15 +28,13 @@ FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten time
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
     """Largest differences as a share of the scale: of joins, and of rows of caches.
 
-    Args:
-        region: to compare.
-        wide: both sides compute in float32.
-        caches: the region reads caches.
+    `wide`: both sides compute in float32; `caches`: the region reads caches.
     """
     kinds = types_of(region.models[0]) | types_of(region.models[1])
     joins = max(_TOLERANCES.get(kind, 1e-4) for kind in kinds | {TensorProto.FLOAT})
-    rows = 1e-6 if not kinds & set(NARROW) else joins
-    if kinds & set(NARROW) and not wide:
+    narrow = not kinds.isdisjoint(NARROW)
+    rows = joins if narrow else 1e-6
+    if narrow and not wide:
         joins = _EXPORTED_TOLERANCE
     elif any(node.op_type in _ROUNDING for model in region.models for node in model.graph.node):
         joins = rows = _ROUNDED_TOLERANCE
@@ -50,24 +48,15 @@ def cache_differs(
 ) -> tuple[str, bool]:
     """The first difference of a cache in words, and True if it lies in a row that was there before the step.
 
-    Args:
-    cache: of both sides.
-    step: the step.
-    first: the original's output, in the layout of the plan.
-    second: the rewritten model's.
-    rows: of the batch, that count.
-    kept: rows, at most, that the original keeps.
-    exact: the tolerance.
+    `first` is the original's output, in the layout of the plan; `rows` of the batch count, of which the original keeps
+    at most `kept` rows of the cache.
     """
-    update = cache.update
-    assert update is not None
+    assert cache.update is not None
     try:
         logical = cache.to_logical(second)
     except ValueError:
         return f"it has shape {list(second.shape)} in the rewritten model", False
-    a, b = first, logical
-    axis = update.sequence_axis
-    a, b = (np.moveaxis(np.asarray(v, np.float64), axis, 1) for v in (a, b))
+    a, b = (np.moveaxis(np.asarray(v, np.float64), cache.update.sequence_axis, 1) for v in (first, logical))
     if a.shape[2:] != b.shape[2:] or len(a) != len(b):
         shapes = f"{list(first.shape)} in the original, {list(logical.shape)} in the rewritten model"
         return f"it has shape {shapes}", False
@@ -82,9 +71,13 @@ def cache_differs(
     return "", False
 
 
+def _batch_axis(shape: Sequence[Term]) -> int | None:
+    return next((i for i, t in enumerate(shape) if t.batch), None)
+
+
 def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
     """Some rows of a batch; values without a batch axis stay whole."""
-    axis = next((i for i, t in enumerate(shape) if t.batch), None)
+    axis = _batch_axis(shape)
     if axis is None:
         return values
     size = values.shape[axis] // batch
@@ -107,13 +100,12 @@ def last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array:
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
     if not axes:
         return values
-    axis = axes[0]
-    return np.moveaxis(np.moveaxis(values, axis, 0)[-kept:], 0, axis)
+    return np.moveaxis(np.moveaxis(values, axes[0], 0)[-kept:], 0, axes[0])
 
 
 def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
     """The parts of a batch as one."""
-    axis = next((i for i, t in enumerate(shape) if t.batch), None)
+    axis = _batch_axis(shape)
     return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
 
 

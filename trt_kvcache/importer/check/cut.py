@@ -34,13 +34,7 @@ class Cut:
 
 
 def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> Cut:
-    """Reads both models.
-
-    Args:
-        original: the model as exported, without functions.
-        rewritten: the rewritten model.
-        plan: the roles of inputs and outputs; nothing else of it is believed.
-    """
+    """Reads both models; of the plan, only the roles of inputs and outputs are believed."""
     sides = (Graph(_runnable(extensions.apart(original, plan))), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
@@ -99,10 +93,10 @@ def check_interface(cut: Cut, presents: set[str]) -> None:
     """Every output of one side is one of the other, of the type and shape of the plan; the plan says what is gone."""
     original, rewritten = cut.sides
     gone = [c.old for c in cut.plan.changes if c.io == "output" and not c.new]
-    for name in original.outputs:
-        if name not in rewritten.outputs and not any(old.startswith(f"{name} ") for old in gone):
+    for name in (name for name in original.outputs if name not in rewritten.outputs):
+        if not any(old.startswith(f"{name} ") for old in gone):
             raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
-        if name not in rewritten.outputs and _depends_on_text(cut, name):
+        if _depends_on_text(cut, name):
             raise UnsupportedModelError(
                 f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
                 "that come out again may be gone"

@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Iterable, Mapping
 
-import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 from onnx.inliner import inline_local_functions
 
-from trt_kvcache.importer.protos import DEFAULT_DOMAINS, names_read
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, constant_value, copied, is_op, names_read
 
-_CONSTANTS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
 _SMALL = 1 << 16  # bytes; the contents of larger constants are not compared, they are weights with a name
 
 
@@ -39,7 +37,7 @@ class Graph:
         self.outputs = [value.name for value in graph.output]
         self.nodes: list[onnx.NodeProto] = []
         for node in _without_identities(graph):
-            value = _constant_of(node)
+            value = constant_value(node)
             if value is not None:
                 self.constants[node.output[0]] = value
             else:
@@ -51,8 +49,7 @@ class Graph:
     def constant_digest(self, name: str) -> str:
         """The digest of a constant: of its contents, or of the name, type and shape of a weight."""
         if name not in self._digests:
-            tensor = self.constants[name]
-            self._digests[name] = digest_of(_contents(tensor, name))
+            self._digests[name] = _digest_of(_contents(self.constants[name], name))
         return self._digests[name]
 
     def attributes(self, node: onnx.NodeProto) -> list[tuple[str, bytes]]:
@@ -94,12 +91,12 @@ class Graph:
             inputs = [of(name) for name in node.input]
             while inputs and not inputs[-1]:
                 inputs.pop()
-            if node.op_type == "Identity" and node.domain in DEFAULT_DOMAINS:
+            if is_op(node, "Identity"):
                 made = {node.output[0]: inputs[0]}
             else:
-                inner = [of(name) for name in self._captured(node)]
+                inner = [of(n) for n in sorted(names_read(node) - set(node.input)) if self._holds(n)]
                 domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
-                whole = digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
+                whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 made = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
             for name, digest in made.items():
                 if name in taken:
@@ -108,11 +105,7 @@ class Graph:
                 seen[name] = digest
         return seen, own
 
-    def _captured(self, node: onnx.NodeProto) -> list[str]:
-        """The tensors of the graph that bodies of a node read."""
-        return sorted(n for n in names_read(node) - set(node.input) if self.holds(n))
-
-    def holds(self, name: str) -> bool:
+    def _holds(self, name: str) -> bool:
         """The graph itself has the tensor, not a body in it."""
         return name in self.makes or name in self.constants or name in self.inputs
 
@@ -165,7 +158,7 @@ def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
             name = names[name]
         return name
 
-    identities = [n for n in graph.node if n.op_type == "Identity" and n.domain in DEFAULT_DOMAINS]
+    identities = [n for n in graph.node if is_op(n, "Identity")]
     kept = set()
     for node in identities:
         source, result = of(node.input[0]), of(node.output[0])
@@ -180,27 +173,12 @@ def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
         if id(node) in gone:
             continue
         if any(n in names for n in (*node.input, *node.output)):
-            copy = onnx.NodeProto()
-            copy.CopyFrom(node)
+            copy = copied(node)
             copy.input[:] = [of(n) for n in node.input]
             copy.output[:] = [of(n) for n in node.output]
             yield copy
         else:
             yield node
-
-
-def _constant_of(node: onnx.NodeProto) -> TensorProto | None:
-    if node.op_type != "Constant" or node.domain not in DEFAULT_DOMAINS or len(node.attribute) != 1:
-        return None
-    a = node.attribute[0]
-    if a.name == "value":
-        value = TensorProto()
-        value.CopyFrom(a.t)
-        return value
-    dtype = _CONSTANTS.get(a.name)
-    if dtype is None:
-        return None
-    return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(a), dtype))
 
 
 def _contents(tensor: TensorProto, name: str) -> object:
@@ -215,13 +193,12 @@ def _said(a: onnx.AttributeProto) -> bytes:
     if a.type == a.TENSOR and a.t.data_location != TensorProto.EXTERNAL:
         values = numpy_helper.to_array(a.t)
         return repr((values.shape, values.dtype.str)).encode() + values.tobytes()
-    bare = onnx.AttributeProto()
-    bare.CopyFrom(a)
+    bare = copied(a)
     bare.ClearField("name")
     bare.ClearField("doc_string")
     return bytes(bare.SerializeToString(deterministic=True))
 
 
-def digest_of(said: object) -> str:
+def _digest_of(said: object) -> str:
     """A short text that stands for any plain value."""
     return hashlib.sha1(repr(said).encode(), usedforsecurity=False).hexdigest()

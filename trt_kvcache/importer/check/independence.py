@@ -28,7 +28,7 @@ from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.protos import is_op, names_read
+from trt_kvcache.importer.protos import is_op, names_read, part_of
 from trt_kvcache.importer.steps.contents import find_caches, find_states, first_contents
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
@@ -48,17 +48,10 @@ _EXACT = 1e-5  # experts take as many tokens as come, and sums are taken in anot
 
 
 def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """The verdict on what is computed outside of the regions of caches.
+    """The verdict on what is computed outside of the regions of caches; `load` gives a model the data of its weights.
 
-    Args:
-        cut: both models.
-        regions: of `cut`.
-        limits: of token ids and positions.
-        load: gives a model the data of its weights.
-
-    Returns:
-        None if neither sequences nor tokens depend on which come with them, as far as ONNX Runtime runs this part of
-        the model.
+    None: neither sequences nor tokens depend on which come with them, as far as ONNX Runtime runs this part of the
+    model.
     """
     steps = read_limits(cut.plan, _BATCH)
     longest = steps.length or min(_LENGTH, steps.longest - 1)
@@ -70,20 +63,20 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
     try:
         for length in dict.fromkeys((longest, steps.length or 1)):  # some models run in steps of one token only
             last = capacity - length
-            outside = _Outside(cut, regions, batch, length, load)
-            if outside.runs([0] * batch, limits):
+            outside = _Outside(cut, regions, batch, length, limits, load)
+            if outside.runs(0):
                 break
-            if _Outside(cut, regions, 1, length, load).runs([0], limits):
+            if _Outside(cut, regions, 1, length, limits, load).runs(0):
                 return Verdict("", "alone")
         else:
             return None
-        if most := outside.longest_past(last, limits):
+        if most := outside.longest_past(last):
             return Verdict(str(most - 1 + length), "ends")
         starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
         for (own, other), row in product(starts, (0, batch - 1)):
-            if name := outside.first_dependent(own, other, row, limits):
+            if name := outside.first_dependent(own, other, row):
                 return Verdict(name, "dependent")
-        if singly and (name := outside.first_counted(last, limits)):
+        if singly and (name := outside.first_counted(last)):
             return Verdict(name, "counted")
     except (EngineError, OptionError, UnsupportedModelError):
         return None  # nothing was changed here: what does not run, no region vouches for either
@@ -94,17 +87,13 @@ class _Outside:
     """The rewritten model without what caches are read for; all of it if it has a fixed batch.
 
     Exports of a fixed batch say nothing of rows that start at different places, so that regions cannot compare these.
-
-    Args:
-        cut: both models.
-        regions: of `cut`.
-        batch: sequences.
-        length: new tokens of each.
-        load: gives a model the data of its weights.
+    Steps are of `batch` sequences with `length` new tokens each.
     """
 
-    def __init__(self, cut: Cut, regions: Sequence[Region], batch: int, length: int, load: Load) -> None:
-        self._plan, self._batch, self._length = cut.plan, batch, length
+    def __init__(
+        self, cut: Cut, regions: Sequence[Region], batch: int, length: int, limits: IndexLimits, load: Load
+    ) -> None:
+        self._plan, self._batch, self._length, self._limits = cut.plan, batch, length, limits
         graph = cut.rewritten
         self._is_fixed = any(isinstance(c.logical_shape[0], int) for c in cut.plan.caches)
         pasts = {c.past for c in cut.plan.caches}
@@ -124,12 +113,7 @@ class _Outside:
         self._stops = {name: stops[name] for name in self._fed if name in stops}
         kinds = {name: graph.inputs[name].type.tensor_type.elem_type for name in self._fed if name not in stops}
         inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]
-        outputs = [onnx.ValueInfoProto(name=name) for name in made]
-        model = helper.make_model(
-            helper.make_graph(nodes, "outside", inputs, outputs, constants),
-            ir_version=min(graph.model.ir_version, 12),
-            opset_imports=list(graph.model.opset_import),
-        )
+        model = part_of(graph.model, nodes, inputs, made, constants)
         self._engine = OrtEngine(open_types(load(model), wide=True))
 
     def _axis(self, shape: tuple[Term, ...] | None) -> int | None:
@@ -138,38 +122,34 @@ class _Outside:
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
-    def runs(self, starts: Sequence[int], limits: IndexLimits) -> bool:
-        """True if it runs after so many tokens in each sequence; behind the end of a table ONNX Runtime fails."""
+    def runs(self, past: int) -> bool:
+        """True if it runs after so many tokens in each sequence; beyond the end of a table ONNX Runtime fails."""
         try:
-            self._engine.run(self._feeds(starts, limits, 0))
+            self._engine.run(self._feeds([past] * self._batch, 0))
         except EngineError:
             return False
         return True
 
-    def longest_past(self, last: int, limits: IndexLimits) -> int:
+    def longest_past(self, last: int) -> int:
         """One more than the most tokens, fewer than `last`, after which the model still runs; 0: it runs after `last`.
 
-        ONNX Runtime fails behind the end of a table; TensorRT gives any numbers there.
+        TensorRT gives any numbers beyond the end of a table.
         """
-        if self.runs([last] * self._batch, limits):
+        if self.runs(last):
             return 0
         runs, fails = 0, last
         while fails - runs > 1:
             middle = (runs + fails) // 2
-            runs, fails = (middle, fails) if self.runs([middle] * self._batch, limits) else (runs, middle)
+            runs, fails = (middle, fails) if self.runs(middle) else (runs, middle)
         return fails
 
-    def first_dependent(self, own: int, other: int, row: int, limits: IndexLimits) -> str:
-        """The first tensor in which a sequence is not the same beside others; empty: there is none.
+    def first_dependent(self, own: int, other: int, row: int) -> str:
+        """The first tensor in which the sequence `row` is not the same beside others; empty: there is none.
 
-        Args:
-            own: tokens before the step, of the sequence, and in the first batch of all others.
-            other: the same of all others in the second batch.
-            row: of the sequence.
-            limits: of token ids and positions.
+        Before the step it holds `own` tokens, and so do all others in the first batch; in the second they hold `other`.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
-        feeds = [self._feeds(s, limits, seed) for seed, s in enumerate(starts)]
+        feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
         alone, beside = (self._engine.run(given) for given in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
             a, b = (np.split(v, self._batch, axis)[row] for v in (alone[name], beside[name]))
@@ -178,9 +158,9 @@ class _Outside:
                 return str(name)
         return ""
 
-    def first_counted(self, start: int, limits: IndexLimits) -> str:
+    def first_counted(self, start: int) -> str:
         """The first tensor in which tokens are not the same together as one by one; empty: there is none."""
-        feeds = self._feeds([start] * self._batch, limits, 0)
+        feeds = self._feeds([start] * self._batch, 0)
         interface = OriginalInterface(self._plan, twin=True)
         whole, given = self._engine.run(feeds), dict(feeds)
         for place in range(self._length):
@@ -199,11 +179,11 @@ class _Outside:
         allowed = (_EXACT if self._exact else _ROUNDED) * np.abs(a[np.isfinite(a)]).max(initial=0)
         return np.allclose(a, b, rtol=0, atol=float(allowed), equal_nan=True)
 
-    def _feeds(self, starts: Sequence[int], limits: IndexLimits, seed: int) -> Feeds:
+    def _feeds(self, starts: Sequence[int], seed: int) -> Feeds:
         step = Step(self._length, tuple(starts), tuple(s + self._length for s in starts))
         rng = np.random.default_rng(seed)
         constants = draw_constants(self._plan, self._batch, 0, twin=True)
-        inputs = StepInputs(self._plan, limits, constants, rng, twin=True, unknown=UNKNOWN)
+        inputs = StepInputs(self._plan, self._limits, constants, rng, twin=True, unknown=UNKNOWN)
         made: Feeds = inputs.shared(step)
         made |= {span.name: np.arange(span.capacity) for span in self._plan.spans}
         if self._plan.logits_span is not None:
@@ -235,7 +215,7 @@ class _Outside:
 
 
 def _ends(cut: Cut, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:
-    """What the regions of caches make, with shapes, and what goes into them."""
+    """The results of the regions of caches, with shapes, and the tensors that go into them."""
     graph = cut.rewritten
     made: dict[str, tuple[Term, ...]] = {}
     taken: list[str] = []
@@ -270,21 +250,17 @@ def _light(
     drawn = {name: t for name, t in constants.items() if name not in large}
     kept: list[NodeProto] = []
     for node in nodes:
-        inputs = [name for name in node.input if name]
+        inputs = {name for name in node.input if name}
+        is_constant = bool(inputs) and shapes.keys() >= inputs
+        constant = {name: _fixed(cut, name) for name in node.output if name and is_constant}
         if large.isdisjoint(inputs):
             kept.append(node)
-            if inputs and shapes.keys() >= set(inputs):
-                shapes |= {name: _fixed(cut, name) for name in node.output if name}
-                large |= {name for name in node.output if name and math.prod(shapes[name]) > _LARGEST}
-        elif shapes.keys() >= set(inputs):
-            for name in filter(None, node.output):
-                shapes[name] = _fixed(cut, name)
-                if math.prod(shapes[name]) > _LARGEST:
-                    large.add(name)
-                else:
-                    drawn[name] = _random(name, shapes[name])
+        elif is_constant:
+            drawn |= {name: _random(name, shape) for name, shape in constant.items() if math.prod(shape) <= _LARGEST}
         else:
             kept += _rank_one(node, shapes, large, drawn)
+        shapes |= constant
+        large |= {name for name, shape in constant.items() if math.prod(shape) > _LARGEST}
     read = {name for node in kept for name in names_read(node)}
     made = {name for node in kept for name in node.output}
     return kept, [t for name, t in drawn.items() if name in read and name not in made]

@@ -18,7 +18,7 @@ from trt_kvcache.importer.check.run import run_region
 from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
-from trt_kvcache.importer.protos import byte_size
+from trt_kvcache.importer.protos import byte_size, copied
 from trt_kvcache.importer.weights import detached
 
 _ROUNDS = 4
@@ -35,16 +35,7 @@ def check_models(
     *,
     thorough: bool = False,
 ) -> list[Verdict]:
-    """A verdict for every region.
-
-    Args:
-        original: the model as exported, without functions.
-        rewritten: the rewritten model.
-        plan: the roles of inputs and outputs.
-        weights: the weights that have stand-ins, by name.
-        folder: the folder of external data.
-        thorough: run steps after a past of every length.
-    """
+    """A verdict for every region; for the arguments see `check_rewrite`."""
     plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
     cut = prepare_cut(original, rewritten, plan)
     limits = index_limits(rewritten, plan)
@@ -83,10 +74,11 @@ def _judge(
     thorough: bool,
 ) -> Verdict:
     if region.key not in done:
-        loaded = load_weights(region, weights, folder)
-        done[region.key] = (
-            _unread(region, plan) if loaded is None else run_region(loaded, plan, limits, thorough=thorough)
-        )
+        if sum(byte_size(t) or 0 for m in region.models for t in m.graph.initializer) > _WEIGHTS:
+            done[region.key] = _unread(region, plan)
+        else:
+            first, second = (_loaded(model, weights, folder) for model in region.models)
+            done[region.key] = run_region(replace(region, models=(first, second)), plan, limits, thorough=thorough)
     name = next(iter(region.joins), ", ".join(region.presents))
     return replace(done[region.key], name=name, layer=region.layer)
 
@@ -111,23 +103,11 @@ def _unread(region: Region, plan: CachePlan) -> Verdict:
     return Verdict("", "undecided", reason) if region.presents or reads else Verdict("", "equal", reason)
 
 
-def load_weights(region: Region, weights: Mapping[str, TensorProto], folder: Path) -> Region | None:
-    """The region with the data of its weights; None where they are too large to be read."""
-    size = sum(byte_size(t) or 0 for m in region.models for t in m.graph.initializer)
-    if size > _WEIGHTS:
-        return None
-    return replace(
-        region, models=(_loaded(region.models[0], weights, folder), _loaded(region.models[1], weights, folder))
-    )
-
-
 def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> onnx.ModelProto:
     """A copy of the model with the data of its weights."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = copied(model)
     for tensor in copy.graph.initializer:
-        held = detached(tensor, weights)
-        if held is not None:
+        if (held := detached(tensor, weights)) is not None:
             name = tensor.name
             tensor.CopyFrom(held)
             tensor.name = name

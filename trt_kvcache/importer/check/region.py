@@ -9,7 +9,7 @@ outputs of the graph must be equal by construction. So every path from an input 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -21,7 +21,7 @@ from trt_kvcache.importer.check.cut import Cut, check_interface
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import Kind, Term
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.protos import FLOATS, is_op, names_read
+from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
 from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
@@ -89,7 +89,11 @@ def find_regions(cut: Cut) -> list[Region]:
         {name: name if name in cut.shared else f"{side}:{name}" for name in graph.inputs}
         for side, graph in enumerate(cut.sides)
     ]
-    plain = [graph.digests(leaf)[0] for graph, leaf in zip(cut.sides, leaves, strict=True)]
+
+    def digests(taken: Container[str]) -> list[tuple[dict[str, str], dict[str, str]]]:
+        return [graph.digests(leaf, taken) for graph, leaf in zip(cut.sides, leaves, strict=True)]
+
+    plain = [seen for seen, _ in digests(())]
     data = {
         name
         for name in cut.shared
@@ -107,16 +111,13 @@ def find_regions(cut: Cut) -> list[Region]:
         and name not in over_rows
         and _is_text(cut, name)
     }
-    outputs = [name for name in rewritten.outputs if name not in presents]
-    seen, own = [], []
-    for graph, leaf in zip(cut.sides, leaves, strict=True):
-        a, b = graph.digests(leaf, candidates)
-        seen.append(a)
-        own.append(b)
-    claims = [name for name in _order(rewritten, candidates) if own[0][name] != own[1][name]]
+    own = [computed for _, computed in digests(candidates)]
+    ordered = [name for node in rewritten.nodes for name in node.output if name in candidates]
+    claims = [name for name in ordered if own[0][name] != own[1][name]]
     candidates = set(claims)
-    seen = [graph.digests(leaf, candidates)[0] for graph, leaf in zip(cut.sides, leaves, strict=True)]
-    _check_outputs(cut, outputs, seen, leaves, candidates)
+    seen = [found for found, _ in digests(candidates)]
+    differ = [name for name in rewritten.outputs if name not in presents and seen[0].get(name) != seen[1].get(name)]
+    _check_outputs(cut, differ, seen[0], leaves[1], candidates)
 
     text = [graph.tainted(data | candidates, shapes=False) for graph in cut.sides]
     ends = [{seen[s][n]: cut.kinds[s].get(n) for n in text[s] if n in seen[s]} for s in (0, 1)]
@@ -171,20 +172,13 @@ def _over_rows(cut: Cut) -> set[str]:
 
 
 def _check_outputs(
-    cut: Cut,
-    outputs: Iterable[str],
-    seen: Sequence[Mapping[str, str]],
-    leaves: Sequence[Mapping[str, str]],
-    candidates: set[str],
+    cut: Cut, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> None:
-    rewritten = cut.rewritten
-    differ = [name for name in outputs if seen[0].get(name) != seen[1].get(name)]
+    """Refuses outputs that differ; logits of the last positions must be equal where the cut is taken back."""
     span = cut.plan.logits_span
     if span is not None and span.output in differ:
-        # The logits of the last positions: equal where the cut is taken back.
-        whole = _without_cut(rewritten, span.name)
-        again, _ = whole.digests(leaves[1], candidates)
-        if again.get(span.output) == seen[0].get(span.output):
+        again, _ = _without_cut(cut.rewritten, span.name).digests(leaves, candidates)
+        if again.get(span.output) == original.get(span.output):
             differ.remove(span.output)
     if differ:
         raise UnsupportedModelError(
@@ -195,13 +189,10 @@ def _check_outputs(
 
 def _without_cut(graph: Graph, span: str) -> Graph:
     """The graph with the Slice to the last positions taken out."""
-    below = graph.tainted([span], shapes=True)
-    model = onnx.ModelProto()
-    model.CopyFrom(graph.model)
-    names = {}
-    for node in graph.nodes:
-        if node.op_type == "Slice" and not below.isdisjoint(node.input[1:]) and node.input[0] not in below:
-            names[node.output[0]] = node.input[0]
+    below = graph.tainted([span])
+    model = copied(graph.model)
+    slices = [n for n in graph.nodes if n.op_type == "Slice" and not below.isdisjoint(n.input[1:])]
+    names = {n.output[0]: n.input[0] for n in slices if n.input[0] not in below}
     for node in model.graph.node:
         for i, name in enumerate(node.input):
             if name in names and node.output[0] not in names:
@@ -242,9 +233,8 @@ def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Map
         ]
     )
     integers = sorted({v for graph, cone in zip(cut.sides, cones, strict=True) for v in _integers(graph, cone[2])})
-    shapes = {name: _shape(cut, name) for name in joins}
     return Region(
-        shapes,
+        {name: _shape(cut, name) for name in joins},
         frozenset(n for n in joins if n in last),
         tuple(presents),
         (models[0], models[1]),
@@ -272,10 +262,8 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """The model with other outputs."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    del made.graph.output[:]
-    made.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    made = copied(model)
+    replace_field(made.graph.output, (onnx.ValueInfoProto(name=name) for name in names))
     return made
 
 
@@ -299,24 +287,15 @@ def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping
         else:
             elem_type, rank = boundaries[name].elem_type, len(boundaries[name].shape)
         inputs.append(onnx.helper.make_tensor_value_info(name, elem_type, None if rank is None else [None] * rank))
-    made = onnx.helper.make_graph(
-        [_without_outputs(node, set(fed)) for node in nodes],
-        "region",
-        inputs,
-        [onnx.ValueInfoProto(name=name) for name in outputs],
-        [_named(graph.constants[n], n) for n in used],
-    )
-    return onnx.helper.make_model(
-        made, ir_version=min(graph.model.ir_version, 12), opset_imports=list(graph.model.opset_import)
-    )
+    constants = [_named(graph.constants[n], n) for n in used]
+    return part_of(graph.model, [_without_outputs(node, set(fed)) for node in nodes], inputs, outputs, constants)
 
 
 def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
     """The node, with other names for outputs that are boundaries."""
     if fed.isdisjoint(node.output):
         return node
-    made = onnx.NodeProto()
-    made.CopyFrom(node)
+    made = copied(node)
     for i, name in enumerate(node.output):
         if name in fed:
             made.output[i] = f"{name}:unused"
@@ -326,8 +305,7 @@ def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
 def _named(tensor: TensorProto, name: str) -> TensorProto:
     if tensor.name == name:
         return tensor
-    made = TensorProto()
-    made.CopyFrom(tensor)
+    made = copied(tensor)
     made.name = name
     return made
 
@@ -340,7 +318,7 @@ def _key(
     numbers: dict[str, str],
     cut: Cut,
 ) -> list[str]:
-    """How a side computes its outputs: boundaries, weights and caches by their number, other inputs by their name."""
+    """The computation of each output: boundaries, weights and caches by number, other inputs by name."""
     caches = {c.past: c for c in cut.plan.caches}
     leaves: dict[str, str] = {}
     for name in (n for node in model.graph.node for n in (*node.input, *sorted(names_read(node)))):
@@ -405,10 +383,6 @@ def _shape(cut: Cut, name: str) -> tuple[Term, ...]:
 
 def _is_mask(plan: CachePlan, name: str) -> bool:
     return any(t.name == name and t.role in (Role.MASK, Role.POSITIONS) for t in plan.tensors)
-
-
-def _order(graph: Graph, names: set[str]) -> list[str]:
-    return [name for node in graph.nodes for name in node.output if name in names]
 
 
 def _inputs(model: onnx.ModelProto) -> list[str]:

@@ -41,15 +41,13 @@ _BATCH = 2
 _FEW = 64  # keys, each of which is changed to find the one that only one side sees
 
 
-def run_region(
-    region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool = False, seed: int = 0
-) -> Verdict:
+def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Verdict:
     """The verdict for a region: both sides run over all steps that it needs."""
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = False
     alive: set[str] = set()
     try:
-        for run in _runs(region, as_bytes(plan), limits, seed, thorough=thorough):
+        for run in _runs(region, as_bytes(plan), limits, thorough=thorough):
             why = run.compare() or ("" if compared else run.multiplies_no_number())
             if why:
                 return Verdict(name, "different", why)
@@ -64,16 +62,16 @@ def run_region(
     return Verdict(name, "equal")
 
 
-def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, thorough: bool) -> Iterator[_Run]:
+def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Iterator[_Run]:
     """As many runs as the region needs: in short caches and at the end of long ones; in float32 and as exported."""
-    longest = max((c.capacity for c in plan.caches), default=1)
-    capacity = min((c.capacity for c in _caches(region, plan)), default=longest)
+    capacities = [c.capacity for c in plan.caches]
+    capacity = min((c.capacity for c in _caches(region, plan)), default=max(capacities, default=1))
     allowed = read_limits(plan, _BATCH)
     rows = rows_needed((k for k in region.integers if k < capacity), min(allowed.length or 9, allowed.longest))
     wide = is_narrow(region.models)
 
     def make(plan: CachePlan, steps: Sequence[Step], *, wide: bool) -> _Run:
-        return _Run(Sides(region, plan, limits, seed, wide=wide), steps)
+        return _Run(Sides(region, plan, limits, wide=wide), steps)
 
     at = plan
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):

@@ -21,7 +21,7 @@ _SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:
     """Rows of a cache long enough for every step that does not end at the capacity."""
-    return max([_most(_PLAIN), *(k + longest for k in integers)]) + 3
+    return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
@@ -33,19 +33,17 @@ def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorou
         capacity: rows of its linear caches.
         thorough: steps after a past of every length, too.
     """
-    kept: dict[Step, None] = {}
-    for step in _all(limits, sorted(integers), capacity, thorough=thorough):
-        fitting = _fit(step, limits, capacity)
-        if fitting is not None:
-            kept[fitting] = None
-    return list(kept)
+    return _fitting(_all(limits, sorted(integers), capacity, thorough=thorough), limits, capacity)
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
     """Steps up to the last row of the capacity; one step only if it is long, since each moves whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
-    if capacity > _LONG:
-        steps = steps[:1]
+    return _fitting(steps[:1] if capacity > _LONG else steps, limits, capacity)
+
+
+def _fitting(steps: Iterable[Step], limits: Limits, capacity: int) -> list[Step]:
+    """Each step as the model takes it, once."""
     return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
 
 
@@ -113,7 +111,3 @@ def _fit(step: Step, limits: Limits, capacity: int) -> Step | None:
     if any(s % rows + length > rows for rows in limits.no_straddle for s in starts):
         return None
     return Step(length, starts, tuple(s + n if n else 0 for s, n in zip(starts, counts, strict=True)))
-
-
-def _most(pairs: Iterable[tuple[int, int]]) -> int:
-    return max(past + length for past, length in pairs)

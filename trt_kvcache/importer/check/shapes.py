@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.importer.protos import dtype_name
+from trt_kvcache.importer.protos import copied, dtype_name, part_of, replace_field
 from trt_kvcache.importer.steps.engine import EngineError, open_engine
 
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
@@ -63,11 +63,6 @@ class Kind:
 class Kinds:
     """Types and shapes of the tensors of a model.
 
-    Args:
-        model: not changed.
-        shapes: of its inputs.
-        batch: the batch that the model fixes, if it does.
-
     Raises:
         InvalidModelError: the shapes contradict each other.
     """
@@ -99,8 +94,7 @@ class _Inference:
     """ONNX shape inference with numbers for B, S and P."""
 
     def __init__(self, model: onnx.ModelProto, shapes: Shapes, point: Mapping[str, int]) -> None:
-        self._model = onnx.ModelProto()
-        self._model.CopyFrom(model)
+        self._model = copied(model)
         del self._model.graph.value_info[:]
         for value in self._model.graph.output:
             value.type.tensor_type.ClearField("shape")
@@ -134,9 +128,7 @@ class _Inference:
             if not made:
                 return
             values |= made
-            kept = [node for node in graph.node if not set(node.output) & set(made)]
-            del graph.node[:]
-            graph.node.extend(kept)
+            replace_field(graph.node, [node for node in graph.node if not set(node.output) & set(made)])
             graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in made.items())
             self.found = self._infer()
 
@@ -163,14 +155,8 @@ class _Inference:
             return made
         used = {n for node in nodes for n in node.input}
         held = [numpy_helper.from_array(v, n) for n, v in {**values, **made}.items() if n in used]
-        outputs = [onnx.ValueInfoProto(name=name) for name in wanted]
-        part = onnx.helper.make_model(
-            onnx.helper.make_graph(nodes, "numbers", [], outputs, held),
-            ir_version=min(self._model.ir_version, 12),
-            opset_imports=list(self._model.opset_import),
-        )
         try:
-            computed = open_engine(part, {}).run({})
+            computed = open_engine(part_of(self._model, nodes, [], wanted, held), {}).run({})
         except EngineError:
             return made
         return made | {name: value for name, value in computed.items() if value.size <= _FEW}

@@ -33,6 +33,7 @@ from trt_kvcache.importer.steps.schedule import Step
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
+_SEED = 0
 _TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
 _BYTES = 256 << 20  # of the caches of a step
 _LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
@@ -48,18 +49,12 @@ class Sides:
         garbage: magnitude of the numbers in such rows.
         settled: tokens of a past are as a step of the original leaves them, for models that round a whole cache.
         engines: of the original and of the rewritten side, once they are open.
-
-    Args:
-        region: to run.
-        plan: of the model; its capacities count.
-        limits: of token ids and positions.
-        seed: of all numbers.
         wide: both compute in float32.
     """
 
-    def __init__(self, region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, wide: bool) -> None:
+    def __init__(self, region: Region, plan: CachePlan, limits: IndexLimits, *, wide: bool) -> None:
         self.region, self.plan, self.wide = region, plan, wide
-        self._limits, self._seed = limits, seed
+        self._limits = limits
         self._models = tuple(open_types(m, wide=wide) for m in (runnable(region.models[0]), region.models[1]))
         self._needed = [{v.name for v in model.graph.input} for model in region.models]
         self.caches = [
@@ -124,15 +119,10 @@ class Sides:
             raise EngineError(f"the original's part does not run: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """All numbers of a step: inputs, boundaries by number, and caches as the original has them.
-
-        Args:
-            step: the step.
-            garbage: magnitude, if another than that of both sides.
-        """
+        """All numbers of a step: inputs, boundaries by number, and caches as the original has them."""
         batch = len(step.starts)
         inputs = StepInputs(
-            self.plan, self._limits, draw_constants(self.plan, batch, self._seed, twin=True), self._rng(step, 0),
+            self.plan, self._limits, draw_constants(self.plan, batch, _SEED, twin=True), self._rng(step, 0),
             twin=True, unknown=UNKNOWN, rings=self._has_rings(step),
         )  # fmt: skip
         made = inputs.shared(step)
@@ -142,7 +132,7 @@ class Sides:
         for number, cache in enumerate(self.caches):
             values = first_contents(
                 self._as_text(cache, step), step.starts, self.garbage if garbage is None else garbage,
-                np.random.default_rng([self._seed, 2, number]), twin=True,
+                np.random.default_rng([_SEED, 2, number]), twin=True,
             )  # fmt: skip
             made[cache.role.name] = values.astype(np.float32) if self.wide and values.dtype == np.float16 else values
         if self.settled:
@@ -150,7 +140,7 @@ class Sides:
         return made
 
     def _rng(self, step: Step, what: int) -> np.random.Generator:
-        return np.random.default_rng([self._seed, what, step.length, *step.starts])
+        return np.random.default_rng([_SEED, what, step.length, *step.starts])
 
     def _settle(self, step: Step, feeds: Feeds) -> None:
         ran = self.original(step, feeds)
@@ -187,12 +177,7 @@ class Sides:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """The original's joins and presents.
-
-        Args:
-            step: the step.
-            feeds: its numbers.
-            together: as many sequences as one run can take run at once, and not one by one.
+        """The original's joins and presents; `together`: of as many sequences as one run can take.
 
         Raises:
             EngineError: it does not run the step.
@@ -267,7 +252,7 @@ class Sides:
         for cache in (c for c in self.caches if c.role.name in made):
             values = made[cache.role.name]
             if self._as_text(cache, step) is not cache:
-                rng = np.random.default_rng([self._seed, 3])
+                rng = np.random.default_rng([_SEED, 3])
                 values = ring_window(values, cache, step.starts, self.garbage, rng, twin=True)
             made[cache.role.name] = cache.to_physical(values)
         tight = max(1, *step.valid)

@@ -90,7 +90,7 @@ def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[An
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Edit, in place, a model as it was read; whether it computes with other tensors than the file.
+    """Edit, in place, a model as it was read; True if it computes with other tensors than the file.
 
     Raises:
         ModelError: the model is of a family, but not as the family is supported; so below.
@@ -193,7 +193,7 @@ def _breaks_rules(model: onnx.ModelProto) -> bool:
 
 
 def is_update_outside_onnx(node: onnx.NodeProto) -> bool:
-    """Whether a node is TensorRT's own update of a cache, or one of the plugin's."""
+    """True for TensorRT's own update of a cache, or one of the plugin's."""
     return node.op_type == TENSORRT_UPDATE or (node.domain == NAMESPACE and node.op_type in OPERATORS)
 
 

@@ -41,12 +41,7 @@ _ADVICE = "leave the products of the attention out of the quantization (ModelOpt
 
 
 def round_first(graph: gs.Graph, caches: Collection[str]) -> None:
-    """Edit, in place, what is rounded behind moves of a cache.
-
-    Args:
-        graph: sorted.
-        caches: names of tensors that hold a cache with its new rows.
-    """
+    """Edit, in place, rounding after moves of a cache in a sorted graph; `caches` are names of caches with new rows."""
     emitter = Emitter(graph)
     for node in [n for n in graph.nodes if is_op(n, "DequantizeLinear")]:
         chain = _chain(node, caches)
@@ -88,7 +83,7 @@ def round_new_rows(graph: gs.Graph) -> None:
 
 
 def _reads_only(node: gs.Node | None, op: str) -> gs.Node | None:
-    """What makes the numbers that `node` alone reads, if it is an `op`."""
+    """The maker of the numbers that `node` alone reads, if it is an `op`."""
     if node is None or not is_op(node, op):
         return None
     tensor = node.inputs[0]
@@ -96,7 +91,7 @@ def _reads_only(node: gs.Node | None, op: str) -> gs.Node | None:
 
 
 def _new_rows(graph: gs.Graph, writer: gs.Node) -> int | None:
-    """Which operand of a node holds new rows, if it writes these, and nothing else, into a cache."""
+    """The operand of a node that holds new rows, if it writes these, and nothing else, into a cache."""
     if not is_op(writer, *_WRITERS) or contains(graph.outputs, writer.outputs[0]):
         return None
     sources = [trace_back(_before_cast(trace_back(tensor)[0]))[0] for tensor in writer.inputs]
@@ -128,7 +123,7 @@ def _check_presents(graph: gs.Graph) -> None:
 
 
 def _unrounded(tensor: gs.Tensor) -> gs.Tensor:
-    """What is moved, cast and rounded on its way to `tensor`."""
+    """The tensor that is moved, cast and rounded on its way to `tensor`."""
     while True:
         source = _before_cast(trace_back(tensor)[0])
         if (quantize := _rounds(source)) is not None:
@@ -167,7 +162,7 @@ def _chain(node: gs.Node, caches: Collection[str]) -> list[gs.Node]:
 
 
 def _does_alike(node: gs.Node) -> bool:
-    """Whether a node does the same to every number."""
+    """True if a node does the same to every number."""
     if is_op(node, "QuantizeLinear", "DequantizeLinear"):
         return not node.attrs.get("block_size") and all(_is_number(t) for t in node.inputs[1:] if not t.is_empty())
     if is_op(node, "Mul", "Div"):
@@ -198,11 +193,9 @@ def _copy(emitter: Emitter, node: gs.Node, tensor: gs.Tensor) -> gs.Variable:
 
 
 def read_pair(node: gs.Node | None, what: str) -> tuple[gs.Tensor, Rounding] | None:
-    """What a QuantizeLinear and a DequantizeLinear behind it round, and how; None where `node` is not the latter.
+    """The tensor that a QuantizeLinear and then `node`, a DequantizeLinear, round, and how; None: they are not these.
 
-    Args:
-        node: any.
-        what: it rounds, for messages.
+    `what` says in messages what they round.
 
     Raises:
         UnsupportedModelError: they are not one rounding with one scale and without a zero point.

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.flipped import Flipped, flip
-from trt_kvcache.importer.protos import all_nodes, byte_size, is_op
+from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.weights import raw_bytes
 
@@ -33,21 +33,14 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     """Make unsigned weights signed, in place, that nothing but DequantizeLinear reads.
 
-    Args:
-        model: edited in place.
-        folder: of its external data.
-
     Returns:
-        Those in external data: they are declared signed, and refer to bytes that are not, yet.
+        Those in external data, which lie in `folder`: they are declared signed, and refer to bytes that are not, yet.
 
     Raises:
         UnsupportedModelError: a scale of 8-bit weights is not positive, or a zero point is not in the middle.
     """
     weights = {t.name: t for t in model.graph.initializer}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in all_nodes(model.graph):
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    readers = readers_of(all_nodes(model.graph))
     kept = {value.name for value in model.graph.output}
     flipped = []
     for name, weight in weights.items():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import onnx
 import onnx.inliner
 from google.protobuf.message import Message
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.protos import (
@@ -21,14 +21,17 @@ from trt_kvcache.importer.protos import (
     Scope,
     all_nodes,
     byte_size,
+    copied,
     describe,
     dtype_name,
     elem_type_of,
+    int_attribute,
     is_op,
     iter_scopes,
     iter_tensors,
     nested_scopes,
     opset_version,
+    replace_field,
     shape_of,
 )
 
@@ -57,24 +60,14 @@ _FUSED: dict[str, tuple[int, ...]] = {
     "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
 }  # fmt: skip
 """Of ONNX Runtime's own operators, the operands of one type: its optimizers make caches of float32 for float16."""
-_ONNX_ERRORS = (
-    onnx.checker.ValidationError,
-    onnx.shape_inference.InferenceError,
-    RuntimeError,
-    ValueError,
-)
-
+_ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 
 _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")
 """In the words of ONNX's shape inference: operator, node, rule."""
 
 
 def check_graph(model: ModelProto, source: str) -> None:
-    """Check a model that may lack its external data.
-
-    Args:
-        model: is not changed.
-        source: the file's name, for messages.
+    """Check a model that may lack its external data; `source` is the file's name, for messages.
 
     Raises:
         InvalidModelError: a rule is broken; the message names the node.
@@ -202,7 +195,7 @@ def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> No
 
 
 def _is_small(tensor: TensorProto) -> bool:
-    """Whether the data are inside the model and few."""
+    """True if the data are inside the model and few."""
     try:
         size = byte_size(tensor)
     except ValueError:
@@ -229,15 +222,13 @@ def _without_stated_shapes(model: ModelProto) -> ModelProto:
     """The same, with shapes inside of it for operators of other domains alone: exporters state some wrongly."""
     stated = {info.name: info for info in model.graph.value_info}
     foreign = [name for node in model.graph.node if node.domain not in DEFAULT_DOMAINS for name in node.output]
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(stated[name] for name in foreign if name in stated)
+    replace_field(model.graph.value_info, [stated[name] for name in foreign if name in stated])
     return model
 
 
 def _without_external_data(skeleton: ModelProto) -> ModelProto:
     """A copy whose external tensors are empty: the checker would look for their files in the working directory."""
-    copy = ModelProto()
-    copy.CopyFrom(skeleton)
+    copy = copied(skeleton)
     for tensor in iter_tensors(copy):
         if tensor.data_location == TensorProto.EXTERNAL:
             del tensor.external_data[:]
@@ -308,19 +299,14 @@ def _check_types(model: ModelProto, source: str) -> None:
                     f"{source}: '{info.name}' has element type {elem_type_of(info)}, which ONNX does not define; "
                     "export the model again"
                 )
-        for node in scope.node:
-            for attribute in node.attribute:
-                if is_op(node, "Cast") and attribute.name == "to" and not _is_elem_type(attribute):
+        types = set(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
+        for node in (node for node in scope.node if is_op(node, "Cast")):
+            for a in node.attribute:  # a function's caller may give it
+                if a.name == "to" and not a.ref_attr_name and a.i not in types:
                     raise InvalidModelError(
-                        f"{source}: {describe(node)} casts to element type {attribute.i}, which ONNX does not define; "
+                        f"{source}: {describe(node)} casts to element type {a.i}, which ONNX does not define; "
                         "export the model again"
                     )
-
-
-def _is_elem_type(attribute: AttributeProto) -> bool:
-    """Whether an attribute is an element type that tensors have; one that a function's caller gives may be."""
-    types = set(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
-    return bool(attribute.ref_attr_name) or attribute.i in types
 
 
 def _check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
@@ -335,7 +321,7 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
     types = {info.name: kind for info in infos if (kind := elem_type_of(info))}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
-        to = next((a.i for a in node.attribute if a.name == "to"), 0) if is_op(node, "Cast") else 0
+        to = int_attribute(node, "to") if is_op(node, "Cast") else 0
         stated = types.get(node.output[0], to) if to else 0
         if to != stated:
             raise InvalidModelError(

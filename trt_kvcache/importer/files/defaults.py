@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from onnx import GraphProto, TensorProto, TensorShapeProto
 
 from trt_kvcache.importer.interface.config import NamePattern, shipped_patterns
-from trt_kvcache.importer.protos import DEFAULT_DOMAINS, shape_of
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, replace_field, shape_of
 
 __all__ = ["drop_defaults"]
 
@@ -28,7 +28,7 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
         named: the caller's own names of roles, beside the shipped ones.
 
     Returns:
-        Whether anything was changed.
+        True if anything was changed.
     """
     patterns = (*named, *shipped_patterns())
     brought = {
@@ -50,8 +50,7 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
     }
     kept = [tensor for tensor in graph.initializer if tensor.name not in given]
     if given:
-        del graph.initializer[:]
-        graph.initializer.extend(kept)
+        replace_field(graph.initializer, kept)
     return _shape_constants(graph, kept) or bool(given)
 
 

@@ -1,4 +1,4 @@
-"""Which file of an export is the decoder to take: exporters write prefill and decode apart, together, or both.
+"""The file of an export that is the decoder to take: exporters write prefill and decode apart, together, or both.
 
     decoder_model.onnx              the first step alone: no past in, caches out
     decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from onnx import ModelProto, StringStringEntryProto, TensorProto
 
-from trt_kvcache.importer.protos import iter_tensors
+from trt_kvcache.importer.protos import copied, iter_tensors
 
 __all__ = ["without_links"]
 
@@ -20,19 +20,13 @@ __all__ = ["without_links"]
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
     """The same model, with its external data named as they really lie, and the folder of these.
 
-    Args:
-        model: stays as it is; its external data are relative to `folder`.
-        folder: of the model.
-
-    Returns:
-        What was given, where nothing leads out of the folder; else a copy, and the folder that all data are in.
+    If no link leads out of the folder of the model, both are returned as given; else a copy of the model.
     """
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):
         return model, folder
     real = Path(os.path.commonpath([file.parent for file in files.values()]))
-    copy = ModelProto()
-    copy.CopyFrom(model)
+    copy = copied(model)
     for entry in _locations(copy):
         entry.value = files[entry.value].relative_to(real).as_posix()
     return copy, real

@@ -88,7 +88,7 @@ def _check_target(target: Path, source: SourceModel) -> None:
 
 @dataclass(frozen=True)
 class _Data:
-    """What a model needs of a data file: bytes from start to stop, in order and apart; None: the whole file."""
+    """The part of a data file that a model needs: ranges of bytes, in order and apart; None: all of it."""
 
     original: Path
     ranges: tuple[tuple[int, int], ...] | None

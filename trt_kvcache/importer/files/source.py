@@ -178,8 +178,8 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
     try:
         with path.open("rb") as file:
             start = file.read(_SAMPLE)
-            if found := _recognize(start):
-                raise InvalidModelError(f"{path}: {found}")
+            if foreign := _recognize(start):
+                raise InvalidModelError(f"{path}: {foreign}")
             read = stamp(file.fileno())
             size = read[2]
             if size > PROTOBUF_LIMIT:
@@ -199,18 +199,15 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
             f"{path}: not an ONNX model, or truncated ({size} bytes do not decode); {_AGAIN}"
         ) from None
     # Protobuf skips what it does not know, so many byte strings decode to a model with nothing in it.
-    missing = [
-        what
-        for what, there in (("graph", proto.HasField("graph")), ("opset import", bool(proto.opset_import)))
-        if not there
-    ]
+    found = {"graph": proto.HasField("graph"), "opset import": bool(proto.opset_import)}
+    missing = [what for what, there in found.items() if not there]
     if missing:
         raise InvalidModelError(f"{path}: not an ONNX model, or truncated (no {' and no '.join(missing)}); {_AGAIN}")
     return proto, read
 
 
 def _recognize(start: bytes) -> str | None:
-    """What a file that begins like this is, if it is surely not ONNX, and what to do."""
+    """The format of a file that begins like this, if it is surely not ONNX, and a way out."""
     if not start:
         return f"an empty file; {_AGAIN}"
     for offset, magic, what, todo in _SIGNATURES:
@@ -225,14 +222,12 @@ def _recognize(start: bytes) -> str | None:
 
 
 def _is_text(start: bytes) -> bool:
-    """Whether this is readable text. ONNX is not: its fields begin with tag bytes that are control characters."""
+    """True for readable text. ONNX is not: its fields begin with tag bytes that are control characters."""
     sample = start.removeprefix(b"\xef\xbb\xbf")
     try:
         text = sample.decode()
     except UnicodeDecodeError as error:
-        if (
-            len(start) < _SAMPLE or error.start < len(sample) - 3
-        ):  # else: a character cut in two by the end of the sample
+        if len(start) < _SAMPLE or error.start < len(sample) - 3:  # no character cut in two by the end of the sample
             return False
         text = sample[: error.start].decode()
     return all(c.isprintable() or c in "\t\n\r\f" for c in text)

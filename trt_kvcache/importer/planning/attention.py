@@ -24,6 +24,7 @@ from trt_kvcache.importer.graph import (
     dims,
     dtype_name,
     elem_type,
+    free_name,
     input_or_none,
     is_op,
     producer,
@@ -181,12 +182,12 @@ class _Planner:
         key = (capacity, source.name)
         if key not in self.spans:
             taken = {*self._graph.tensors(), *(s.name for s in self.spans.values())}
-            name = _free_name("attention_span" if not self.spans else f"attention_span_{capacity}", taken)
+            name = free_name("attention_span" if not self.spans else f"attention_span_{capacity}", taken)
             self.spans[key] = SpanInput(name=name, symbol=name, capacity=capacity, lengths=source.name)
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """Whether the model's mask has, or may be given, fewer keys than K: ONNX masks the rest, so K is cut to it."""
+        """True if the mask has, or may be given, fewer keys than K: ONNX masks the rest, so K is cut to it."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -224,7 +225,7 @@ class _Planner:
         )  # fmt: skip
         if key not in self.masks:
             self.masks[key] = MaskGeometry(
-                name=_free_name(f"{NAME_PREFIX}mask_{len(self.masks)}", set(self._graph.tensors())),
+                name=free_name(f"{NAME_PREFIX}mask_{len(self.masks)}", set(self._graph.tensors())),
                 causal=facts.causal,
                 lengths=lengths,
                 left_window=facts.left_window,
@@ -236,13 +237,6 @@ class _Planner:
                 slopes=slopes,
             )
         return self.masks[key]
-
-
-def _free_name(name: str, taken: set[str]) -> str:
-    """A name that a model does not have; a rewritten one already may have some."""
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
@@ -260,7 +254,7 @@ def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
 
 
 def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
-    """Whether the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
+    """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
 
     ONNX pads a short mask with "masked", so a mask cut to the active length has the same meaning, and the step then
     costs the active length.
@@ -292,7 +286,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """What Q of an attention is a view of, or some of the positions of; some of the heads are a query of their own."""
+    """The tensor of which Q is a view, or some of the positions; some of the heads are a query of their own."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -325,7 +319,7 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
 
 
 def _is_fixed(scan: gs.Node) -> bool:
-    """Whether the model says how many steps a Scan makes."""
+    """True if the model says how many steps a Scan makes."""
     count = int(scan.attrs["num_scan_inputs"])
     axes = scan.attrs.get("scan_input_axes") or [0] * count
     return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))

@@ -1,4 +1,4 @@
-"""What an Attention node says, read off the graph.
+"""Attention nodes, read off the graph.
 
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html.
 """
@@ -27,7 +27,7 @@ from trt_kvcache.importer.protos import FLOATS
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What one Attention node says of Q, K and V ``[B, N, S, H]``.
+    """One Attention node over Q, K and V ``[B, N, S, H]``.
 
     Attributes:
         qk_output: the node's fourth output is read.
@@ -64,13 +64,13 @@ class AttentionFacts:
 
     @property
     def additive(self) -> bool:
-        """Whether the mask is a float bias."""
+        """True if the mask is a float bias."""
         own = self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
         return own or self.slopes is not None
 
     @property
     def masked(self) -> bool:
-        """Whether some query may see fewer keys than the plain or upper-left causal form says."""
+        """True if some query may see fewer keys than the plain or upper-left causal form says."""
         return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
 
 
@@ -113,7 +113,8 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
             f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
             "factors above 0, and caps above 0 or none (0)"
         )
-    if (mask := input_or_none(node, 3)) is not None:
+    mask = input_or_none(node, 3)
+    if mask is not None:
         _check_mask(node, mask, elem_type(q))
     precision = node.attrs.get("softmax_precision")
     return AttentionFacts(
@@ -131,7 +132,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         scale=scale,
         qk_output=gives_scores(graph, node),
         qk_mode=int(node.attrs.get("qk_matmul_output_mode", 0)),
-        mask=input_or_none(node, 3),
+        mask=mask,
         lengths=input_or_none(node, 6),
         keys=axis_size(k, 2),
         queries=axis_size(q, 2),
@@ -169,5 +170,5 @@ def gives_scores(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def is_used(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    """Whether something reads an output of a node."""
+    """True if something reads an output of a node."""
     return not tensor.is_empty() and (bool(tensor.outputs) or contains(graph.outputs, tensor))

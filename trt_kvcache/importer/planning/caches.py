@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -30,42 +30,14 @@ from trt_kvcache.importer.plan import (
     UpdateForm,
     UpdateMode,
 )
-from trt_kvcache.importer.planning.routes import UpdateFacts, decide
+from trt_kvcache.importer.planning.routes import decide
 from trt_kvcache.importer.planning.rows_in_use import is_cut
 from trt_kvcache.importer.protos import TENSORRT_UPDATE
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 
-@dataclass(frozen=True)
-class _Found:
-    """One cache that a node updates.
-
-    Attributes:
-        shape: of the cache.
-        axis: of its sequence, never negative.
-        lengths: cumulative lengths ``[B + 1]`` of a packed update.
-    """
-
-    node: gs.Node
-    past: gs.Tensor
-    present: gs.Tensor
-    update: gs.Tensor
-    write_indices: gs.Tensor | None
-    lengths: gs.Tensor | None
-    shape: tuple[Dim, ...]
-    axis: int
-    form: UpdateForm
-    mode: UpdateMode
-
-    @property
-    def update_length(self) -> Dim:
-        """The size of the update's axis of tokens."""
-        shape = dims(self.update)
-        return "?" if shape is None else shape[self.axis if self.form is UpdateForm.PADDED else 0]
-
-
 def is_update(node: gs.Node) -> bool:
-    """Whether a node updates a cache."""
+    """True if a node updates a cache."""
     return is_op(node, "TensorScatter") or node.op == TENSORRT_UPDATE
 
 
@@ -88,63 +60,7 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
 
 
 def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
-    found = _find(node)
-    capacity = found.shape[found.axis]
-    if not isinstance(capacity, int):
-        raise UnsupportedModelError(
-            f"cache '{found.past.name}' of '{node.name}' has no fixed length on axis {found.axis}, and it is computed "
-            "in the graph: make it an input of the model, or give the export a fixed length"
-        )
-    _check_rows(found)
-    _check_zero_points(found)
-    length = found.update_length
-    if found.form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
-        raise InvalidModelError(
-            f"'{node.name}' writes an update of {length} tokens into a cache of {capacity} ('{found.past.name}'): "
-            "enlarge the cache or shorten the update"
-        )
-    facts = UpdateFacts(
-        node=node.name,
-        past=found.past.name,
-        dtype=dtype_name(found.past),
-        mode=found.mode,
-        form=found.form,
-        update_length=found.update_length,
-        capacity=capacity,
-        has_write_indices=found.write_indices is not None,
-        obstacle=_find_obstacle(graph, found),
-    )
-    decision = decide(facts, options)
-    if decision.route is Route.FUNCTIONAL and options.target is Target.TENSORRT_RTX and facts.dtype == "int8":
-        _check_one_reader(found)
-    layout, physical = _physical(found, decision.route, options)
-    return CacheUpdate(
-        node=found.node.name,
-        past=found.past.name,
-        present=found.present.name,
-        update=found.update.name,
-        write_indices=found.write_indices.name if found.write_indices is not None else None,
-        update_lengths=found.lengths.name if found.lengths is not None else None,
-        dtype=dtype_name(found.past),
-        logical_shape=found.shape,
-        sequence_axis=found.axis,
-        physical_shape=physical,
-        physical_sequence_axis=found.axis if layout is PhysicalLayout.AS_IS else 2,
-        layout=layout,
-        mode=found.mode,
-        form=found.form,
-        update_length=found.update_length,
-        capacity=capacity,
-        route=decision.route,
-        reason=decision.reason,
-        contract=decision.contract,
-        readers=_readers(found.present),
-        carried=contains(graph.inputs, found.past) and contains(graph.outputs, found.present),
-    )
-
-
-def _find(node: gs.Node) -> _Found:
-    past, present = node.inputs[0], node.outputs[0]
+    past, present, indices = node.inputs[0], node.outputs[0], input_or_none(node, 2)
     shape = dims(past) or dims(present)
     if shape is None:
         raise UnsupportedModelError(
@@ -156,11 +72,48 @@ def _find(node: gs.Node) -> _Found:
             f"'{node.name}' has axis {axis} on cache '{past.name}' of shape {list(shape)}: the axis must name a "
             "dimension after the batch"
         )
-    form = _form(node)
-    lengths = node.inputs[3] if form is UpdateForm.PACKED_NHD else None
-    mode = UpdateMode(node.attrs.get("mode", "linear"))
-    indices = input_or_none(node, 2)
-    return _Found(node, past, present, node.inputs[1], indices, lengths, shape, axis % len(shape), form, mode)
+    axis %= len(shape)
+    form, capacity = _form(node), shape[axis]
+    if not isinstance(capacity, int):
+        raise UnsupportedModelError(
+            f"cache '{past.name}' of '{node.name}' has no fixed length on axis {axis}, and it is computed "
+            "in the graph: make it an input of the model, or give the export a fixed length"
+        )
+    _check_rows(node, shape)
+    _check_zero_points(node)
+    rows = dims(node.inputs[1])
+    length = "?" if rows is None else rows[axis if form is UpdateForm.PADDED else 0]
+    if form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
+        raise InvalidModelError(
+            f"'{node.name}' writes an update of {length} tokens into a cache of {capacity} ('{past.name}'): "
+            "enlarge the cache or shorten the update"
+        )
+    update = CacheUpdate(
+        node=node.name,
+        past=past.name,
+        present=present.name,
+        update=node.inputs[1].name,
+        write_indices=indices.name if indices is not None else None,
+        update_lengths=node.inputs[3].name if form is UpdateForm.PACKED_NHD else None,
+        dtype=dtype_name(past),
+        logical_shape=shape,
+        sequence_axis=axis,
+        physical_shape=shape,
+        physical_sequence_axis=axis,
+        layout=PhysicalLayout.AS_IS,
+        mode=UpdateMode(node.attrs.get("mode", "linear")),
+        form=form,
+        update_length=length,
+        capacity=capacity,
+        route=Route.FUNCTIONAL,
+        reason="",
+        readers=_readers(present),
+        carried=contains(graph.inputs, past) and contains(graph.outputs, present),
+    )
+    update = decide(update, _find_obstacle(graph, node, shape), options)
+    if update.route is Route.FUNCTIONAL and options.target is Target.TENSORRT_RTX and update.dtype == "int8":
+        _check_one_reader(node)
+    return _laid_out(update, present, options)
 
 
 def _form(node: gs.Node) -> UpdateForm:
@@ -200,46 +153,46 @@ def _check_packed(node: gs.Node) -> None:
         )
 
 
-def _check_rows(found: _Found) -> None:
+def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
     """Refuse as many write indices as no batch but one has."""
-    write_indices = found.write_indices
+    write_indices = input_or_none(node, 2)
     if write_indices is None:
         return
-    (rows,), batch = dims(write_indices) or ("?",), found.shape[0]
-    if isinstance(rows, int) and not isinstance(batch, int):
+    (rows,) = dims(write_indices) or ("?",)
+    if isinstance(rows, int) and not isinstance(shape[0], int):
         raise UnsupportedModelError(
-            f"'{found.node.name}' has {rows} write indices ('{write_indices.name}'), and cache '{found.past.name}' "
-            f"{list(found.shape)} an open batch; one for each row is needed: export both with one symbol, or a fixed "
+            f"'{node.name}' has {rows} write indices ('{write_indices.name}'), and cache '{node.inputs[0].name}' "
+            f"{list(shape)} an open batch; one for each row is needed: export both with one symbol, or a fixed "
             "batch"
         )
 
 
-def _check_zero_points(found: _Found) -> None:
+def _check_zero_points(update: gs.Node) -> None:
     """Refuse rounding around another number than 0 on the way into a cache or out of it: it has no layer for that."""
-    for node in (*found.node.inputs[1].inputs, *consumers(found.present)):
+    for node in (*update.inputs[1].inputs, *consumers(update.outputs[0])):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
             zero = small_constant(input_or_none(node, 2))
             if zero is not None and np.any(zero.astype(np.int64)):
                 raise UnsupportedModelError(
-                    f"cache '{found.past.name}' holds numbers that {node.op} '{node.name}' rounds around "
+                    f"cache '{update.inputs[0].name}' holds numbers that {node.op} '{node.name}' rounds around "
                     f"{int(zero.reshape(-1)[0])}; TensorRT rounds to int8 around 0: quantize the cache symmetrically"
                 )
 
 
-def _check_one_reader(found: _Found) -> None:
+def _check_one_reader(update: gs.Node) -> None:
     """Refuse int8 keys or values of two attentions: the builder of TensorRT for RTX 1.7.1 dies of SIGSEGV."""
-    readers = _readers(found.present, "DequantizeLinear")
+    readers = _readers(update.outputs[0], "DequantizeLinear")
     if len(readers) > 1:
         raise UnsupportedModelError(
-            f"cache '{found.past.name}' of int8 is read by {len(readers)} attentions "
+            f"cache '{update.inputs[0].name}' of int8 is read by {len(readers)} attentions "
             f"({', '.join(map(repr, readers))}); TensorRT for RTX crashes as it builds such a model: keep a shared "
             "cache in float16 or bfloat16, or build for --target tensorrt"
         )
 
 
-def _find_obstacle(graph: gs.Graph, found: _Found) -> str:
-    """Why past and present cannot be one buffer, or an empty string."""
-    node, past, present = found.node, found.past, found.present
+def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> str:
+    """The reason that past and present cannot be one buffer, or an empty string."""
+    past, present = node.inputs[0], node.outputs[0]
     if not contains(graph.inputs, past):
         maker = producer(past)
         if maker is not None and is_update(maker):
@@ -253,8 +206,8 @@ def _find_obstacle(graph: gs.Graph, found: _Found) -> str:
         if reader is not node and _reads_values(graph, reader):
             what = "also updated" if is_update(reader) else "also read"
             return f"the cache '{past.name}' is {what} by '{reader.name}', which must see it before the update"
-    if any(not isinstance(d, int) for d in found.shape[1:]):
-        return f"the cache '{past.name}' has open dimensions besides the batch: {list(found.shape)}"
+    if any(not isinstance(d, int) for d in shape[1:]):
+        return f"the cache '{past.name}' has open dimensions besides the batch: {list(shape)}"
     return ""
 
 
@@ -269,9 +222,7 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
     """The Attention nodes that get this cache as K or V.
 
-    Args:
-        present: the cache.
-        through: operators that may stand in between, beside those that only move values or compute the cache.
+    Operators that only move values or compute the cache may stand in between, and those of `through`.
     """
     found: list[str] = []
     seen: set[int] = set()
@@ -292,27 +243,24 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
 
 VIEW_OPS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Slice", "Gather", "Split",
             "Cast", "Expand")  # fmt: skip
-"""What may stand between a cache and the attention that reads it."""
+"""Operators that may stand between a cache and the attention that reads it."""
 
 
-def _physical(found: _Found, route: Route, options: PlanOptions) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
-    shape, axis = found.shape, found.axis
-    if route is Route.FUNCTIONAL or found.form is UpdateForm.PACKED_NHD:
-        return PhysicalLayout.AS_IS, shape
-    if options.cache_layout is CacheLayout.AUTO and axis == 1:
-        heads = heads_of_sequence_major(found.node.outputs[0], shape)
-        if heads is not None:
-            capacity, rest = shape[1], shape[2:]
-            size = rest[-1] if len(rest) == 2 else int(rest[0]) // heads
-            return PhysicalLayout.HEADS_MAJOR, (shape[0], heads, capacity, size)
-    if len(shape) == 4 and axis == 2:
-        return PhysicalLayout.AS_IS, shape
-    before = math.prod(int(d) for d in shape[1:axis])
-    after = math.prod(int(d) for d in shape[axis + 1 :])
-    return PhysicalLayout.VIEW, (shape[0], before, shape[axis], after)
+def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:
+    """The update with the layout of its cache in the engine."""
+    shape, axis = update.logical_shape, update.sequence_axis
+    native = len(shape) == 4 and axis == 2
+    if native or update.route is Route.FUNCTIONAL or update.form is UpdateForm.PACKED_NHD:
+        return update
+    heads = _heads_of(present, shape) if options.cache_layout is CacheLayout.AUTO and axis == 1 else None
+    before, after = (math.prod(int(d) for d in part) for part in (shape[1:axis], shape[axis + 1 :]))
+    layout, physical = PhysicalLayout.VIEW, (shape[0], before, shape[axis], after)
+    if heads is not None:
+        layout, physical = PhysicalLayout.HEADS_MAJOR, (shape[0], heads, shape[1], after // heads)
+    return replace(update, layout=layout, physical_shape=physical, physical_sequence_axis=2)
 
 
-def heads_of_sequence_major(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
+def _heads_of(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
     """Number of heads if every reader of this sequence-major cache wants ``[B, N, S_max, H]``, else None.
 
     Readers that do: ``Transpose(0, 2, 1, 3)``; a Reshape to ``[B, S_max, N, H]`` that only such a Transpose reads.
@@ -334,7 +282,7 @@ def heads_of_sequence_major(present: gs.Tensor, shape: tuple[Dim, ...]) -> int |
 
 
 def to_heads_major(node: gs.Node) -> bool:
-    """Whether a node is ``Transpose(perm=[0, 2, 1, 3])``."""
+    """True for ``Transpose(perm=[0, 2, 1, 3])``."""
     return is_op(node, "Transpose") and list(node.attrs.get("perm", [])) == [0, 2, 1, 3]
 
 

@@ -18,7 +18,7 @@ ROUNDING = "ORT_QMOE_CPU_QNBIT_GEMM"
 
 _lock = Lock()
 _before: list[str | None] = []
-"""What the environment said before the first of those that are in `exact_experts`, and an entry for each other."""
+"""The value in the environment before the first caller in `exact_experts`, and an entry for each other one."""
 
 
 @contextmanager

@@ -1,13 +1,13 @@
-"""How large token ids and positions may be: the rows of the tables that they look up."""
+"""Upper bounds of token ids and positions: the rows of the tables that they look up."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.protos import constants_of, int_attribute
 
 _PASSING = {
     "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Expand", "Transpose", "Gather", "Slice", "Split",
@@ -47,7 +47,7 @@ def table_rows(model: ModelProto, name: str) -> int | None:
 
     Rows before that of a 0 do not count.
     """
-    constants = _constants(model)
+    constants = constants_of(model.graph)
     aliases, found = {name: 0}, []  # and what was added on the way
     for node in model.graph.node:  # in topological order
         if node.op_type in _PASSING and node.input and node.input[0] in aliases:
@@ -55,25 +55,13 @@ def table_rows(model: ModelProto, name: str) -> int | None:
         elif node.op_type in _SHIFTING:
             _shift(node, aliases, constants)
         elif node.op_type == "Gather" and node.input[1] in aliases and node.input[0] in constants:
-            axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-            found.append(constants[node.input[0]].dims[axis] - aliases[node.input[1]])
+            found.append(constants[node.input[0]].dims[int_attribute(node, "axis")] - aliases[node.input[1]])
         elif node.op_type == "RotaryEmbedding":
             # ONNX: X, cos_cache, sin_cache, position_ids; com.microsoft: X, position_ids, cos_cache, sin_cache.
             positions, table = (1, 2) if node.domain == "com.microsoft" else (3, 1)
-            inputs = list(node.input)
-            if len(inputs) > positions and inputs[positions] in aliases and inputs[table] in constants:
-                found.append(constants[inputs[table]].dims[0] - aliases[inputs[positions]])
+            if len(node.input) > positions and node.input[positions] in aliases and node.input[table] in constants:
+                found.append(constants[node.input[table]].dims[0] - aliases[node.input[positions]])
     return min(found, default=None)
-
-
-def _constants(model: ModelProto) -> dict[str, TensorProto]:
-    constants = {t.name: t for t in model.graph.initializer}
-    for node in model.graph.node:
-        for attribute in node.attribute if node.op_type == "Constant" else ():
-            whole = list(attribute.ints) if attribute.type == AttributeProto.INTS else attribute.i
-            numbers = attribute.name in ("value_int", "value_ints")
-            constants[node.output[0]] = numpy_helper.from_array(np.array(whole)) if numbers else attribute.t
-    return constants
 
 
 def _shift(node: NodeProto, aliases: dict[str, int], constants: dict[str, TensorProto]) -> None:

@@ -20,7 +20,16 @@ from math import prod
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, inputs_behind, is_op, small_constant
+from trt_kvcache.importer.graph import (
+    consumers,
+    contains,
+    dims,
+    free_name,
+    input_or_none,
+    inputs_behind,
+    is_op,
+    small_constant,
+)
 from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpan, PlanOptions, Role, TensorRole
 
 __all__ = ["change_of", "plan_logits", "role_of", "with_span"]
@@ -43,7 +52,7 @@ Behind = Mapping[str, frozenset[str]]
 
 
 class _MixedError(Exception):
-    """Why the tail ends here."""
+    """The reason that the tail ends here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,15 +66,9 @@ class _Cut:
 
 
 def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """Say where logits of all positions are cut to the last ones, or why they are not.
+    """The place where logits of all positions are cut to the last ones in a sorted graph, or why they are not.
 
-    Args:
-        graph: prepared, sorted.
-        roles: of its inputs and outputs.
-        options: whether to.
-
-    Returns:
-        None and nothing to say where it is not asked for, and where the model gives logits of one position anyway.
+    None and nothing to say: nobody asks for it, or the model gives logits of one position anyway.
     """
     logits = _only(roles, Role.LOGITS, "output")
     tokens = _only(roles, Role.TOKENS, "input")
@@ -78,9 +81,7 @@ def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptio
     if isinstance(cut, str):
         return None, _note(logits, cut)
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}
-    name = _NAME
-    while name in taken:
-        name += "_"
+    name = free_name(_NAME, taken)
     readers = tuple(str(node.name) for node in cut.readers)
     return LogitsSpan(name, name, logits.name, str(cut.tensor.name), cut.axis, readers), ""
 
@@ -91,7 +92,7 @@ def _only(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | None
 
 
 def _several(logits: TensorRole, tokens: TensorRole | None) -> bool:
-    """Whether logits are of every token of steps that may have several."""
+    """True if logits are of every token of steps that may have several."""
     if "tokens" in logits.axes:
         return True
     if len(logits.shape) != 3 or tokens is None or len(tokens.shape) < 2:
@@ -116,12 +117,7 @@ def with_span(role: TensorRole, span: LogitsSpan | None) -> TensorRole:
 
 
 def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
-    """What changes for the caller.
-
-    Args:
-        role: of the logits as exported.
-        span: see `plan_logits`.
-    """
+    """The change for the caller; `role`: of the logits as exported."""
     names = {"batch": "B", "sequence": "S"}
     old = [names.get(a, str(d)) for d, a in zip(role.shape, role.axes, strict=True)]
     new = [old[0], span.symbol, old[2]]
@@ -241,7 +237,7 @@ def _broadcast(node: gs.Node, axis: int, behind: Behind) -> dict[int, int]:
 
 
 def _reshaped(node: gs.Node, axis: int) -> dict[int, int]:
-    """What stands before the positions stays, and so does how many numbers each of them has."""
+    """The axes before the positions stay, and so does how many numbers each position has."""
     before, shape = dims(node.inputs[0]) or (), small_constant(node.inputs[1])
     if shape is None or int(node.attrs.get("allowzero", 0)):
         raise _MixedError(f"Reshape '{node.name}' is to a shape that is computed")

@@ -26,7 +26,7 @@ class Rounding:
     Attributes:
         scale: of both.
         elem_type: the ONNX element type that is rounded to; its zero point is 0.
-        factor: what multiplies the numbers behind it.
+        factor: multiplies the rounded numbers.
     """
 
     scale: float
@@ -39,11 +39,7 @@ class Rounding:
         return [self.scale, float(self.elem_type), self.factor]
 
     def is_stable(self, dtype: int | None) -> bool:
-        """Whether what is rounded already stays as it is, whatever number it is.
-
-        Args:
-            dtype: of the rounded numbers.
-        """
+        """True if numbers of type `dtype` that are rounded already stay as they are."""
         if dtype is None:
             return False
         wide, kind = (onnx.helper.tensor_dtype_to_np_dtype(t) for t in (dtype, self.elem_type))
@@ -67,13 +63,13 @@ class Rounding:
         scale = emitter.scalar(self.scale, dtype)
         zero = emitter.tensor(onnx.helper.make_tensor("", self.elem_type, [], [0]))
         small = emitter.op("QuantizeLinear", [tensor, scale, zero], f"{hint}_quantized", self.elem_type)
-        rounded: gs.Variable = emitter.op("DequantizeLinear", [small, scale, zero], f"{hint}_rounded", dtype)
+        rounded = emitter.op("DequantizeLinear", [small, scale, zero], f"{hint}_rounded", dtype)
         if self.factor != 1:
             rounded = emitter.op("Mul", [rounded, emitter.scalar(self.factor, dtype)], f"{hint}_scaled", dtype)
         return rounded
 
 
 def read_rounding(node: gs.Node, attribute: str) -> Rounding | None:
-    """What an attribute of an Attention says."""
+    """The rounding that an attribute of an Attention states."""
     numbers: Sequence[float] | None = node.attrs.get(attribute)
     return None if numbers is None else Rounding(float(numbers[0]), int(numbers[1]), float(numbers[2]))

@@ -1,4 +1,4 @@
-"""Which way a cache update reaches the engine, and why. A pure decision over facts; nothing here reads a graph.
+"""The way on which a cache update reaches the engine, and why. A pure decision over facts; nothing here reads a graph.
 
 The facts about TensorRT were measured on TensorRT for RTX 1.7.1 (the parser family of TensorRT 11); tests/facts pins
 them.
@@ -7,12 +7,11 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.plan import (
     CacheUpdate,
-    Dim,
     Fallback,
     PlanOptions,
     Route,
@@ -23,72 +22,49 @@ from trt_kvcache.importer.plan import (
 )
 
 NATIVE_DTYPES = ("float", "float16", "bfloat16")
-"""What IKVCacheUpdateLayer takes."""
+"""Types that IKVCacheUpdateLayer takes."""
 
 PLAIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "bool")
-"""What TensorRT's scatter takes, for plain operators."""
+"""Types that TensorRT's scatter takes, for plain operators."""
 
 PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4", "float4e2m1")
-"""What a plugin can write: neither bool nor uint8 (NvInferRuntime.h, IPluginV3OneBuild::getOutputDataTypes)."""
+"""Types that a plugin can write: neither bool nor uint8 (NvInferRuntime.h, IPluginV3OneBuild::getOutputDataTypes)."""
 
 
-@dataclass(frozen=True)
-class UpdateFacts:
-    """What the graph says of one update.
+def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
+    """The update with its route, the reason for it, and what it asks of the caller.
 
-    Attributes:
+    Args:
+        facts: the update, without a route.
         obstacle: why the cache cannot be one buffer for past and present, whatever the kernel; empty if it can.
-    """
-
-    node: str
-    past: str
-    dtype: str
-    mode: UpdateMode
-    form: UpdateForm
-    update_length: Dim
-    capacity: int
-    has_write_indices: bool
-    obstacle: str = ""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A route, its reason, and what it asks of the caller."""
-
-    route: Route
-    reason: str
-    contract: UpdateContract | None = None
-
-
-def decide(facts: UpdateFacts, options: PlanOptions) -> Decision:
-    """Choose the route of one update.
+        options: target and fallback.
 
     Raises:
         UnsupportedModelError: no route keeps the meaning on this target.
     """
-    if facts.obstacle:
+    if obstacle:
         _check_dtype(facts, PLAIN_DTYPES)
         if facts.form is UpdateForm.PACKED_NHD:
             raise UnsupportedModelError(
-                f"packed update '{facts.node}': {facts.obstacle}; a packed update has no plain form: make the cache an "
+                f"packed update '{facts.node}': {obstacle}; a packed update has no plain form: make the cache an "
                 "input and its update an output of the model"
             )
-        return Decision(Route.FUNCTIONAL, facts.obstacle)
+        return _by(facts, Route.FUNCTIONAL, obstacle)
     if facts.form is UpdateForm.PACKED_NHD:
         return _packed(facts, options)
     if facts.dtype not in NATIVE_DTYPES:
         return _other_dtype(facts, options)
     if facts.mode is UpdateMode.LINEAR:
-        return Decision(Route.NATIVE, "linear update")
+        return _by(facts, Route.NATIVE, "linear update")
     return _circular(facts, options)
 
 
-def without_plugin(caches: Iterable[CacheUpdate]) -> str:
-    """What to do where the plugin of a plan cannot be compiled or registered: the routes that `decide` has beside it.
+def _by(update: CacheUpdate, route: Route, reason: str, contract: UpdateContract | None = None) -> CacheUpdate:
+    return replace(update, route=route, reason=reason, contract=contract)
 
-    Args:
-        caches: those of the plan.
-    """
+
+def without_plugin(caches: Iterable[CacheUpdate]) -> str:
+    """A way out where the plugin of a plan cannot be compiled or registered: the routes that `decide` has beside it."""
     needed = [c for c in caches if c.route is Route.PLUGIN]
     packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
     if packed:
@@ -110,7 +86,7 @@ def without_plugin(caches: Iterable[CacheUpdate]) -> str:
     return f"or do without the plugin: {ways}"
 
 
-def _packed(facts: UpdateFacts, options: PlanOptions) -> Decision:
+def _packed(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
     _check_dtype(facts, NATIVE_DTYPES if options.target is Target.TENSORRT_RTX else PLUGIN_DTYPES)
     if facts.mode is UpdateMode.CIRCULAR:
         if options.target is Target.TENSORRT_RTX:
@@ -118,36 +94,37 @@ def _packed(facts: UpdateFacts, options: PlanOptions) -> Decision:
                 f"packed update '{facts.node}' is circular; TensorRT for RTX writes packed updates linearly, and only "
                 "TensorRT can do this one, by the plugin: plan for TensorRT, or export with padded updates"
             )
-        return Decision(Route.PLUGIN, "circular packed update, which IKVCacheUpdateLayer does not know")
+        return _by(facts, Route.PLUGIN, "circular packed update, which IKVCacheUpdateLayer does not know")
     if options.packed_native and facts.dtype in NATIVE_DTYPES:
-        return Decision(Route.NATIVE, "packed update, native from TensorRT 11.0 on and on TensorRT for RTX")
-    return Decision(Route.PLUGIN, "packed update, which TensorRT before 11.0 does not know")
+        return _by(facts, Route.NATIVE, "packed update, native from TensorRT 11.0 on and on TensorRT for RTX")
+    return _by(facts, Route.PLUGIN, "packed update, which TensorRT before 11.0 does not know")
 
 
-def _other_dtype(facts: UpdateFacts, options: PlanOptions) -> Decision:
+def _other_dtype(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
     why = f"IKVCacheUpdateLayer holds float32, float16 and bfloat16, not {facts.dtype}"
     plugin = options.target is Target.TENSORRT and options.fallback is Fallback.AUTO
     if plugin and (facts.dtype in PLUGIN_DTYPES or facts.dtype not in PLAIN_DTYPES):
         _check_dtype(facts, PLUGIN_DTYPES)
-        return Decision(Route.PLUGIN, why)
+        return _by(facts, Route.PLUGIN, why)
     _check_dtype(facts, PLAIN_DTYPES)
-    return Decision(Route.FUNCTIONAL, why)
+    return _by(facts, Route.FUNCTIONAL, why)
 
 
-def _circular(facts: UpdateFacts, options: PlanOptions) -> Decision:
+def _circular(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
     if facts.update_length == 1:
-        return Decision(Route.NATIVE, "circular update of one token: linear at write index mod capacity")
-    if not facts.has_write_indices:
-        return Decision(Route.NATIVE, "circular update from index 0 never wraps: linear")
+        return _by(facts, Route.NATIVE, "circular update of one token: linear at write index mod capacity")
+    if not facts.write_indices is not None:
+        return _by(facts, Route.NATIVE, "circular update from index 0 never wraps: linear")
     if options.fallback is Fallback.FUNCTIONAL:
-        return Decision(Route.FUNCTIONAL, "circular update of several tokens, with plain operators as asked")
+        return _by(facts, Route.FUNCTIONAL, "circular update of several tokens, with plain operators as asked")
     if options.fallback is Fallback.AUTO and options.target is Target.TENSORRT:
-        return Decision(Route.PLUGIN, "circular update of several tokens, which IKVCacheUpdateLayer does not know")
+        return _by(facts, Route.PLUGIN, "circular update of several tokens, which IKVCacheUpdateLayer does not know")
     length = facts.update_length if isinstance(facts.update_length, int) else None
     if length is not None and facts.capacity % length:
         why = f"circular updates of {length} tokens each straddle the end of {facts.capacity} rows: plain operators"
-        return Decision(Route.FUNCTIONAL, why)
-    return Decision(
+        return _by(facts, Route.FUNCTIONAL, why)
+    return _by(
+        facts,
         Route.NATIVE,
         "circular update of several tokens: linear at write index mod capacity, under the contract that no update "
         "straddles the wrap",
@@ -155,7 +132,7 @@ def _circular(facts: UpdateFacts, options: PlanOptions) -> Decision:
     )
 
 
-def _check_dtype(facts: UpdateFacts, supported: tuple[str, ...]) -> None:
+def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
     if facts.dtype in supported:
         return
     extra = ""

@@ -1,4 +1,4 @@
-"""Where caches are cut to the rows in use for what is computed of them before attention.
+"""Caches are cut to the rows in use for what is computed of them before attention.
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
@@ -16,21 +16,14 @@ _HINT = "rows_in_use"
 
 
 def emit_cut(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.Variable:
-    """All rows of a cache, of which the rewrite may take fewer.
-
-    Args:
-        emit: of the graph.
-        present: the updated cache.
-        axis: of its rows.
-        capacity: how many there are.
-    """
-    made: gs.Variable = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
+    """All rows of an updated cache, along `axis`, of which the rewrite may take fewer."""
+    made = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
     made.shape = present.shape
     return made
 
 
 def is_cut(node: gs.Node, end: gs.Tensor | None = None) -> bool:
-    """Whether a node is such a Slice, and does not end with a span yet, or with `end`."""
+    """True for such a Slice that does not end with a span yet, or ends with `end`."""
     return (
         is_op(node, "Slice")
         and node.name.startswith(NAME_PREFIX + _HINT)
@@ -41,9 +34,7 @@ def is_cut(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 def cuts_behind(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
     """The cuts that a tensor is computed from, in the order in which it takes them; none where there is more to it.
 
-    Args:
-        tensor: K or V of an Attention.
-        end: where those may end already that K and V share.
+    Cuts that K and V share may end with `end` already.
     """
     found: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()

@@ -33,7 +33,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     """Apply `plan` to the graph that it was made from, in place."""
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
-    _add_spans(graph, plan)
+    graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
     _cut_logits(graph, emitter, plan)
     views = rewrite_caches(emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
@@ -42,12 +42,6 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     copy_repeats(graph, emitter)
     _declare_logits(graph, plan)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
-
-
-def _add_spans(graph: gs.Graph, plan: CachePlan) -> None:
-    """Add the plan's span inputs to the graph."""
-    for span in plan.spans:
-        graph.inputs.append(gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]))
 
 
 def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:

@@ -30,10 +30,9 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
     queries: Counter[str] = Counter()
     keys = Counter(nodes[item.node].inputs[1].name for item in plan.attention)
     for item in plan.attention:
-        node = nodes[item.node]
-        facts = _apart(emitter, read_attention(graph, node), queries, keys)
+        facts = _apart(emitter, read_attention(graph, nodes[item.node]), queries, keys)
         mask = build_mask(emitter, facts, item, masks.get(item.mask or ""))
-        _rewrite(emitter, node, facts, item, mask, views)
+        _rewrite(emitter, facts, item, mask, views)
 
 
 def _apart(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
@@ -43,11 +42,7 @@ def _apart(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys:
     builder of TensorRT for RTX 1.7.1 dies of SIGSEGV. So under a shared K, the scale goes to Q alone; and the readers
     of one Q, or of parts of it, see it times different powers of four, under a scale that makes up for it.
 
-    Args:
-        emitter: adds the products.
-        facts: of the attention at hand.
-        queries: readers of each Q so far.
-        keys: all readers of each K.
+    `queries` counts the readers of each Q so far, `keys` all readers of each K.
     """
     node = facts.node
     query, key = node.inputs[:2]
@@ -65,13 +60,9 @@ def _apart(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys:
 
 
 def _rewrite(
-    emitter: Emitter,
-    node: gs.Node,
-    facts: AttentionFacts,
-    plan: AttentionPlan,
-    mask: Mask,
-    views: dict[str, CacheView],
+    emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, mask: Mask, views: dict[str, CacheView]
 ) -> None:
+    node = facts.node
     query, key, value = node.inputs[0], *(cut(emitter, t, mask.end, views) for t in node.inputs[1:3])
     target = node.outputs[0]
     scores = node.outputs[3] if facts.qk_output else None
@@ -131,7 +122,7 @@ def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[
 
 
 def _splits_heads(node: gs.Node) -> bool:
-    """Whether a node makes ``[B, S, N, H]`` of ``[B, S, N*H]``, whatever S is."""
+    """True if a node makes ``[B, S, N, H]`` of ``[B, S, N*H]``, whatever S is."""
     target = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
     return target is not None and target.size == 4 and not target[:2].any()
 

@@ -52,8 +52,8 @@ def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
         elif cache.mode is UpdateMode.CIRCULAR and cache.route is Route.NATIVE:
             _unwrap(emitter, node, cache)
         if cache.layout is PhysicalLayout.VIEW:
-            name, view = _to_view(emitter, node, cache)
-            views[name] = view
+            whole, logical = _to_view(emitter, node, cache)
+            views[whole] = CacheView(node.outputs[0], 2, logical, cache.sequence_axis)
         elif cache.layout is PhysicalLayout.HEADS_MAJOR:
             _to_heads_major(emitter, node, cache)
         axis = cache.physical_sequence_axis
@@ -113,24 +113,22 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
     node.inputs = [past, where, update]
 
 
-def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, CacheView]:
+def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
+    """Returns the name of what readers get, and its shape."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip
     rows = cache.update_length if isinstance(cache.update_length, int) else -1
     update = emitter.op("Reshape", [node.inputs[1], emitter.ints([0, before, rows, after])], f"{cache.past}_update")
-    _retype(node, cache)
-    node.inputs[1] = update
-    node.attrs["axis"] = 2
+    _set_update(node, cache, update)
     present = node.outputs[0]
     readers = consumers(present)
-    view = CacheView(present, 2, logical, cache.sequence_axis)
     whole = emitter.op("Reshape", [present, emitter.ints(logical)], f"{cache.present}_logical", elem_type(present))
     whole.shape = list(cache.logical_shape)
     for reader in readers:
         reader.inputs = [whole if t is present else t for t in reader.inputs]
     _keep_shape_readers(emitter, node, cache, logical)
-    return whole.name, view
+    return whole.name, logical
 
 
 def _to_heads_major(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
@@ -139,18 +137,17 @@ def _to_heads_major(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None
     if len(cache.logical_shape) == 3:
         update = emitter.op("Reshape", [update, emitter.ints([0, 0, heads, size])], f"{cache.past}_update_heads")
     update = emitter.op("Transpose", [update], f"{cache.past}_update", perm=[0, 2, 1, 3])
-    logical_shape = cache.logical_shape
-    _retype(node, cache)
-    node.inputs[1] = update
-    node.attrs["axis"] = 2
+    _set_update(node, cache, update)
     present = node.outputs[0]
     for reader in consumers(present):
         if to_heads_major(reader):
             _bypass(reader, present)
-        elif split_heads(reader, logical_shape) is not None:
+        elif split_heads(reader, cache.logical_shape) is not None:
             for transpose in consumers(reader.outputs[0]):
                 _bypass(transpose, present)
-    _keep_shape_readers(emitter, node, cache, None)
+    # The batch may be open, everything else is fixed.
+    logical = tuple(0 if i == 0 else int(d) for i, d in enumerate(cache.logical_shape))
+    _keep_shape_readers(emitter, node, cache, logical)
 
 
 def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
@@ -160,21 +157,21 @@ def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
     replace_uses(output, tensor)
 
 
-def _retype(node: gs.Node, cache: CacheUpdate) -> None:
-    """Declare the physical shape on the graph's input and output."""
+def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
+    """Let a node write into a cache of the physical shape."""
+    node.inputs[1] = update
+    node.attrs["axis"] = 2
     shape = [None if d == "?" else d for d in cache.physical_shape]
     node.inputs[0].shape = list(shape)
     node.outputs[0].shape = list(shape)
 
 
-def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...] | None) -> None:
+def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...]) -> None:
     """Shape nodes that read the past cache go on seeing its logical shape."""
     past = node.inputs[0]
     readers = [n for n in consumers(past) if is_op(n, "Shape")]
     if not readers:
         return
-    if logical is None:  # heads-major: the batch may be open, everything else is fixed
-        logical = tuple(0 if i == 0 else int(d) for i, d in enumerate(cache.logical_shape))
     view = emitter.op("Reshape", [past, emitter.ints(logical)], f"{cache.past}_logical", elem_type(past))
     for reader in readers:
         reader.inputs = [view if t is past else t for t in reader.inputs]

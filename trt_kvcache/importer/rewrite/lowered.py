@@ -44,7 +44,9 @@ def lower_attention(
     masked = _masked(emitter, capped, mask, facts.dtype)
     weights = plain.weights(masked, mask)
     if scores_output is not None:
-        _name_scores(emitter, (raw, capped, masked, weights)[facts.qk_mode], scores_output)
+        stage = (raw, capped, masked, weights)[facts.qk_mode]
+        name = emitter.name("qk_matmul_output:Identity")
+        emitter.graph.nodes.append(gs.Node("Identity", name, {}, [stage], [scores_output]))
     return plain.weighted(weights, value)
 
 
@@ -124,7 +126,8 @@ class _Plain:
         """The sum of the values by their weights, ``[B, N, S, H_v]``; after `scores`."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         if self.groups > 1:
-            sizes = [_batch(emitter, weights), emitter.ints([self.kv_heads, -1]), self._keys]
+            batch = emitter.op("Shape", [weights], "batch", INT64, start=0, end=1)
+            sizes = [batch, emitter.ints([self.kv_heads, -1]), self._keys]
             grouped = emitter.op("Concat", sizes, "weights_shape", INT64, axis=0)
             weights = emitter.op("Reshape", [weights, grouped], "weights_grouped", dtype)
         if elem_type(facts.node.inputs[2]) not in (None, 0, dtype):
@@ -166,7 +169,7 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
 
 
 def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
-    """What K ``[B, N, T, H]`` is joined of along its last axis, and how wide each is; K alone where that is unknown."""
+    """The parts that K ``[B, N, T, H]`` is joined of along its last axis, with widths; K alone if they are unknown."""
     node = producer(key)
     if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
         return [(key, 0)]
@@ -193,13 +196,3 @@ def _beside_sinks(emitter: Emitter, sinks: gs.Tensor, scores: gs.Tensor, dtype: 
     shape = emitter.op("Concat", [rows, emitter.ints([1])], "sink_shape", INT64, axis=0)
     column = emitter.op("Expand", [column, shape], "sink_column", dtype)
     return emitter.op("Concat", [scores, column], "scores_and_sinks", dtype, axis=-1)
-
-
-def _batch(emitter: Emitter, tensor: gs.Tensor) -> gs.Tensor:
-    return emitter.op("Shape", [tensor], "batch", INT64, start=0, end=1)
-
-
-def _name_scores(emitter: Emitter, tensor: gs.Variable, output: gs.Tensor) -> None:
-    """Give the model's fourth output the chosen stage of the scores."""
-    node = gs.Node("Identity", emitter.name("qk_matmul_output:Identity"), {}, [tensor], [output])
-    emitter.graph.nodes.append(node)

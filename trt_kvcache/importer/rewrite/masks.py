@@ -81,7 +81,7 @@ class _Builder:
         return Mask(bias, row_visible if geometry.guarded else None, self.end)
 
     def _end(self) -> gs.Tensor | None:
-        """How many keys take part: the span, or the length of a mask that is shorter, or both."""
+        """The number of keys that take part: the span, or the length of a mask that is shorter, or both."""
         emitter, facts, span = self.emitter, self.facts, self.span
         ends: list[gs.Tensor] = []
         if span is not None:
@@ -152,7 +152,7 @@ class _Builder:
         return self.emitter.once(("length", lengths.name), unsqueeze)
 
     def _has_one_row(self) -> bool:
-        """Whether the mask says the same for all of several queries, and so has only one row for them."""
+        """True if the mask is the same for all of several queries, and so has only one row for them."""
         if self.facts.queries == 1 or self.geometry.causal or self.windowed:
             return False
         shape = dims(self.facts.mask) if self.facts.mask is not None else ()
@@ -229,7 +229,7 @@ class _Builder:
         return mask
 
     def _row_visible(self, bias: gs.Tensor) -> gs.Tensor:
-        """Whether a row of the finished mask lets any key through."""
+        """True for the rows of the finished mask that let any key through."""
         emitter, dtype = self.emitter, self.facts.dtype if self.geometry.additive else INT32
         scores = bias if self.geometry.additive else emitter.op("Cast", [bias], "flags", INT32, to=INT32)
         best = emitter.op("ReduceMax", [scores, emitter.ints([-1])], "best", dtype, keepdims=1)

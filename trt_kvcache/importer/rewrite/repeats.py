@@ -30,7 +30,7 @@ def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
 
 
 def _counts(node: gs.Node) -> list[int] | None:
-    """How often a Tile or Expand repeats each axis of its input; None where constants do not say it."""
+    """The repeats of a Tile or Expand along each axis of its input; None where constants do not say it."""
     if not is_op(node, "Tile", "Expand"):
         return None
     given = small_constant(node.inputs[1])

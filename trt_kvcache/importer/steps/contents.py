@@ -154,8 +154,7 @@ def first_contents(
         whole = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
         np.moveaxis(contents, axis, 1)[:, ::2] = np.moveaxis(whole, axis, 1)[:, ::2]
     for row, count in enumerate(used):
-        rows = slice(0, count)
-        np.moveaxis(contents, axis, 1)[row, rows] = np.moveaxis(plausible, axis, 1)[row, rows]
+        np.moveaxis(contents, axis, 1)[row, :count] = np.moveaxis(plausible, axis, 1)[row, :count]
     return contents
 
 
@@ -183,23 +182,16 @@ def _values(
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
     """Rows of the caches that have a fixed length among the inputs, by name of the past."""
     found = {}
-    values = {value.name: value for value in inputs}
+    dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
-        value = values.get(cache.past)
-        dims = value.type.tensor_type.shape.dim if value is not None else ()
-        if len(dims) > cache.sequence_axis and dims[cache.sequence_axis].HasField("dim_value"):
-            found[cache.past] = dims[cache.sequence_axis].dim_value
+        sizes = dims.get(cache.past, ())
+        if len(sizes) > cache.sequence_axis and sizes[cache.sequence_axis].HasField("dim_value"):
+            found[cache.past] = sizes[cache.sequence_axis].dim_value
     return found
 
 
 def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:
-    """Rows of a cache in the original; None: it grows.
-
-    Args:
-        update: of the cache, as the plan has it.
-        plan: of the model.
-        fixed: what `fixed_rows` says of the original.
-    """
+    """Rows of a cache in the original, of which `fixed_rows` says what is `fixed`; None: it grows."""
     bound = plan.options.capacity or update.capacity
     if not plan.original:
         return fixed.get(update.past, bound)
@@ -212,11 +204,7 @@ def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]
 def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
     """The cache with a row for every token, where it became a ring; else the cache itself.
 
-    Args:
-        cache: as the plan has it.
-        plan: of the model.
-        fixed: what `fixed_rows` says of the original.
-        longest: tokens of the longest text, for a cache that grows.
+    `fixed` is of `fixed_rows`; a cache that grows holds `longest` tokens.
     """
     update = cache.update
     if update is None or update.mode is not UpdateMode.CIRCULAR:

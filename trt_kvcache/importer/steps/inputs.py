@@ -43,14 +43,8 @@ class StepInputs:
         self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
         unknown: int | None = None, rings: bool = False, plain: bool = False,
     ) -> None:  # fmt: skip
-        self._plan = plan
-        self._limits = limits
-        self._given = given
-        self._rng = rng
-        self._twin = twin
-        self._unknown = unknown
-        self._rings = rings
-        self._plain = plain
+        self._plan, self._limits, self._given, self._rng = plan, limits, given, rng
+        self._twin, self._unknown, self._rings, self._plain = twin, unknown, rings, plain
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
@@ -91,8 +85,10 @@ class StepInputs:
                 values, names = np.arange(len(starts) + 1) * step.length, ("batch+1",)
             case Role.MASK:
                 return self._mask(tensor, step, shape, dtype)
+            case _ if dtype.kind == "f":
+                return self._rng.normal(0, 0.5, shape).astype(dtype)
             case _:
-                return self._anything(shape, dtype)
+                return self._rng.integers(0, 2, shape).astype(dtype)
         return arrange(values, names, shape, tensor.axes).astype(dtype)
 
     def _size(self, tensor: TensorRole, axis: int, sizes: Mapping[str, int]) -> int:
@@ -137,7 +133,7 @@ class StepInputs:
         # The newest token that lies in row j of a cache of `keys` rows; for linear caches that is j itself.
         newest = after - 1 - (after - 1 - np.arange(keys)) % keys
         written = newest >= 0
-        if not self._wraps(keys):
+        if not any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches):
             newest, written = np.arange(keys)[None, None, :], np.arange(keys)[None, None, :] < after
         share = 0 if self._plain else _HIDDEN_SHARE
         hidden = self._rng.random((len(step.starts), step.length, keys)) < share
@@ -152,14 +148,6 @@ class StepInputs:
         bias = np.where(placed, 0 if self._plain else self._rng.uniform(-1, 1, shape), _FAINT)
         # Not the lowest finite number: ONNX Runtime takes that for -inf, ONNX's own definition adds it as it stands.
         return np.where(token, bias, -np.inf).astype(dtype)
-
-    def _wraps(self, keys: int) -> bool:
-        return any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches)
-
-    def _anything(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        if dtype.kind == "f":
-            return self._rng.normal(0, 0.5, shape).astype(dtype)
-        return self._rng.integers(0, 2, shape).astype(dtype)
 
 
 def draw_constants(
@@ -180,9 +168,8 @@ def draw_constants(
     for tensor in plan.tensors:
         if tensor.io != "input" or (tensor.role is not Role.CONSTANT and tensor.name not in named):
             continue
-        sizes = {"batch": batch}
         dims = zip(tensor.shape, tensor.axes, strict=True)
-        shape = tuple(d if isinstance(d, int) else sizes.get(axis, length) for d, axis in dims)
+        shape = tuple(d if isinstance(d, int) else batch if axis == "batch" else length for d, axis in dims)
         dtype = numpy_dtype(tensor.dtype, twin=twin)
         values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
         if dtype.kind != "f" and values.ndim:
@@ -207,10 +194,8 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     for name in names:
         if name not in order:
             values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
-    kept = [n for n in order if n is not None]
-    dropped = [i for i, n in enumerate(names) if n not in kept]
-    values = values.squeeze(tuple(dropped))
-    left = [n for n in names if n in kept]
-    values = values.transpose([left.index(n) for n in kept])
+    # What the tensor has no axis for is of size 1 now: it may go to the end, where the reshape drops it.
+    kept = [names.index(n) for n in order if n is not None]
+    values = values.transpose([*kept, *(i for i, n in enumerate(names) if n not in order)])
     spread = values.reshape([sizes[n] if n is not None else 1 for n in order])
     return np.ascontiguousarray(np.broadcast_to(spread, shape)).reshape(shape)  # which makes an axis of a scalar

@@ -56,10 +56,6 @@ class OriginalInterface:
         kept: rows, at most, of pasts that are cut to the newest ones, by name.
         unseen: names of the original's outputs that the rewritten model does not have, such as counters.
 
-    Args:
-        plan: with `CachePlan.original`.
-        twin: bfloat16 is held as float32.
-
     Raises:
         UnsupportedModelError: the plan does not say where rows are written.
     """
@@ -129,9 +125,7 @@ class OriginalInterface:
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
         """Rows that the original runs together, and the number of tokens that each holds before the step.
 
-        Args:
-            feeds: inputs of the rewritten model by name.
-            together: as many rows as one run can take, even if the original takes each alone.
+        `together`: as many rows as one run can take, even if the original takes each alone.
         """
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
         if together and (self.ragged or len(set(starts)) == 1):
@@ -143,12 +137,9 @@ class OriginalInterface:
         return [(slice(0, len(starts)), starts[0])]
 
     def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int) -> Feeds:
-        """The original's inputs for some rows of a step.
+        """The original's inputs for some rows of a step, which hold `past` tokens before it.
 
-        Args:
-            feeds: inputs of the rewritten model by name, caches in their logical shape.
-            rows: which rows.
-            past: tokens that these rows hold before the step.
+        `feeds` are the rewritten model's inputs by name, with caches in their logical shape.
         """
         length = self._length(feeds)
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
@@ -166,7 +157,7 @@ class OriginalInterface:
     ) -> Array:
         dtype = numpy_dtype(tensor.dtype, twin=self._twin)
         if tensor.role in _CACHES:
-            return self._past(tensor, feeds, rows, sizes)
+            return self._past(tensor, feeds, rows, sizes["past"])
         if tensor.role is OriginalRole.SWITCH:
             given = [size_of(d) or sizes.get(a, 1) for d, a in zip(tensor.shape, tensor.axes, strict=True)]
             return np.full(given, tensor.on, dtype)
@@ -201,7 +192,7 @@ class OriginalInterface:
         allowed = np.broadcast_to(visible, shape)
         return np.where(allowed, 0, np.finfo(dtype).min).astype(dtype) if dtype.kind == "f" else allowed.astype(dtype)
 
-    def _past(self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, sizes: Mapping[str, int]) -> Array:
+    def _past(self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, past: int) -> Array:
         if tensor.name not in feeds:
             raise UnsupportedModelError(
                 f"the rewritten model has no cache input '{tensor.name}', which the original has"
@@ -209,26 +200,18 @@ class OriginalInterface:
         whole = _held(feeds[tensor.name][rows], numpy_dtype(tensor.dtype, twin=self._twin))
         if tensor.role is OriginalRole.FIXED_CACHE:
             return whole
-        if tensor.room is not None:
-            return self._roomy(tensor, whole, sizes["past"])
-        first = 0 if tensor.kept is None else max(0, sizes["past"] - tensor.kept)
         order = tensor.order or tuple(range(whole.ndim))
         axis = order[tensor.axes.index("past")]
-        held = whole[(slice(None),) * axis + (slice(first, sizes["past"]),)]
+        first = 0 if tensor.kept is None else max(0, past - tensor.kept)
+        held = whole[(slice(None),) * axis + (slice(first, past),)]
         size = tensor.shape[tensor.axes.index("past")]
-        if tensor.kept is not None and isinstance(size, int):
-            free = [(size - held.shape[axis] if a == axis else 0, 0) for a in range(held.ndim)]
-            held = np.pad(held, free)  # a shifted cache begins with rows that hold nothing yet
+        if isinstance(
+            size, int
+        ):  # it always has as many rows; those of no token come first if it is shifted, else last
+            free = size - held.shape[axis]
+            ends = (0, free) if tensor.kept is None else (free, 0)
+            held = np.pad(held, [ends if a == axis else (0, 0) for a in range(held.ndim)])
         return np.ascontiguousarray(held.transpose(order))
-
-    def _roomy(self, tensor: OriginalTensor, whole: Array, past: int) -> Array:
-        """A past that always has as many rows: those of tokens first, and others that nothing shows."""
-        order = tensor.order or tuple(range(whole.ndim))
-        axis = order[tensor.axes.index("past")]
-        rows = np.moveaxis(whole, axis, 0)
-        made = np.zeros((tensor.room or 0, *rows.shape[1:]), whole.dtype)
-        made[:past] = rows[:past]
-        return np.ascontiguousarray(np.moveaxis(made, 0, axis).transpose(order))
 
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
@@ -249,9 +232,7 @@ class OriginalInterface:
     def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
         """The rewritten model's outputs, caches in the shape of the feeds.
 
-        Args:
-            feeds: of the step, as in `feeds`.
-            ran: rows, tokens before the step, and the original's outputs, taken one after the other.
+        `ran`: rows, tokens before the step, and the original's outputs, taken one after the other.
         """
         seen = {name: tensor for name, tensor in self._outputs.items() if name not in self.unseen}
         caches = {name for name, tensor in seen.items() if tensor.role in _CACHES and name in self._past_of}
@@ -317,10 +298,6 @@ class OriginalSession:
 
     Attributes:
         engine: name and version of what runs the original.
-
-    Args:
-        session: of the original.
-        interface: between both.
     """
 
     def __init__(self, session: Session, interface: OriginalInterface) -> None:

@@ -5,7 +5,7 @@ Each function returns a copy, or the model itself where there is nothing to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.protos import Scope, is_op, iter_scopes, iter_tensors
+from trt_kvcache.importer.protos import copied, is_op, iter_scopes, iter_tensors, replace_field
 from trt_kvcache.importer.steps.contents import numpy_dtype
 from trt_kvcache.importer.steps.element_types import state_type
 
@@ -33,16 +33,27 @@ def with_exact_products(model: ModelProto) -> ModelProto:
     MatMulNBits lets ONNX Runtime compute with activations of 8 bits (``accuracy_level=4``, which onnxruntime-genai sets
     for the CPU). That moves logits by percents of their scale, which would hide differences.
     """
-    if not any(rounds(node) for scope in iter_scopes(model) for node in scope.node):
+
+    def edit(node: NodeProto, _: str) -> list[NodeProto]:
+        replace_field(node.attribute, [a for a in node.attribute if a.name != ACCURACY])
+        return []
+
+    return _edited(model, rounds, edit)
+
+
+def _edited(
+    model: ModelProto, wanted: Callable[[NodeProto], bool], edit: Callable[[NodeProto, str], list[NodeProto]]
+) -> ModelProto:
+    """A copy with the wanted nodes edited, each after the nodes that `edit` gives; these get names with a prefix."""
+    if not any(wanted(node) for scope in iter_scopes(model) for node in scope.node):
         return model
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    for scope in iter_scopes(copy):
-        for node in scope.node:
-            if rounds(node):
-                kept = [a for a in node.attribute if a.name != ACCURACY]
-                del node.attribute[:]
-                node.attribute.extend(kept)
+    copy = copied(model)
+    for number, scope in enumerate(iter_scopes(copy)):
+        nodes: list[NodeProto] = []
+        for i, node in enumerate(scope.node):
+            nodes += edit(node, f"trt_kvcache.verify/{number}/{i}") if wanted(node) else []
+            nodes.append(node)
+        replace_field(scope.node, nodes)
     return copy
 
 
@@ -57,32 +68,19 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
     ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses those without the axis of the queries, and the reference
     evaluator of ONNX 1.23.2 gives all queries of such a mask the causal frontier of the first.
     """
-    if not any(_mask(node) for scope in iter_scopes(model) for node in scope.node):
-        return model
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    for scope in iter_scopes(copy):
-        nodes: list[NodeProto] = []
-        for i, node in enumerate(scope.node):
-            if mask := _mask(node):
-                prefix = f"trt_kvcache.verify/{node.output[0]}/{i}"
-                names = [f"{prefix}/{part}" for part in ("queries", "one", "shape", "mask")]
-                one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
-                nodes += [
-                    helper.make_node("Shape", [node.input[0]], names[:1], start=-2, end=-1),
-                    helper.make_node("Constant", [], names[1:2], value=one),
-                    helper.make_node("Concat", names[:2], names[2:3], axis=0),
-                    helper.make_node("Expand", [mask, names[2]], names[3:]),
-                ]
-                node.input[3] = names[3]
-            nodes.append(node)
-        _set_nodes(scope, [NodeProto.FromString(node.SerializeToString()) for node in nodes])
-    return copy
 
+    def edit(node: NodeProto, prefix: str) -> list[NodeProto]:
+        names = [f"{prefix}/{part}" for part in ("queries", "one", "shape", "mask")]
+        nodes = [
+            helper.make_node("Shape", [node.input[0]], names[:1], start=-2, end=-1),
+            helper.make_node("Constant", [], names[1:2], value_ints=[1]),
+            helper.make_node("Concat", names[:2], names[2:3], axis=0),
+            helper.make_node("Expand", [node.input[3], names[2]], names[3:]),
+        ]
+        node.input[3] = names[3]
+        return nodes
 
-def _mask(node: NodeProto) -> str:
-    """The mask input of an Attention node, or an empty string."""
-    return node.input[3] if is_op(node, "Attention") and len(node.input) > 3 else ""
+    return _edited(model, lambda n: is_op(n, "Attention") and len(n.input) > 3 and bool(n.input[3]), edit)
 
 
 def with_norms_in_front(model: ModelProto) -> ModelProto:
@@ -93,18 +91,7 @@ def with_norms_in_front(model: ModelProto) -> ModelProto:
     size]``. Measured with its exports of one Qwen3 in fp16: the one for CUDA (fused), spelled out like this, and the
     one for DirectML (not fused) give the same bits.
     """
-    if not any(_has_norms(node) for scope in iter_scopes(model) for node in scope.node):
-        return model
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    for number, scope in enumerate(iter_scopes(copy)):
-        nodes: list[NodeProto] = []
-        for i, node in enumerate(scope.node):
-            if _has_norms(node):
-                nodes += _norms(node, f"trt_kvcache.verify/{number}/{i}")
-            nodes.append(NodeProto.FromString(node.SerializeToString()))
-        _set_nodes(scope, nodes)
-    return copy
+    return _edited(model, _has_norms, _norms)
 
 
 def _has_norms(node: NodeProto) -> bool:
@@ -125,7 +112,7 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
         return str(made[-1].output[0])
 
     def ints(name: str, *values: int) -> str:
-        return emit("Constant", [], name, value=helper.make_tensor(name, TensorProto.INT64, [len(values)], values))
+        return emit("Constant", [], name, value_ints=values)
 
     size = emit("Shape", weights[:1], "size")
     if not node.input[1]:  # packed: [B, S, (heads + 2 * kv_heads) * head size]
@@ -141,11 +128,6 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
     for i in _NORMS:
         node.input[i] = ""
     return made
-
-
-def _set_nodes(scope: Scope, nodes: list[NodeProto]) -> None:
-    del scope.node[:]
-    scope.node.extend(nodes)
 
 
 def runnable(original: ModelProto) -> ModelProto:
@@ -177,8 +159,7 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
     Types that are only moved become int8, as in `as_bytes`, and so do those that QuantizeLinear writes around zero.
     """
-    made = ModelProto()
-    made.CopyFrom(model)
+    made = copied(model)
     moved = [value for value in made.graph.input if value.type.tensor_type.elem_type in _MOVED]
     for value in moved:
         value.type.tensor_type.elem_type = TensorProto.INT8

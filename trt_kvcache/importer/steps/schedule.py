@@ -57,10 +57,6 @@ class Limits:
 def read_limits(plan: CachePlan, batch: int) -> Limits:
     """The steps that the model allows.
 
-    Args:
-        plan: of the model.
-        batch: rows, where the model does not say.
-
     Raises:
         OptionError: a circular cache takes no update of the model's.
     """

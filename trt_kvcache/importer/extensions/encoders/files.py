@@ -1,4 +1,4 @@
-"""Where exporters put the encoder of a decoder, and what gives the encoder's keys and values.
+"""Places where exporters put the encoder of a decoder, and files that give the encoder's keys and values.
 
 Encoders:
 

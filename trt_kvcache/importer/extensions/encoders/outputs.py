@@ -1,4 +1,4 @@
-"""Which output of an export gives which constant of its decoder.
+"""The outputs of an export that give the constants of its decoder.
 
 encoder_hidden_states              the encoder's output [B, S_enc, H]
 past_key_values.0.encoder.key ...  the encoder, under the name of what is present; else the first step's model
@@ -17,8 +17,8 @@ from onnx import TensorProto, helper
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.tool_repairs.merged import take_first_branch as take_first_branch
 from trt_kvcache.importer.plan import Stack, TensorRole
-from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
-from trt_kvcache.importer.simplify import drop_dead, replace_field
+from trt_kvcache.importer.protos import elem_type_of, names_read, replace_field, shape_of
+from trt_kvcache.importer.simplify import drop_dead
 
 __all__ = [
     "HIDDEN",
@@ -42,7 +42,7 @@ _HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
 
 @dataclass(frozen=True)
 class EncoderParts:
-    """Where the constants of a decoder come from.
+    """The sources of a decoder's constants.
 
     Attributes:
         own: outputs of the encoder by the constant that they give.
@@ -60,11 +60,6 @@ class EncoderParts:
 def find_parts(constants: Sequence[TensorRole], made: Mapping[str, int], path: Path) -> EncoderParts:
     """Read off an encoder's outputs what they are to the decoder.
 
-    Args:
-        constants: what the decoder takes.
-        made: ranks of the encoder's outputs, by name.
-        path: of the encoder, for messages.
-
     Raises:
         UnsupportedModelError: nothing tells which output is the encoder's.
     """
@@ -79,12 +74,6 @@ def find_parts(constants: Sequence[TensorRole], made: Mapping[str, int], path: P
 
 def find_later(rest: Sequence[TensorRole], made: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
     """The outputs of the first step, by the names of the inputs that they give.
-
-    Args:
-        rest: constants that the encoder does not give.
-        made: outputs of the first step.
-        encoder: its path, for messages.
-        first: path of the first step; None: there is none.
 
     Raises:
         UnsupportedModelError: nobody gives one.
@@ -125,7 +114,7 @@ def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
 
 
 def cut_to(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
-    """Leave what leads to the wanted outputs; returns those that are there. `graph` is changed."""
+    """Leave the nodes of the wanted outputs; returns those that are there. `graph` is changed."""
     replace_field(graph.output, [v for v in graph.output if v.name in wanted])
     drop_dead(graph)
     read = {v.name for v in graph.output}.union(*map(names_read, graph.node)) - {t.name for t in graph.initializer}

@@ -15,7 +15,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint, Probe
 from trt_kvcache.importer.planning.index_limits import table_rows
 from trt_kvcache.importer.prepare import detach_weights
-from trt_kvcache.importer.protos import is_op, shape_of
+from trt_kvcache.importer.protos import int_attribute, is_op, shape_of
 
 __all__ = ["check_positions", "most_ids", "positions_made"]
 
@@ -35,13 +35,7 @@ def most_ids(model: onnx.ModelProto) -> int | None:
 def positions_made(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
-    """The number of positions that an encoder makes of a source; None: its outputs do not say.
-
-    Args:
-        model: of the encoder, flat; not changed.
-        shapes: of all its inputs.
-        axes: of outputs, by name: where the positions lie.
-    """
+    """The number of positions that an encoder makes of a source; None: its outputs do not say."""
     shell, weights = detach_weights(model)
     probe = Probe(Blueprint(shell, weights), shapes, {})
     made = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
@@ -50,10 +44,6 @@ def positions_made(
 
 def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Look up the positions of a source.
-
-    Args:
-        model: of the encoder, flat; not changed.
-        shapes: of all its inputs.
 
     Raises:
         OptionError: a table ends before the source does, or the source is too long to look.
@@ -72,7 +62,7 @@ def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
         probe = Probe(blueprint, shapes, values)
         for node in lookups:
             table, index = node.input[:2]
-            axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+            axis = int_attribute(node, "axis")
             count = prod(probe.shape(index) or (0,))
             if count > _PAIRS and token != _IDS[0]:
                 continue

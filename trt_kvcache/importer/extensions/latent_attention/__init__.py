@@ -71,13 +71,6 @@ def find_attention(
 ) -> ComputedAttention:
     """Find every attention over caches and over what is computed from them.
 
-    Args:
-        graph: sorted, as exported.
-        writes: its caches.
-        interface: of the model as exported.
-        samples: of the model as exported.
-        form: how to attend over latents.
-
     Raises:
         UnsupportedModelError: an attention is not what is supported, or reads what is not computed row by row.
     """

@@ -11,8 +11,8 @@ weight: N * (2 R + D2) multiplications for each token and row in use, where keys
 each row and N * (D + Dv) for each token and row. That is for steps of few tokens: both take the same for
 R * (D1 + Dv) / (2 R - D1 - Dv) of them, 170 in DeepSeek V3.
 
-Which column of a weight makes which number of which head is not matched, but read off numbers: what the MatMul gives is
-numbered, and the keys show where each number goes.
+The columns of weights are not matched to heads, but read off numbers: results of the MatMul are numbered, and the keys
+show where each number goes.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class _Weight:
         sizes = emit.op("Shape", [heads], "head_sizes", INT64, start=0, end=3)
         whole = emit.op("Concat", [sizes, emit.ints([made])], "head_sizes", INT64, axis=0)
         apart = emit.op("Reshape", [product, whole], "per_head", kind)
-        result: gs.Variable = emit.op("Transpose", [apart], "per_head", kind, perm=[1, 0, 2, 3])
-        return result
+        return emit.op("Transpose", [apart], "per_head", kind, perm=[1, 0, 2, 3])
 
     def _emit(self, emit: Emitter, *, transposed: bool) -> gs.Tensor:
         """As ``[N, R, count]``, or `transposed` as ``[N, count, R]``."""
@@ -80,8 +79,7 @@ class _Weight:
         tensor = _some(emit, tensor, 1, self.first, self.heads * self.step, self.columns)
         tensor = emit.op("Reshape", [tensor, emit.ints([self.rows, self.heads, self.step])], "weight")
         tensor = _some(emit, tensor, 2, self.start, self.count, self.step)
-        made: gs.Tensor = emit.op("Transpose", [tensor], "weight", perm=[1, 2, 0] if transposed else [1, 0, 2])
-        return made
+        return emit.op("Transpose", [tensor], "weight", perm=[1, 2, 0] if transposed else [1, 0, 2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,20 +102,14 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class Absorbed:
-    """How one attention over computed keys and values becomes one over what these are computed from."""
+    """One attention over computed keys and values, as one over the latents that these are computed from."""
 
     keys: tuple[_Part, ...]
     value: _Part
     sample: Sample
 
     def place(self, core: Core, computed: Computed, canonical: Canonical) -> Core:
-        """Put what stands around the attention into the graph; returns the attention over latents.
-
-        Args:
-            core: the attention that this stands for.
-            computed: of the same model.
-            canonical: of the graph, with the caches.
-        """
+        """Put the nodes around an attention into the graph; returns the attention over latents."""
         emit = canonical.emit
         key_type, value_type = (elem_type(w.present) or 0 for w in (core.key, core.value))
         made: dict[str, gs.Tensor] = {}
@@ -160,7 +152,7 @@ class Absorbed:
         return parts[0] if len(parts) == 1 else emit.op("Concat", parts, "latent_queries", kind, axis=3)
 
     def _row(self, part: _Part, computed: Computed, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
-        """What a part is made of, as one head ``[B, 1, rows, count]``."""
+        """The source of a part, as one head ``[B, 1, rows, count]``."""
         emit, function = canonical.emit, part.source
         name = str(function.tensor.name)
         tensor = computed.emit(name, made, canonical)
@@ -182,7 +174,7 @@ class Absorbed:
 
 
 def note(absorbed: Collection[Absorbed]) -> tuple[str, ...]:
-    """What to know about attentions whose queries go to latents; nothing where there are none."""
+    """A note on attentions whose queries go to latents; nothing where there are none."""
     balances = [item.balance for item in absorbed if item.balance is not None]
     if not absorbed:
         return ()
@@ -196,14 +188,9 @@ def note(absorbed: Collection[Absorbed]) -> tuple[str, ...]:
 
 
 def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -> dict[str, Absorbed]:
-    """Those attentions, by name, whose queries may go to what their keys and values are computed from.
+    """The attentions, by name, whose queries may go to what their keys and values are computed from.
 
     Nothing is refused: others stay as they are.
-
-    Args:
-        cores: all attentions.
-        computed: what they may read beside caches.
-        samples: of the model as exported.
     """
     sample = smallest(samples)
     finder = _Finder(computed, sample)
@@ -226,7 +213,7 @@ class _Finder:
         self._sample = sample
 
     def parts(self, write: Write, heads: int, size: int) -> tuple[_Part, ...]:
-        """What all columns of keys or values are made of, in order; none where that is not supported."""
+        """The parts of all columns of keys or values, in order; none where that is not supported."""
         name = str(write.present.name)
         places = self._places(name, size)
         if places is None or len(places[1]) not in (1, heads):
@@ -244,7 +231,7 @@ class _Finder:
         return tuple(parts)
 
     def _places(self, name: str, size: int) -> tuple[list[RowFunction], Array] | None:
-        """What a tensor ``[B, N, T, D]`` is moved from, and for each ``[N, D]`` which of those, and which column."""
+        """Tensors that ``[B, N, T, D]`` is moved from, and for each ``[N, D]`` which of those, and which column."""
         leaves = self._leaves(name)
         if leaves is None:
             return None
@@ -291,12 +278,9 @@ class _Finder:
         return list(found.values())
 
     def _part(self, leaf: RowFunction, numbers: Array, start: int) -> _Part | None:
-        """What makes columns from `start` on.
+        """The part of columns from `start` on, which are moved from `leaf`.
 
-        Args:
-            leaf: what they are moved from.
-            numbers: which of its columns each of them is, for each head ``[N, size, 2]``, after what it is of.
-            start: the first of them.
+        `numbers` ``[N, size, 2]`` say for each head the tensor and the column that each of them is.
         """
         columns = numbers[..., 1]
         heads, size = columns.shape
@@ -320,7 +304,7 @@ class _Finder:
         return _Part(source, 0, rows, start, size, weight)
 
     def _is_flat(self, function: RowFunction) -> bool:
-        """Whether a row is one axis, the last one, so that a Reshape makes one head of it."""
+        """True if a row is one axis, the last one, so that a Reshape makes one head of it."""
         shape = self._sample.probe.shape(function.tensor.name) or ()
         return function.axes[0] == 0 and len(shape) - 1 not in function.axes and _features(shape, function) == shape[-1]
 
@@ -330,7 +314,7 @@ def _features(shape: Sequence[int], function: RowFunction) -> int:
 
 
 def _is_weight(tensor: gs.Tensor) -> bool:
-    """Whether a tensor is a weight, as it is or arranged otherwise: one of few bits stays with its MatMul."""
+    """True for a weight, as it is or arranged otherwise: one of few bits stays with its MatMul."""
     while not isinstance(tensor, gs.Constant):
         node = producer(tensor)
         if node is None or not (is_op(node, *_ARRANGED) or is_float_cast(node)):
@@ -343,5 +327,4 @@ def _some(emit: Emitter, tensor: gs.Tensor, axis: int, start: int, count: int, w
     """So many numbers of an axis from `start` on, of the `whole`."""
     if count == whole:
         return tensor
-    made: gs.Tensor = emit.op("Slice", [tensor, *(emit.ints([n]) for n in (start, start + count, axis))], "some")
-    return made
+    return emit.op("Slice", [tensor, *(emit.ints([n]) for n in (start, start + count, axis))], "some")

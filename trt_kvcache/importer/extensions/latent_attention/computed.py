@@ -28,7 +28,7 @@ from trt_kvcache.importer.planning.rows_in_use import emit_cut
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """What may be keys and values, computed from caches.
+    """Tensors that may be keys and values, computed from caches.
 
     Attributes:
         functions: all tensors made of caches row by row.
@@ -41,13 +41,7 @@ class Computed:
     heads: Mapping[str, int]
 
     def emit(self, name: str, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
-        """Compute a row function from the canonical caches.
-
-        Args:
-            name: of it, as exported.
-            made: what was computed so far for one attention, by name; more is added.
-            canonical: of the graph, with the caches.
-        """
+        """Compute a row function from the canonical caches; `made` gets what was computed so far for one attention."""
         return self.functions.emit(name, made, canonical, lambda leaf: _rows_in_use(leaf, canonical))
 
     def place(self, core: Core, canonical: Canonical) -> Core:
@@ -85,12 +79,9 @@ def _heads_of(cache: Write, size: int) -> int:
 
 
 def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) -> Computed:
-    """Find what may be keys and values ``[B, N, T, D]``; where heads are only repeated, as it is before that.
+    """Find tensors that may be keys and values ``[B, N, T, D]`` in a sorted graph as exported.
 
-    Args:
-        graph: sorted, as exported.
-        writes: its caches.
-        samples: of the model as exported.
+    Where heads are only repeated, it is the tensor before that.
     """
     functions = Rows(graph, writes, samples)
     found: dict[str, Write] = {}
@@ -114,7 +105,7 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
 
 
 def _repeats(root: str, name: str, samples: Samples) -> bool:
-    """Whether a tensor is another one with its heads repeated, which attention does by itself."""
+    """True for another tensor with its heads repeated, which attention does by itself."""
     probe = samples.plain[0].probe
     shape, other = probe.shape(root), probe.shape(name)
     if shape is None or other is None or other[1] % shape[1]:

@@ -27,14 +27,7 @@ _ELEMENTWISE = ("Add", "Sub", "Mul", "Div")
 
 
 class Positioned:
-    """Tensors that a model makes of positions, row by row.
-
-    Args:
-        graph: canonical; sorted.
-        canonical: of the graph.
-        interface: of the model as exported.
-        samples: of the model as exported.
-    """
+    """Tensors that a model makes of positions, row by row."""
 
     def __init__(self, graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
         self._canonical = canonical
@@ -51,7 +44,7 @@ class Positioned:
         """Let `node` take the new tokens' rows of each sequence, if it computes with such rows, and with tokens.
 
         Returns:
-            Whether it was done.
+            True if it was done.
         """
         places = [i for i, t in enumerate(node.inputs) if (f := self._rows.found.get(t.name)) and f.is_new]
         if not is_op(node, *_ELEMENTWISE) or len(places) != 1:
@@ -75,14 +68,14 @@ class Positioned:
         return True
 
     def holds(self, tensor: gs.Tensor) -> bool:
-        """Whether a tensor is made of positions, row by row."""
+        """True if a tensor is made of positions, row by row."""
         return tensor.name in self._rows.found
 
     def is_looked_up(self, node: gs.Node) -> bool:
         """Let a Gather take rows of a table of all positions, if it takes them of one that is as long as the text.
 
         Returns:
-            Whether it was done.
+            True if it was done.
         """
         function = self._rows.found.get(node.inputs[0].name) if is_op(node, "Gather") else None
         if function is None or function.is_new or node.inputs[1].name not in self._given:

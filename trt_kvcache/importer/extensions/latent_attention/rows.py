@@ -36,7 +36,7 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """Why an operator works on more than a row; empty where that needs no mention."""
+    """The reason that an operator works on more than a row; empty where that needs no mention."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,7 @@ class RowFunction:
 class Rows:
     """All tensors of a model as exported that are computed row by row.
 
-    Args:
-        graph: sorted.
-        writes: its caches.
-        samples: of the model as exported.
-        given: names of tensors that the caller's positions are, or are made into: what reads these is left out.
+    Nodes are left out that read a tensor of `given`: names of the caller's positions, and of what is made of these.
 
     Attributes:
         found: by name of the tensor.
@@ -151,14 +147,7 @@ class Rows:
         canonical: Canonical,
         leaf: Callable[[RowFunction], gs.Tensor],
     ) -> gs.Tensor:
-        """Compute a tensor from other rows.
-
-        Args:
-            name: of it, as exported.
-            made: the tensors computed so far of the same rows, by name; more are added.
-            canonical: of the graph.
-            leaf: gives the rows of a tensor that is made of nothing else.
-        """
+        """Compute a tensor from other rows, which `leaf` gives; `made` has those computed so far of the same rows."""
         if name not in made:
             function, emit = self.found[name], canonical.emit
             node = function.node
@@ -303,7 +292,7 @@ class Rows:
         return tuple(made)
 
     def _moves(self, node: gs.Node, sources: Sequence[RowFunction]) -> bool:
-        """Whether one cache is only moved, repeated as a whole, or scaled by one number."""
+        """True if one cache is only moved, repeated as a whole, or scaled by one number."""
         if len(sources) != 1 or not sources[0].is_moved:
             return False
         if is_op(node, "Mul", "Div"):

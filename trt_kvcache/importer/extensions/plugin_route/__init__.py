@@ -39,15 +39,8 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
-from trt_kvcache.importer.plan import (
-    CachePlan,
-    CacheUpdate,
-    PhysicalLayout,
-    Route,
-    UpdateForm,
-    UpdateMode,
-)
-from trt_kvcache.importer.protos import TENSORRT_UPDATE, opset_version
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
+from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, opset_version
 from trt_kvcache.importer.rewrite.caches import first_rows
 from trt_kvcache.importer.simplify import OPSET
 from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
@@ -74,7 +67,7 @@ class _Update:
 
     @property
     def shared(self) -> list[gs.Tensor]:
-        """What the K and V of a pair have in common: write indices, and lengths."""
+        """Inputs that the K and V of a pair have in common: write indices, and lengths."""
         return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
 
 
@@ -94,7 +87,7 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
         if partner is not None:
             updates.remove(partner)
         _emit(graph, emitter, [update] if partner is None else [update, partner])
-    _check_types(_cache_types(graph))
+    _check_types(graph)
 
 
 def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
@@ -107,8 +100,7 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
     if not any(unknown):
         return model, None
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = copied(model)
     del made.graph.node[:]
     types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
     caches: dict[str, set[int]] = {}
@@ -139,8 +131,7 @@ def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
 
 def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProto:
     """The node in this project's domain; without write indices it writes from row 0 on."""
-    made = onnx.NodeProto()
-    made.CopyFrom(node)
+    made = copied(node)
     made.domain = NAMESPACE
     if len(node.input) < 3 or not node.input[2]:
         batch, first = f"{node.output[0]}/batch", f"{node.output[0]}/first"
@@ -151,17 +142,12 @@ def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProt
     return made
 
 
-def _cache_types(graph: gs.Graph) -> dict[str, set[int]]:
-    """Element types of the caches that each of the plugin's operators writes."""
+def _check_types(graph: gs.Graph) -> None:
+    """An operator has one definition in ONNX, for all types of caches that it writes."""
     types: dict[str, set[int]] = {}
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
             types.setdefault(node.op, set()).add(elem_type(node.inputs[0]) or 0)
-    return types
-
-
-def _check_types(types: dict[str, set[int]]) -> None:
-    """An operator has one definition in ONNX, for all types of caches that it writes."""
     for found in types.values():
         if found & _THROUGH_FLOAT and found & {INT32, INT64}:
             names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in found))
@@ -230,7 +216,7 @@ def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> t
 
 
 def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
-    """Whether there is one scale, or one for each head of the physical cache."""
+    """True for one scale, or one for each head of the physical cache."""
     shape = dims(scale)
     if shape is None or len(shape) > 1 or any(not isinstance(d, int) for d in shape):
         return False
@@ -244,7 +230,7 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """Whether two updates can be one node: one kernel, one place to write to, and no way from one to the other.
+    """True if two updates can be one node: one kernel, one place to write to, and no way from one to the other.
 
     Attention that reads its caches through DequantizeLinear is not among the readers: the K and V of a layer are then
     what does not depend on each other.
@@ -263,7 +249,7 @@ def _is_pair(a: _Update, b: _Update) -> bool:
 
 
 def _depends(node: gs.Node, on: gs.Node) -> bool:
-    """Whether `node` needs a result of `on`."""
+    """True if `node` needs a result of `on`."""
     seen: set[int] = set()
     queue = [node]
     while queue:

@@ -19,7 +19,7 @@ from trt_kvcache.importer.extensions.quantizers.static import note_roundings as 
 from trt_kvcache.importer.extensions.quantizers.static import spell_biases
 from trt_kvcache.importer.extensions.quantizers.static import spell_roundings as for_tensorrt
 from trt_kvcache.importer.extensions.quantizers.unrounded import unround as unround
-from trt_kvcache.importer.protos import iter_scopes
+from trt_kvcache.importer.protos import copied, iter_scopes
 
 __all__ = ["for_cpu", "for_tensorrt", "note", "read", "standardize", "unround"]
 
@@ -50,8 +50,7 @@ def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
     Raises:
         UnsupportedModelError: operators that quantize in blocks stand in another form than ModelOpt writes.
     """
-    copy, notes = ModelProto(), list[str]()
-    copy.CopyFrom(model)
+    copy, notes = copied(model), list[str]()
     if any(node.op_type.startswith("DynamicQuantize") for scope in iter_scopes(model) for node in scope.node):
         keep_weights_only(copy)
         notes.append(f"the original ran like this, too: {NOTE}")

@@ -18,7 +18,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.quantizers.modelopt import MX_DEQUANTIZE, is_block_operator
-from trt_kvcache.importer.protos import elem_type_of, is_op, opset_version
+from trt_kvcache.importer.protos import copied, elem_type_of, is_op, opset_version, replace_field
 from trt_kvcache.importer.simplify import raise_opset
 from trt_kvcache.importer.weights import reinterpret
 
@@ -42,10 +42,9 @@ def with_plain_blocks(model: ModelProto) -> ModelProto:
     """
     if (opset_version(model) or 0) < _BLOCKS_OPSET:
         model = raise_opset(model)
-    copy = ModelProto()
-    copy.CopyFrom(shape_inference.infer_shapes(model))
-    _Editor(copy).edit()
-    return copy
+    made = shape_inference.infer_shapes(model)
+    _Editor(made).edit()
+    return made
 
 
 class _Editor:
@@ -62,36 +61,34 @@ class _Editor:
 
     def edit(self) -> None:
         for node in self._graph.node:
-            self._replace(NodeProto.FromString(node.SerializeToString()))
+            self._replace(copied(node))
         lost = sorted(self._gone & {value.name for value in self._graph.output})
         if lost:
             raise UnsupportedModelError(
                 f"'{lost[0]}' is computed from the scales of numbers that TensorRT quantizes in blocks; verification "
                 "knows these where they are dequantized again, as ModelOpt writes it"
             )
-        del self._graph.node[:], self._graph.value_info[:]
-        self._graph.node.extend(self._nodes)
+        del self._graph.value_info[:]
+        replace_field(self._graph.node, self._nodes)
 
     def _replace(self, node: NodeProto) -> None:
         first = node.input[0] if node.input else ""
-        is_dequantizing = is_op(node, "DequantizeLinear") or (is_block_operator(node) and node.op_type == MX_DEQUANTIZE)
-        if is_block_operator(node) and not is_dequantizing:
+        is_blocks = is_block_operator(node)
+        is_dequantizing = is_op(node, "DequantizeLinear") or (is_blocks and node.op_type == MX_DEQUANTIZE)
+        if is_blocks and not is_dequantizing:
             self._plain[node.output[0]] = first
             self._gone |= {*node.output}
         elif is_dequantizing and first in self._plain:
             self._emit("Cast", [self._plain[first]], node.output[0], to=self._types.get(node.output[0]) or 1)
         elif self._gone & {*node.input}:
             self._gone |= {*node.output}
-        elif is_dequantizing and not is_op(node, "DequantizeLinear"):
+        elif is_blocks:
             self._exponents(node)
-        elif is_dequantizing and first in self._weights and self._is_float4(first):
-            node.input[0], node.input[1] = self._doubles(first), self._halved(node.input[1])
-            self._nodes.append(node)
         else:
+            weight = self._weights.get(first) if is_dequantizing else None
+            if weight is not None and weight.data_type == TensorProto.FLOAT4E2M1:
+                node.input[0], node.input[1] = self._doubles(weight), self._halved(node.input[1])
             self._nodes.append(node)
-
-    def _is_float4(self, name: str) -> bool:
-        return bool(self._weights[name].data_type == TensorProto.FLOAT4E2M1)
 
     def _exponents(self, node: NodeProto) -> None:
         """A weight with exponents in the place of scales."""
@@ -103,10 +100,10 @@ class _Editor:
         floats = self._emit("DequantizeLinear", [node.input[0], scales], f"{_PREFIX}{result}/floats", **sizes)
         self._emit("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
 
-    def _doubles(self, name: str) -> str:
+    def _doubles(self, weight: TensorProto) -> str:
         """A weight of float4, doubled, in int8."""
+        name = weight.name
         if name not in self._made:
-            weight = self._weights[name]
             bits = reinterpret(weight, f"{_PREFIX}{name}/bits", TensorProto.UINT4, weight.dims)
             self._graph.initializer.append(bits)
             index = self._emit("Cast", [bits.name], f"{_PREFIX}{name}/index", to=TensorProto.INT32)

@@ -27,8 +27,18 @@ import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.protos import DEFAULT_DOMAINS, attribute_graphs, describe, is_op, iter_scopes
-from trt_kvcache.importer.simplify import drop_dead, replace_field
+from trt_kvcache.importer.protos import (
+    DEFAULT_DOMAINS,
+    attribute_graphs,
+    constants_of,
+    copied,
+    describe,
+    int_attribute,
+    is_op,
+    iter_scopes,
+    replace_field,
+)
+from trt_kvcache.importer.simplify import drop_dead
 
 NOTE = (
     "what products with 8-bit weights read is not rounded to 8 bits, as the original does while it runs "
@@ -44,13 +54,9 @@ _INTEGER_CONTRIB = {"QAttention", "QGemm", "DynamicQuantizeMatMul", "MatMulInteg
 
 
 def keep_weights_only(model: ModelProto) -> bool:
-    """Edit, in place, the products and tables above; what is none of them stays.
+    """Edit, in place, the products and tables above in a model of opset 13 at least; the rest stays.
 
-    Args:
-        model: without functions, or with others than these; of opset 13 at least. Its weights may be stand-ins.
-
-    Returns:
-        Whether there were products that are rounded.
+    Weights may be stand-ins. Returns True if there were products that are rounded.
     """
     editor = _Editor(model)
     editor.edit(model.graph, {}, {})
@@ -110,9 +116,7 @@ class _Editor:
     def edit(self, graph: GraphProto, makers: Mapping[str, NodeProto], weights: Mapping[str, TensorProto]) -> None:
         """A graph and the bodies in it, which may read what `makers` and `weights` have outside."""
         makers = {**makers, **{name: node for node in graph.node for name in node.output}}
-        constants = [node for node in graph.node if is_op(node, "Constant")]
-        weights = {**weights, **{n.output[0]: a.t for n in constants for a in n.attribute if a.HasField("t")}}
-        weights |= {tensor.name: tensor for tensor in graph.initializer}
+        weights = {**weights, **constants_of(graph)}
         nodes: list[NodeProto] = []
         for node in graph.node:
             for body in (body for attribute in node.attribute for body in attribute_graphs(attribute)):
@@ -147,7 +151,7 @@ class _Editor:
         for operand, factor in (node.input, [*node.input][::-1]):
             cast, scales = self._maker(operand, "Cast"), self._maker(factor, "Mul")
             product = self._maker(cast.input[0], "MatMulInteger") if cast is not None else None
-            if cast is None or product is None or scales is None or not _is_to_float(cast):
+            if cast is None or product is None or scales is None or int_attribute(cast, "to") != TensorProto.FLOAT:
                 continue
             a, b, zero_a, zero_b = [*product.input, "", ""][:4]
             for scale_a, scale_b in (scales.input, [*scales.input][::-1]):
@@ -205,8 +209,7 @@ class _Editor:
             steps.insert(0 if math.prod(table.dims) <= _SMALL else len(steps), less)
         nodes += more
         for step in steps:
-            copy = NodeProto()
-            copy.CopyFrom(step)
+            copy = copied(step)
             copy.input[0], copy.name = floats, self._name("rows")
             copy.output[0] = floats = copy.name
             nodes.append(copy)
@@ -241,8 +244,7 @@ class _Editor:
         if weight is None or not shift:  # many scales, or around the middle already
             return None
         floats, nodes = self._dequantized(weight)
-        rows = NodeProto()
-        rows.CopyFrom(node)
+        rows = copied(node)
         rows.name = self._name("rows")
         rows.input[0], rows.output[0] = floats, rows.name
         return [*nodes, *more, rows, helper.make_node("Sub", [rows.name, shift], node.output, node.name)]
@@ -309,7 +311,3 @@ class _Editor:
     def _name(self, hint: str) -> str:
         self._made += 1
         return f"trt_kvcache/product_{hint}_{self._made}"
-
-
-def _is_to_float(cast: NodeProto) -> bool:
-    return any(a.name == "to" and a.i == TensorProto.FLOAT for a in cast.attribute)

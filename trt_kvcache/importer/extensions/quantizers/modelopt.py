@@ -21,11 +21,11 @@ what they make; their kernels are in no package that runs without a GPU.
 
 from __future__ import annotations
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, defs, helper
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, defs, helper
 from onnx.shape_inference import InferenceContext
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.protos import Scope, is_op, iter_scopes, opset_version
+from trt_kvcache.importer.protos import Scope, constants_of, iter_scopes, opset_version
 
 DOMAIN = "trt"
 FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE = (
@@ -73,10 +73,7 @@ def write_as_onnx(model: ModelProto) -> bool:
 
 def _check_scale(scope: Scope, node: NodeProto) -> None:
     """A zero point has the shape of the scale."""
-    tensors = {t.name: t for t in scope.initializer} if isinstance(scope, GraphProto) else {}
-    constants = [maker for maker in scope.node if is_op(maker, "Constant")]
-    tensors |= {n.output[0]: a.t for n in constants for a in n.attribute if a.name == "value"}
-    tensor = tensors.get(node.input[1]) if len(node.input) == 2 else None
+    tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
             f"{node.op_type} '{node.name}' is not with one constant scale for the whole tensor; supported is that, as "

@@ -22,8 +22,18 @@ import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.protos import all_nodes, describe, dtype_name, is_op, nested_scopes
-from trt_kvcache.importer.simplify import drop_dead, replace_field
+from trt_kvcache.importer.protos import (
+    all_nodes,
+    constants_of,
+    describe,
+    dtype_name,
+    int_attribute,
+    is_op,
+    nested_scopes,
+    readers_of,
+    replace_field,
+)
+from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.weights import is_stand_in
 
 __all__ = ["note_roundings", "spell_biases", "spell_roundings"]
@@ -94,11 +104,7 @@ def note_roundings(model: ModelProto, folder: Path) -> tuple[str, ...]:
 
 
 def spell_roundings(model: ModelProto, folder: Path) -> None:
-    """Edit, in place, what rounds as TensorRT does not.
-
-    Args:
-        model: its functions, which say what plugins do, stay.
-        folder: of its external data.
+    """Edit, in place, rounding that TensorRT does not do; functions, which say what plugins do, stay.
 
     Raises:
         UnsupportedModelError: something else than DequantizeLinear reads what is rounded so, or there are many scales.
@@ -109,7 +115,8 @@ def spell_roundings(model: ModelProto, folder: Path) -> None:
         if rounding.is_signed:
             for node, numbers in rounding.each:
                 node.input[2] = constants.add(np.zeros(numbers.zeros.shape, np.int8))
-            _drop(rounding.node, "output_dtype")
+            kept = [a for a in rounding.node.attribute if a.name != "output_dtype"]
+            replace_field(rounding.node.attribute, kept)
             continue
         spelled[id(rounding.node)] = _quantized(rounding, constants)
         spelled |= {id(node): _dequantized(node, numbers, constants) for node, numbers in rounding.readers}
@@ -127,14 +134,7 @@ def spell_biases(graph: GraphProto) -> bool:
     nodes: list[NodeProto] = []
     for node in graph.node:
         bias, scale = (weights.get(name) for name in [*node.input, "", ""][:2])
-        is_bias = is_op(node, "DequantizeLinear") and bias is not None and bias.data_type == TensorProto.INT32
-        if (
-            not is_bias
-            or bias is None
-            or scale is None
-            or len(bias.dims) > 1
-            or math.prod(scale.dims) not in (1, *bias.dims)
-        ):
+        if bias is None or scale is None or not is_op(node, "DequantizeLinear") or not _is_bias(bias, scale):
             nodes.append(node)
             continue
         wide, factor, product = (f"{node.output[0]}/{part}" for part in ("wide", "factor", "product"))
@@ -150,22 +150,22 @@ def spell_biases(graph: GraphProto) -> bool:
     return True
 
 
+def _is_bias(bias: TensorProto, scale: TensorProto) -> bool:
+    """True for int32 with one scale, or with one for each number."""
+    return bias.data_type == TensorProto.INT32 and len(bias.dims) < 2 and math.prod(scale.dims) in (1, *bias.dims)
+
+
 def _roundings(model: ModelProto, folder: Path) -> Iterator[_Rounding]:
     scopes = [scope for scope in nested_scopes(model.graph) if isinstance(scope, GraphProto)]
-    tensors = {t.name: t for scope in scopes for t in scope.initializer}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in all_nodes(model.graph):
-        if is_op(node, "Constant"):
-            tensors |= {name: a.t for name in node.output for a in node.attribute if a.name == "value"}
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    tensors = {name: tensor for scope in scopes for name, tensor in constants_of(scope).items()}
+    readers = readers_of(all_nodes(model.graph))
     kept = {value.name for scope in scopes for value in scope.output}
     for node in all_nodes(model.graph):
         if not is_op(node, "QuantizeLinear"):
             continue
         name, after = node.output[0], readers.get(node.output[0], [])
         zero = tensors.get(node.input[2]) if len(node.input) > 2 else None
-        kind = int(zero.data_type) if zero is not None else _attribute(node, "output_dtype") or TensorProto.UINT8
+        kind = int(zero.data_type) if zero is not None else int_attribute(node, "output_dtype") or TensorProto.UINT8
         is_pair = name not in kept and all(is_op(n, "DequantizeLinear") and name not in n.input[1:] for n in after)
         each = [_numbers(n, tensors, folder) for n in (node, *(after if is_pair else ()))]
         numbers = [found for found in each if found is not None]
@@ -213,7 +213,7 @@ def _dequantized(node: NodeProto, numbers: _Numbers, constants: _Constants) -> l
     if zero:
         steps.add("Sub", zero)
     steps.add("Mul", numbers.scale.reshape(()))
-    steps.add("Cast", to=_attribute(node, "output_dtype") or numbers.wide)
+    steps.add("Cast", to=int_attribute(node, "output_dtype") or numbers.wide)
     return steps.end()
 
 
@@ -249,13 +249,3 @@ class _Steps:
     def end(self) -> list[NodeProto]:
         self._made[-1].output[0] = self._node.output[0]
         return self._made
-
-
-def _attribute(node: NodeProto, name: str) -> int:
-    return next((int(a.i) for a in node.attribute if a.name == name), 0)
-
-
-def _drop(node: NodeProto, name: str) -> None:
-    kept = [a for a in node.attribute if a.name != name]
-    del node.attribute[:]
-    node.attribute.extend(kept)

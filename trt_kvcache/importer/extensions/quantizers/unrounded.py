@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from trt_kvcache.importer.protos import is_op
+from trt_kvcache.importer.protos import constants_of, copied, int_attribute, is_op, readers_of, replace_field
 
 _FLOAT8 = 448.0  # the largest of float8e4m3fn
 _LIMITS: dict[int, tuple[float, float]] = {
@@ -21,7 +21,7 @@ _LIMITS: dict[int, tuple[float, float]] = {
 }  # fmt: skip
 
 Step = tuple[float, float, int]
-"""How a tensor is rounded: scale, zero point, element type."""
+"""The rounding of a tensor: scale, zero point, element type."""
 
 
 def unround(model: ModelProto) -> tuple[ModelProto, Counter[Step]]:
@@ -34,8 +34,7 @@ def unround(model: ModelProto) -> tuple[ModelProto, Counter[Step]]:
         The model, a copy if anything was rounded, and how tensors that are no weights are rounded, and by how many
         nodes. DequantizeLinear counts: several may read one QuantizeLinear, or each its own.
     """
-    copy = ModelProto()
-    copy.CopyFrom(model)
+    copy = copied(model)
     pairs = _pairs(copy.graph)
     steps = Counter(step for step, _, dequantize in pairs for _ in dequantize)
     if not steps:
@@ -53,20 +52,13 @@ def unround(model: ModelProto) -> tuple[ModelProto, Counter[Step]]:
             node.op_type = "Identity"
             del node.input[1:], node.attribute[:]
     clipped = {node.output[0] for node in copy.graph.node if node.op_type == "Clip"}
-    stated = [value for value in copy.graph.value_info if value.name not in clipped]
-    del copy.graph.value_info[:]
-    copy.graph.value_info.extend(stated)
+    replace_field(copy.graph.value_info, [v for v in copy.graph.value_info if v.name not in clipped])
     return copy, steps
 
 
 def _pairs(graph: GraphProto) -> list[tuple[Step, NodeProto, list[NodeProto]]]:
     """QuantizeLinear of tensors that are no weights, with one scale, and all its readers: DequantizeLinear."""
-    weights = {t.name: t for t in graph.initializer}
-    weights |= {n.output[0]: a.t for n in graph.node if is_op(n, "Constant") for a in n.attribute if a.name == "value"}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    weights, readers = constants_of(graph), readers_of(graph.node)
     kept = {value.name for value in graph.output}
     found = []
     for node in graph.node:
@@ -80,11 +72,11 @@ def _pairs(graph: GraphProto) -> list[tuple[Step, NodeProto, list[NodeProto]]]:
 
 
 def _step(node: NodeProto, weights: dict[str, TensorProto], like: Step | None = None) -> Step | None:
-    """What a node says; of DequantizeLinear without a zero point, its type is that of its QuantizeLinear."""
+    """The step of a node; of DequantizeLinear without a zero point, its type is that of its QuantizeLinear."""
     numbers = [_number(weights.get(name)) for name in node.input[1:] if name]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
-    asked = next((a.i for a in node.attribute if a.name == "output_dtype"), 0)
-    kind = zero.data_type if zero is not None else like[2] if like is not None else asked or TensorProto.UINT8
+    asked = int_attribute(node, "output_dtype") or TensorProto.UINT8
+    kind = zero.data_type if zero is not None else like[2] if like is not None else asked
     if None in numbers or kind not in _LIMITS:
         return None
     return float(numbers[0] or 0), float(numbers[1] or 0) if len(numbers) > 1 else 0.0, int(kind)

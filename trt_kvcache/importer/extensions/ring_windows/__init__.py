@@ -46,6 +46,7 @@ from trt_kvcache.importer.graph import (
     fold_identities,
     input_or_none,
     is_op,
+    producer,
 )
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import PlanOptions
@@ -68,7 +69,7 @@ class _Windowed:
 
 @dataclass(frozen=True)
 class Rings:
-    """What became circular.
+    """The caches that became circular.
 
     Attributes:
         longest: the most tokens of one update, by name of the cache input.
@@ -180,7 +181,7 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """Whether a node sees a window of the newest tokens: without lengths, causality starts at the first row."""
+    """True if a node sees a window of the newest tokens: without lengths, causality starts at the first row."""
     if any(is_used(graph, tensor) for tensor in node.outputs[1:]):
         return False  # of scores, a column is a row of the cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
@@ -201,7 +202,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 def _cache_of(tensor: gs.Tensor, updates: dict[str, gs.Node]) -> gs.Node | None:
     while tensor.name not in updates:
-        node = tensor.inputs[0] if tensor.inputs else None
+        node = producer(tensor)
         if node is None or not is_op(node, *_VIEWS):
             return None
         tensor = node.inputs[0]
@@ -230,7 +231,7 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
 def emit_visible(
     emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
 ) -> gs.Variable:
-    """Which rows of a ring queries see: bool ``[B, 1, S, R]``, made once for all attentions alike.
+    """The rows of a ring that queries see: bool ``[B, 1, S, R]``, made once for all attentions alike.
 
     Args:
         emit: of the graph.
@@ -266,7 +267,4 @@ def emit_visible(
         valid = op("Unsqueeze", [lengths, emit.ints([1, 2, 3])], "window_valid")
         return op("And", [visible, op("Greater", [valid, emit.ints(0)], "window_in_use", BOOL)], "window_rows", BOOL)
 
-    made: gs.Variable = emit.once(
-        ("window", write_indices.name, lengths and lengths.name, length_of, window, rows), make
-    )
-    return made
+    return emit.once(("window", write_indices.name, lengths and lengths.name, length_of, window, rows), make)

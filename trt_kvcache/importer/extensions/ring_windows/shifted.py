@@ -26,10 +26,6 @@ from trt_kvcache.importer.normalize.findings import Visibility
 def check_shifted(masks: Masks, samples: Samples) -> Visibility:
     """Guess that the queries of one attention see the tokens in a shifted cache, up to their own.
 
-    Args:
-        masks: of the attention, none of which is the caller's own.
-        samples: of the model as exported.
-
     Raises:
         UnsupportedModelError: the mask shows something else.
     """

@@ -1,6 +1,6 @@
-"""Say what queries see behind the end of a circular cache, where rows are not in the order of the tokens any more.
+"""Visibility after the end of a circular cache, where rows are not in the order of the tokens any more.
 
-Up to the end a mask means the same as over any cache. Behind it every row holds a token, of which the lengths that
+Up to the end a mask means the same as over any cache. After it every row holds a token, of which the lengths that
 sessions give say only that there are L: masked by these, query ``i`` of S sees rows ``j <= L - S + i``, which are all
 of them in a step of one token. The mask of an export by positions, ``arange(L) <= pos``, lets each query of a longer
 step see them all, so it becomes a mask by positions here too:
@@ -13,25 +13,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import Emitter
+from trt_kvcache.importer.graph import BOOL, INT64, Emitter
 from trt_kvcache.importer.normalize.attention.masks import Masks
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility
 
-_BOOL = int(onnx.TensorProto.BOOL)
-
 
 def check_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibility:
-    """Guess what the canonical attention has to show, so that it goes on after the end as the original does.
-
-    Args:
-        masks: of one attention over a circular cache.
-        visibility: what they mean up to the end of the cache.
-        samples: of the model as exported.
+    """Guess the keys that the canonical attention has to show, so that it goes on after the end as the original does.
 
     Returns:
         `visibility` where it holds after the end, too.
@@ -57,25 +49,18 @@ def check_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibi
 
 
 def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Variable:
-    """Rows up to the position of each query: bool ``[B, 1, S, rows]``.
-
-    Args:
-        emit: into the graph.
-        positions: int64 ``[B, S]``, which go on behind the end.
-        rows: of the cache.
-    """
+    """Rows up to the position of each query: bool ``[B, 1, S, rows]``; positions ``[B, S]`` go on after the end."""
 
     def make() -> gs.Variable:
         numbers = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
-        own = emit.op("Unsqueeze", [positions, emit.ints([1, 3])], "ring_position", int(onnx.TensorProto.INT64))
-        return emit.op("LessOrEqual", [numbers, own], "ring_visible", _BOOL)
+        own = emit.op("Unsqueeze", [positions, emit.ints([1, 3])], "ring_position", INT64)
+        return emit.op("LessOrEqual", [numbers, own], "ring_visible", BOOL)
 
-    made: gs.Variable = emit.once(("ring", positions.name, rows), make)
-    return made
+    return emit.once(("ring", positions.name, rows), make)
 
 
 def _counted(step: Sample, visibility: Visibility) -> np.ndarray:
-    """What lengths of at most L let the queries see: bool ``[S, L]``."""
+    """The keys that lengths of at most L let the queries see: bool ``[S, L]``."""
     rows = np.arange(step.capacity)[None, :]
     last = step.capacity - step.length + np.arange(step.length)[:, None]
     visible = rows <= last if visibility.causal else rows >= 0

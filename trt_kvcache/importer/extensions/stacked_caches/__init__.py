@@ -36,6 +36,7 @@ from trt_kvcache.importer.graph import (
     contains,
     elem_type,
     fold_identities,
+    free_name,
     input_or_none,
     is_op,
     producer,
@@ -135,7 +136,7 @@ def _split(graph: gs.Graph, emit: Emitter) -> Split:
 
 @dataclass(frozen=True, eq=False)
 class _Reads:
-    """How the places along one axis of an input are read.
+    """The reads of places along one axis of an input.
 
     Attributes:
         wholes: the input, and what it becomes by writes to single places, and by Casts.
@@ -157,16 +158,14 @@ class _Reads:
 
     @property
     def writes(self) -> bool:
-        """Whether single places are written."""
+        """True if single places are written."""
         return any(is_op(node, "ScatterND") for node in self.nodes)
 
 
 def _read(whole: gs.Tensor, order: Mapping[int, int]) -> _Reads | None:
-    """How an input is read that constants choose places of; None: they do not choose all places of one axis.
+    """The reads of an input that constants choose places of; None: they do not choose all places of one axis.
 
-    Args:
-        whole: the input.
-        order: numbers of nodes, by identity.
+    `order` has numbers of nodes, by identity.
     """
     if elem_type(whole) not in FLOATS or len(whole.shape or ()) < _LEAST_RANK:
         return None
@@ -280,7 +279,7 @@ def _only(values: np.ndarray) -> int | None:
 
 
 def _shape(emit: Emitter, node: gs.Node, axis: int, pieces: Sequence[gs.Tensor]) -> gs.Tensor:
-    """What a Shape of the whole gave."""
+    """The result of a Shape of the whole."""
     before = emit.op("Shape", [pieces[0]], "piece_shape", INT64, start=0, end=axis)
     after = emit.op("Shape", [pieces[0]], "piece_shape", INT64, start=axis)
     made: gs.Tensor = emit.op("Concat", [before, emit.ints([len(pieces)]), after], "whole_shape", INT64, axis=0)
@@ -335,11 +334,8 @@ def _free_names(graph: gs.Graph, whole: str, count: int) -> list[str]:
     """A name for each place, which nothing in the graph has."""
     taken, names = set(graph.tensors()), []
     for number in range(count):
-        name = f"{whole}.{number}"
-        while name in taken:
-            name += "_"
-        taken.add(name)
-        names.append(name)
+        names.append(free_name(f"{whole}.{number}", taken))
+        taken.add(names[-1])
     return names
 
 
@@ -353,9 +349,7 @@ def _finish(stacks: tuple[Stack, ...], plan: CachePlan) -> CachePlan:
 def _check_places(stacks: Sequence[Stack], pairs: Sequence[tuple[str, str]]) -> None:
     """Refuse a model that gives caches back in another order than that in which it takes them.
 
-    Args:
-        stacks: the tensors that hold several caches.
-        pairs: names of caches before and after a step.
+    `pairs` are names of caches before and after a step.
     """
     for io, key in (("input", 0), ("output", 1)):
         for stack in (s for s in stacks if s.io == io):
@@ -389,7 +383,7 @@ def _changes(stacks: Sequence[Stack], changes: Sequence[InterfaceChange]) -> Ite
 
 
 def _at(stack: Stack, part: StackPart) -> str:
-    """Where a cache lies, such as ``past[0, 1] of [4, 2, B, 8, P, 64]``."""
+    """The place of a cache, such as ``past[0, 1] of [4, 2, B, 8, P, 64]``."""
     places = [":" if at is None else str(at) for at in part.place]
     while places[-1] == ":":
         places.pop()

@@ -9,15 +9,14 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.importer.plan import CachePlan, Stack
-from trt_kvcache.importer.protos import all_nodes, opset_version
+from trt_kvcache.importer.protos import all_nodes, copied, opset_version, replace_field
 
 _AXES_AS_INPUT = 13  # the opset from which on Unsqueeze has them so
 
 
 def apart(model: ModelProto, plan: CachePlan) -> ModelProto:
     """The model with the interface that `plan.original` has; see `trt_kvcache.importer.extensions`."""
-    made = ModelProto()
-    made.CopyFrom(model)
+    made = copied(model)
     before: list[NodeProto] = []
     after: list[NodeProto] = []
     for stack in plan.stacks:
@@ -34,9 +33,7 @@ def apart(model: ModelProto, plan: CachePlan) -> ModelProto:
             before += _joined(stack, whole, opset_version(model) or 1)
         else:
             after += _taken(made.graph, stack, whole)
-    nodes = [*before, *(NodeProto.FromString(node.SerializeToString()) for node in made.graph.node), *after]
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
+    replace_field(made.graph.node, [*before, *made.graph.node, *after])
     return made
 
 

@@ -25,10 +25,12 @@ from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Scope,
     attribute_graphs,
+    copied,
     is_op,
     iter_scopes,
     names_read,
     nested_scopes,
+    replace_field,
 )
 
 __all__ = ["choose", "read", "rewrite"]
@@ -50,10 +52,9 @@ def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
 
 
 def read(model: ModelProto) -> bool:
-    """Repair a model in place. Other faults stay for ONNX's checker to name.
+    """Repair a model in place; True if the operators read other tensors than those of the file.
 
-    Returns:
-        Whether the operators read other tensors than those of the file.
+    Other faults stay for ONNX's checker to name.
     """
     _unalias(model)
     for scope in iter_scopes(model):
@@ -73,17 +74,11 @@ def _unalias(model: ModelProto) -> None:
         if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
             continue
         others = [entry for entry in owner.opset_import if entry.domain not in DEFAULT_DOMAINS]
-        kept = [OperatorSetIdProto(domain="", version=versions.pop()), *map(_copied, others)]
-        del owner.opset_import[:]
-        owner.opset_import.extend(kept)
+        replace_field(owner.opset_import, [OperatorSetIdProto(domain="", version=versions.pop()), *others])
     for scope in iter_scopes(model):
         for node in scope.node:
             if node.domain == _LONG:
                 node.domain = ""
-
-
-def _copied(entry: OperatorSetIdProto) -> OperatorSetIdProto:
-    return OperatorSetIdProto(domain=entry.domain, version=entry.version)
 
 
 def _rename_casts(graph: GraphProto) -> None:
@@ -105,12 +100,11 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop what is stated of the shapes of initializers, which have their own."""
+    """Drop stated shapes of initializers, which have their own."""
     known = {tensor.name for tensor in scope.initializer} if isinstance(scope, GraphProto) else set()
     kept = [value for value in scope.value_info if value.name not in known]
     if len(kept) < len(scope.value_info):
-        del scope.value_info[:]
-        scope.value_info.extend(kept)
+        replace_field(scope.value_info, kept)
 
 
 def _sort(scope: Scope) -> None:
@@ -151,7 +145,6 @@ def _list(graph: GraphProto, outer: Mapping[str, TensorProto]) -> bool:
 
 
 def _listed(scalar: TensorProto, name: str) -> TensorProto:
-    tensor = TensorProto()
-    tensor.CopyFrom(scalar)
+    tensor = copied(scalar)
     tensor.name, tensor.dims[:] = name, [1]
     return tensor

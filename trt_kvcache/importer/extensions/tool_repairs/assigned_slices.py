@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer.protos import is_op
+from trt_kvcache.importer.protos import copied, is_op
 
 _Part = tuple[int, int, str, list[int]]
 """First row, the row after the last, what is written there, and how that is transposed into the layout of the whole."""
@@ -22,8 +22,7 @@ _Part = tuple[int, int, str, list[int]]
 
 def rewrite(model: ModelProto) -> ModelProto:
     """Put a Concat in the place of each chain of ScatterND that covers what it writes into: a guess."""
-    edited = ModelProto()
-    edited.CopyFrom(model)
+    edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     del edited.graph.node[:]
@@ -41,7 +40,7 @@ def rewrite(model: ModelProto) -> ModelProto:
 
 
 def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
-    """What a chain of ScatterND that ends with `node` writes into one ConstantOfShape; empty: it is none."""
+    """The parts that a chain of ScatterND that ends with `node` writes into one ConstantOfShape; empty: it is none."""
     found: list[_Part] = []
     perm: list[int] = []
     current: NodeProto | None = node

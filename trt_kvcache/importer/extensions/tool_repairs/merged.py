@@ -20,8 +20,8 @@ import onnx
 
 from trt_kvcache.importer.extensions import Finish
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
-from trt_kvcache.importer.protos import FLOATS, captured_names, dtype_name, elem_type_of, shape_of
-from trt_kvcache.importer.simplify import replace_field, take_branches
+from trt_kvcache.importer.protos import FLOATS, captured_names, dtype_name, elem_type_of, replace_field, shape_of
+from trt_kvcache.importer.simplify import take_branches
 
 _CACHE_RANK = 4
 _FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
@@ -84,14 +84,9 @@ def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tup
     if node.op_type != "If" or node.input[0] not in inputs:
         return None
     caches = {n for n, v in inputs.items() if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
-    reads = {value: bool(caches & captured_names(_branch(node, value))) for value in (True, False)}
-    return (node.input[0], reads[True]) if reads[True] != reads[False] else None
-
-
-def _branch(node: onnx.NodeProto, value: bool) -> onnx.GraphProto:
-    wanted = "then_branch" if value else "else_branch"
-    body: onnx.GraphProto = next(a.g for a in node.attribute if a.name == wanted)
-    return body
+    reads = {a.name: bool(caches & captured_names(a.g)) for a in node.attribute}
+    with_past = reads["then_branch"]
+    return (node.input[0], with_past) if with_past != reads["else_branch"] else None
 
 
 def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
@@ -99,7 +94,7 @@ def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
-    """Whether a tensor is a constant without elements."""
+    """True for a constant without elements."""
     for node in graph.node:
         if name in node.output:
             if node.op_type == "Identity":

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from trt_kvcache.importer.protos import is_op
+from trt_kvcache.importer.protos import copied, is_op
 
 
 def rewrite(model: ModelProto) -> ModelProto:
     """Put a Softmax in the place of each that is written in five operators: a guess, which the check compares."""
-    edited = ModelProto()
-    edited.CopyFrom(model)
+    edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in edited.graph.node:
         parts = _parts(node, makers) if is_op(node, "Div") else []
