@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from onnx import TensorProto, helper
+from onnx import helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.stacked_caches.apart import take_parts
 from trt_kvcache.importer.extensions.tool_repairs.merged import take_first_branch as take_first_branch
 from trt_kvcache.importer.plan import Stack, TensorRole
 from trt_kvcache.importer.protos import elem_type_of, names_read, replace_field, shape_of
@@ -101,14 +102,8 @@ def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
         if len(shape) != len(stack.shape):
             continue  # another tensor of this name
         graph.output.remove(value)
+        graph.node.extend(take_parts(graph, stack, value.name))
         for part in stack.parts:
-            name, places = value.name, [(axis, at) for axis, at in enumerate(part.place) if at is not None]
-            for count, (axis, at) in enumerate(reversed(places), 1):
-                index = helper.make_tensor(f"{part.name}/place_{axis}", TensorProto.INT64, [], [at])
-                graph.initializer.append(index)
-                made = part.name if count == len(places) else f"{part.name}/of_axis_{axis}"
-                graph.node.append(helper.make_node("Gather", [name, index.name], [made], name=made, axis=axis))
-                name = made
             own = [d for d, at in zip(shape, part.place, strict=True) if at is None]
             graph.output.append(helper.make_tensor_value_info(part.name, elem_type_of(value), own))
 

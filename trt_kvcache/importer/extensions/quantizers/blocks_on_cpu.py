@@ -11,13 +11,12 @@ smallest difference moves many of them, by up to a quarter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
+from onnx import ModelProto, NodeProto, TensorProto, shape_inference
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.quantizers.modelopt import MX_DEQUANTIZE, is_block_operator
+from trt_kvcache.importer.extensions.quantizers.writer import Writer
 from trt_kvcache.importer.protos import copied, elem_type_of, is_op, opset_version, replace_field
 from trt_kvcache.importer.simplify import raise_opset
 from trt_kvcache.importer.weights import reinterpret
@@ -26,7 +25,6 @@ _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], n
 _BIAS = 127  # of exponents
 _BLOCK = 32  # of MXFP8
 _BLOCKS_OPSET = 21  # of DequantizeLinear with blocks
-_PREFIX = "trt_kvcache.verify/blocks/"
 
 
 def block_steps(model: ModelProto) -> int:
@@ -54,10 +52,10 @@ class _Editor:
         self._graph = model.graph
         self._weights = {t.name: t for t in model.graph.initializer}
         self._types = {v.name: elem_type_of(v) for v in (*model.graph.value_info, *model.graph.output)}
-        self._nodes: list[NodeProto] = []
+        self._write = Writer(model.graph, "blocks")
         self._plain: dict[str, str] = {}  # numbers, and what they were made of
         self._gone: set[str] = set()  # what only scales of numbers that are not rounded go through
-        self._made: dict[str, str] = {}  # constants and doubles, by what they are
+        self._made: dict[str, str] = {}  # doubles of weights and halves of scales, by their names
 
     def edit(self) -> None:
         for node in self._graph.node:
@@ -69,7 +67,7 @@ class _Editor:
                 "knows these where they are dequantized again, as ModelOpt writes it"
             )
         del self._graph.value_info[:]
-        replace_field(self._graph.node, self._nodes)
+        replace_field(self._graph.node, self._write.nodes)
 
     def _replace(self, node: NodeProto) -> None:
         first = node.input[0] if node.input else ""
@@ -79,7 +77,7 @@ class _Editor:
             self._plain[node.output[0]] = first
             self._gone |= {*node.output}
         elif is_dequantizing and first in self._plain:
-            self._emit("Cast", [self._plain[first]], node.output[0], to=self._types.get(node.output[0]) or 1)
+            self._write.op("Cast", [self._plain[first]], node.output[0], to=self._types.get(node.output[0]) or 1)
         elif self._gone & {*node.input}:
             self._gone |= {*node.output}
         elif is_blocks:
@@ -88,41 +86,30 @@ class _Editor:
             weight = self._weights.get(first) if is_dequantizing else None
             if weight is not None and weight.data_type == TensorProto.FLOAT4E2M1:
                 node.input[0], node.input[1] = self._doubles(weight), self._halved(node.input[1])
-            self._nodes.append(node)
+            self._write.nodes.append(node)
 
     def _exponents(self, node: NodeProto) -> None:
         """A weight with exponents in the place of scales."""
-        result, shift, two = node.output[0], self._constant(np.float32(_BIAS)), self._constant(np.float32(2))
-        wide = self._emit("Cast", node.input[1:2], f"{_PREFIX}{result}/wide", to=TensorProto.FLOAT)
-        power = self._emit("Sub", [wide, shift], f"{_PREFIX}{result}/power")
-        scales = self._emit("Pow", [two, power], f"{_PREFIX}{result}/scales")
+        write, result = self._write, node.output[0]
+        wide = write.op("Cast", node.input[1:2], to=TensorProto.FLOAT)
+        power = write.op("Sub", [wide, write.constant(np.float32(_BIAS))])
+        scales = write.op("Pow", [write.constant(np.float32(2)), power])
         sizes = {"axis": -1, "block_size": _BLOCK} | {a.name: a.i for a in node.attribute if a.name != "output_dtype"}
-        floats = self._emit("DequantizeLinear", [node.input[0], scales], f"{_PREFIX}{result}/floats", **sizes)
-        self._emit("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
+        floats = write.op("DequantizeLinear", [node.input[0], scales], **sizes)
+        write.op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
 
     def _doubles(self, weight: TensorProto) -> str:
         """A weight of float4, doubled, in int8."""
-        name = weight.name
+        write, name = self._write, weight.name
         if name not in self._made:
-            bits = reinterpret(weight, f"{_PREFIX}{name}/bits", TensorProto.UINT4, weight.dims)
+            bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)
             self._graph.initializer.append(bits)
-            index = self._emit("Cast", [bits.name], f"{_PREFIX}{name}/index", to=TensorProto.INT32)
-            self._made[name] = self._emit("Gather", [self._constant(_DOUBLED), index], f"{_PREFIX}{name}/doubled")
+            index = write.op("Cast", [bits.name], to=TensorProto.INT32)
+            self._made[name] = write.op("Gather", [write.constant(_DOUBLED), index])
         return self._made[name]
 
     def _halved(self, scales: str) -> str:
-        if f"{scales}/half" not in self._made:
-            half = self._emit("CastLike", [self._constant(np.float32(0.5)), scales], f"{_PREFIX}{scales}/one_half")
-            self._made[f"{scales}/half"] = self._emit("Mul", [scales, half], f"{_PREFIX}{scales}/halved")
-        return self._made[f"{scales}/half"]
-
-    def _emit(self, op: str, inputs: Any, output: str, **attributes: Any) -> str:
-        self._nodes.append(helper.make_node(op, inputs, [output], output, **attributes))
-        return output
-
-    def _constant(self, value: Any) -> str:
-        name = f"{_PREFIX}{np.asarray(value).tobytes().hex()}"
-        if name not in self._made:
-            self._graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-            self._made[name] = name
-        return name
+        if scales not in self._made:
+            half = self._write.op("CastLike", [self._write.constant(np.float32(0.5)), scales])
+            self._made[scales] = self._write.op("Mul", [scales, half])
+        return self._made[scales]

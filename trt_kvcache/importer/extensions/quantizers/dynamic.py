@@ -23,15 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.quantizers.writer import Writer
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     attribute_graphs,
     constants_of,
-    copied,
     describe,
     int_attribute,
     is_op,
@@ -107,8 +106,7 @@ class _Editor:
     """Edits the scopes of one model; `products` are the products that it found."""
 
     def __init__(self, model: ModelProto) -> None:
-        self._graph = model.graph
-        self._made = 0
+        self._write = Writer(model.graph, "product")
         self._makers: Mapping[str, NodeProto] = {}
         self._weights: Mapping[str, TensorProto] = {}
         self.products = 0
@@ -122,31 +120,30 @@ class _Editor:
             for body in (body for attribute in node.attribute for body in attribute_graphs(attribute)):
                 self.edit(body, makers, weights)
             self._makers, self._weights = makers, weights
-            nodes += self._replaced(node)
+            nodes += self._write.taken() if self._replaces(node) else [node]
         replace_field(graph.node, nodes)
         drop_dead(graph)
 
-    def _replaced(self, node: NodeProto) -> list[NodeProto]:
-        """The nodes that take the place of a node: itself where it is none of these."""
+    def _replaces(self, node: NodeProto) -> bool:
+        """Write nodes in the place of a node, if it is one of these."""
         given = [*node.input, *[""] * 7]
-        made = None
         if is_op(node, "Mul"):
-            made = self._spelled(node)
-        elif is_op(node, "DequantizeLinear"):
-            made = self._rows(node) or self._small(node)
-        elif is_op(node, "Gather"):
-            made = self._taken(node)
-        elif node.domain == _CONTRIB and node.op_type == "MatMulIntegerToFloat":
-            made = self._product(node, given[:6], given[6])
-        elif node.domain == _CONTRIB and node.op_type == "DynamicQuantizeMatMul":
-            made = self._weighted(node, given[0], self._weight(given[1], given[2], given[3], 2), given[4])
-        return [node] if made is None else made
+            return self._spelled(node)
+        if is_op(node, "DequantizeLinear"):
+            return self._rows(node) or self._small(node)
+        if is_op(node, "Gather"):
+            return self._taken(node)
+        if node.domain == _CONTRIB and node.op_type == "MatMulIntegerToFloat":
+            return self._product(node, given[:6], given[6])
+        if node.domain == _CONTRIB and node.op_type == "DynamicQuantizeMatMul":
+            return self._weighted(node, given[0], self._weight(given[1], given[2], given[3], 2), given[4])
+        return False
 
     def _maker(self, name: str, op: str) -> NodeProto | None:
         node = self._makers.get(name)
         return node if node is not None and is_op(node, op) else None
 
-    def _spelled(self, node: NodeProto) -> list[NodeProto] | None:
+    def _spelled(self, node: NodeProto) -> bool:
         """Of ``Cast(MatMulInteger(q, W, z, w)) * (s * scale)``."""
         for operand, factor in (node.input, [*node.input][::-1]):
             cast, scales = self._maker(operand, "Cast"), self._maker(factor, "Mul")
@@ -155,21 +152,19 @@ class _Editor:
                 continue
             a, b, zero_a, zero_b = [*product.input, "", ""][:4]
             for scale_a, scale_b in (scales.input, [*scales.input][::-1]):
-                made = self._product(node, (a, b, scale_a, scale_b, zero_a, zero_b), "")
-                if made is not None:
-                    return made
-        return None
+                if self._product(node, (a, b, scale_a, scale_b, zero_a, zero_b), ""):
+                    return True
+        return False
 
-    def _product(self, node: NodeProto, operands: Sequence[str], bias: str) -> list[NodeProto] | None:
+    def _product(self, node: NodeProto, operands: Sequence[str], bias: str) -> bool:
         """Of numbers that are rounded with a weight, or with others that are rounded."""
         a, b, scale_a, scale_b, zero_a, zero_b = operands
         x, y = self._rounded(a, scale_a, zero_a), self._rounded(b, scale_b, zero_b)
         if x is None:
-            return None
+            return False
         if y is None:
             return self._weighted(node, x, self._weight(b, scale_b, zero_b, 2), bias)
-        self.products += 1
-        return self._steps(node, [("MatMul", [x, y]), *([("Add", [bias])] if bias else [])])
+        return self._multiplied(node, x, y, "", bias)
 
     def _rounded(self, quantized: str, scale: str, zero: str) -> str | None:
         """The tensor that DynamicQuantizeLinear rounds to these three; None where it does not."""
@@ -188,7 +183,7 @@ class _Editor:
             return None
         return _Weight((name, scale, zero), tuple(scales.dims), scales.data_type, zeros, _MIDDLES[tensor.data_type])
 
-    def _rows(self, node: NodeProto) -> list[NodeProto] | None:
+    def _rows(self, node: NodeProto) -> bool:
         """Of rows that are gathered from a table, moved perhaps, and then dequantized."""
         moves: list[NodeProto] = []
         gather = self._makers.get(node.input[0])
@@ -197,26 +192,22 @@ class _Editor:
             gather = self._makers.get(gather.input[0])
         table = self._weights.get(gather.input[0]) if gather is not None and is_op(gather, "Gather") else None
         if gather is None or table is None:
-            return None
+            return False
         weight = self._weight(gather.input[0], node.input[1], [*node.input, ""][2], len(table.dims))
         if weight is None or weight.shape:
-            return None
-        floats, nodes = self._dequantized(weight)
-        shift, more = self._shift(weight)
-        less = NodeProto(op_type="Sub", input=["", shift], output=[""])
-        steps = [gather, *moves]
-        if shift:  # of a large table, after the rows are gathered; a small one is a bias of scores, proven as such
+            return False
+        steps, floats = [gather, *moves], self._dequantized(weight)
+        if shift := self._shift(weight):
+            # Of a large table, after the rows are gathered; a small one is a bias of scores, proven as such.
+            less = NodeProto(op_type="Sub", input=["", shift])
             steps.insert(0 if math.prod(table.dims) <= _SMALL else len(steps), less)
-        nodes += more
         for step in steps:
-            copy = copied(step)
-            copy.input[0], copy.name = floats, self._name("rows")
-            copy.output[0] = floats = copy.name
-            nodes.append(copy)
-        nodes[-1].output[0] = node.output[0]
-        return nodes
+            attributes = {a.name: helper.get_attribute_value(a) for a in step.attribute}
+            output = node.output[0] if step is steps[-1] else ""
+            floats = self._write.op(step.op_type, [floats, *step.input[1:]], output, **attributes)
+        return True
 
-    def _small(self, node: NodeProto) -> list[NodeProto] | None:
+    def _small(self, node: NodeProto) -> bool:
         """Of few numbers, as quantize_static has those of norms: the floats themselves.
 
         With a zero point, or no weight of a product: TensorRT takes no quantized scalar (1.7.1).
@@ -224,90 +215,66 @@ class _Editor:
         tensors = [self._weights.get(name) for name in node.input]
         found = [t for t in tensors if t is not None and t.data_location != TensorProto.EXTERNAL]
         if len(found) < max(2, len(node.input)) or any(math.prod(t.dims) != 1 for t in found[1:]):
-            return None
+            return False
         numbers, scale, zero = (numpy_helper.to_array(t).astype(np.float32) for t in (*found, _NONE)[:3])
         if found[0].data_type not in _MIDDLES or math.prod(found[0].dims) > _SMALL:
-            return None
+            return False
         if zero.item() == _MIDDLES[found[0].data_type] and len(found[0].dims) > 1:
-            return None
-        floats = (numbers - zero.item()) * scale.item()
-        return [helper.make_node("Identity", [self._floats(floats, found[1].data_type)], node.output, node.name)]
+            return False
+        floats = self._write.constant((numbers - zero.item()) * scale.item(), found[1].data_type)
+        self._write.op("Identity", [floats], node.output[0], node.name)
+        return True
 
-    def _taken(self, node: NodeProto) -> list[NodeProto] | None:
+    def _taken(self, node: NodeProto) -> bool:
         """Of rows that are taken out of a table after DequantizeLinear, with a zero point."""
         table = self._maker(node.input[0], "DequantizeLinear")
         tensor = self._weights.get(table.input[0]) if table is not None else None
         if table is None or tensor is None:
-            return None
+            return False
         weight = self._weight(table.input[0], table.input[1], [*table.input, ""][2], len(tensor.dims))
-        shift, more = ("", []) if weight is None or weight.shape else self._shift(weight)
+        shift = "" if weight is None or weight.shape else self._shift(weight)
         if weight is None or not shift:  # many scales, or around the middle already
-            return None
-        floats, nodes = self._dequantized(weight)
-        rows = copied(node)
-        rows.name = self._name("rows")
-        rows.input[0], rows.output[0] = floats, rows.name
-        return [*nodes, *more, rows, helper.make_node("Sub", [rows.name, shift], node.output, node.name)]
+            return False
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        rows = self._write.op("Gather", [self._dequantized(weight), node.input[1]], **attributes)
+        self._write.op("Sub", [rows, shift], node.output[0], node.name)
+        return True
 
-    def _weighted(self, node: NodeProto, x: str, weight: _Weight | None, bias: str) -> list[NodeProto] | None:
+    def _weighted(self, node: NodeProto, x: str, weight: _Weight | None, bias: str) -> bool:
         if weight is None:
-            return None
+            return False
+        return self._multiplied(node, x, self._dequantized(weight), self._shift(weight), bias)
+
+    def _multiplied(self, node: NodeProto, x: str, y: str, shift: str, bias: str) -> bool:
+        """``MatMul(x, y) - ReduceSum(x) * shift + bias``, of which the last two may be missing."""
         self.products += 1
-        floats, nodes = self._dequantized(weight)
-        shift, more = self._shift(weight)
-        steps = [("MatMul", [x, floats])]
+        result = self._write.op("MatMul", [x, y])
         if shift:
-            sums, less, axes = self._name("sums"), self._name("less"), self._constant(np.array([-1]))
-            more.append(helper.make_node("ReduceSum", [x, axes], [sums], sums, keepdims=1))
-            more.append(helper.make_node("Mul", [sums, shift], [less], less))
-            steps.append(("Sub", [less]))
+            sums = self._write.op("ReduceSum", [x, self._write.constant(np.array([-1]))], keepdims=1)
+            result = self._write.op("Sub", [result, self._write.op("Mul", [sums, shift])])
         if bias:
-            steps.append(("Add", [bias]))
-        return [*nodes, *more, *self._steps(node, steps)]
+            self._write.op("Add", [result, bias])
+        last = self._write.nodes[-1]
+        last.name, last.output[0] = node.name, node.output[0]
+        return True
 
-    def _steps(self, node: NodeProto, steps: Sequence[tuple[str, list[str]]]) -> list[NodeProto]:
-        """A chain of operators, the last one with the name and the output of `node`."""
-        nodes: list[NodeProto] = []
-        for op, inputs in steps:
-            inputs = [*(name for made in nodes[-1:] for name in made.output), *inputs]
-            name = self._name(op.lower())
-            nodes.append(helper.make_node(op, inputs, [name], name))
-        nodes[-1].name, nodes[-1].output[0] = node.name, node.output[0]
-        return nodes
-
-    def _dequantized(self, weight: _Weight) -> tuple[str, list[NodeProto]]:
-        """The weight as floats, with its zero point in the middle, and the nodes that make it."""
-        inputs, result = [*weight.names[:2]], self._name("weight")
+    def _dequantized(self, weight: _Weight) -> str:
+        """The weight as floats, with its zero point in the middle."""
+        inputs = [*weight.names[:2]]
         if weight.middle:
-            inputs.append(self._constant(np.full(weight.shape, weight.middle, np.uint8)))
-        axis = 0 if weight.shape in ((), (1,)) else 1
-        return result, [helper.make_node("DequantizeLinear", inputs, [result], result, axis=axis)]
+            inputs.append(self._write.constant(np.full(weight.shape, weight.middle, np.uint8)))
+        return self._write.op("DequantizeLinear", inputs, axis=0 if weight.shape in ((), (1,)) else 1)
 
-    def _shift(self, weight: _Weight) -> tuple[str, list[NodeProto]]:
-        """``scale * (zero point - middle)`` and the nodes that make it; nothing where that is surely 0."""
-        zeros, result, nodes = weight.zeros, self._name("shift"), []
+    def _shift(self, weight: _Weight) -> str:
+        """``scale * (zero point - middle)``; empty where that is surely 0."""
+        zeros = weight.zeros
         if zeros is not None and zeros.data_location == TensorProto.EXTERNAL:  # its numbers are not at hand
-            numbers, middle = self._name("zeros"), np.array(weight.middle, np.uint8 if weight.middle else np.int8)
-            inputs = [weight.names[2], self._floats(np.array(1), weight.kind), self._constant(middle)]
-            nodes.append(helper.make_node("DequantizeLinear", inputs, [numbers], numbers))
+            middle = np.array(weight.middle, np.uint8 if weight.middle else np.int8)
+            one = self._write.constant(np.array(1), weight.kind)
+            numbers = self._write.op("DequantizeLinear", [weight.names[2], one, self._write.constant(middle)])
         else:
             values = numpy_helper.to_array(zeros).astype(np.float32) if zeros is not None else np.zeros((), np.float32)
             if not (values - weight.middle).any():
-                return "", []
-            numbers = self._floats(values - weight.middle, weight.kind)
-        return result, [*nodes, helper.make_node("Mul", [weight.names[1], numbers], [result], result)]
-
-    def _constant(self, value: npt.NDArray[np.generic]) -> str:
-        """In the main graph, where bodies read it too."""
-        name = self._name("constant")
-        self._graph.initializer.append(numpy_helper.from_array(value, name))
-        return name
-
-    def _floats(self, value: npt.NDArray[np.generic], kind: int) -> str:
-        name = self._name("constant")
-        self._graph.initializer.append(helper.make_tensor(name, kind, value.shape, value.reshape(-1).tolist()))
-        return name
-
-    def _name(self, hint: str) -> str:
-        self._made += 1
-        return f"trt_kvcache/product_{hint}_{self._made}"
+                return ""
+            numbers = self._write.constant(values - weight.middle, weight.kind)
+        return self._write.op("Mul", [weight.names[1], numbers])

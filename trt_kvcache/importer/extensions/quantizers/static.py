@@ -22,6 +22,7 @@ import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.quantizers.writer import Writer
 from trt_kvcache.importer.protos import (
     all_nodes,
     constants_of,
@@ -109,17 +110,17 @@ def spell_roundings(model: ModelProto, folder: Path) -> None:
     Raises:
         UnsupportedModelError: something else than DequantizeLinear reads what is rounded so, or there are many scales.
     """
-    constants, spelled = _Constants(model.graph), dict[int, list[NodeProto]]()
+    write, spelled = Writer(model.graph, "rounding"), dict[int, list[NodeProto]]()
     found = list(_roundings(model, folder))  # as long as it holds the nodes, they keep their ids
     for rounding in found:
         if rounding.is_signed:
             for node, numbers in rounding.each:
-                node.input[2] = constants.add(np.zeros(numbers.zeros.shape, np.int8))
+                node.input[2] = write.constant(np.zeros(numbers.zeros.shape, np.int8))
             kept = [a for a in rounding.node.attribute if a.name != "output_dtype"]
             replace_field(rounding.node.attribute, kept)
             continue
-        spelled[id(rounding.node)] = _quantized(rounding, constants)
-        spelled |= {id(node): _dequantized(node, numbers, constants) for node, numbers in rounding.readers}
+        spelled[id(rounding.node)] = _quantized(rounding, write)
+        spelled |= {id(node): _dequantized(node, numbers, write) for node, numbers in rounding.readers}
     for scope in nested_scopes(model.graph):
         replace_field(scope.node, [made for node in scope.node for made in spelled.get(id(node), [node])])
     drop_dead(model.graph)  # zero points: TensorRT reads all initializers, those of 16 bits too
@@ -196,56 +197,23 @@ def _numbers(node: NodeProto, tensors: Mapping[str, TensorProto], folder: Path) 
     )
 
 
-def _quantized(rounding: _Rounding, constants: _Constants) -> list[NodeProto]:
+def _quantized(rounding: _Rounding, write: Writer) -> list[NodeProto]:
     """Numbers rounded to are kept in float32, which holds all of 16 bits."""
-    zero, steps = rounding.numbers.zeros.astype(np.float32).reshape(()), _Steps(rounding.node, constants)
-    steps.add("Cast", to=TensorProto.FLOAT)
-    steps.add("Div", rounding.numbers.scale.reshape(()))
-    steps.add("Round")
+    node, zero = rounding.node, rounding.numbers.zeros.astype(np.float32).reshape(())
+    made = write.op("Cast", [node.input[0]], to=TensorProto.FLOAT)
+    made = write.op("Div", [made, write.constant(rounding.numbers.scale.reshape(()))])
+    made = write.op("Round", [made])
     if zero:
-        steps.add("Add", zero)
-    steps.add("Clip", *(np.array(limit, np.float32) for limit in _LIMITS[rounding.kind]))
-    return steps.end()
+        made = write.op("Add", [made, write.constant(zero)])
+    limits = [write.constant(np.array(limit, np.float32)) for limit in _LIMITS[rounding.kind]]
+    write.op("Clip", [made, *limits], node.output[0])
+    return write.taken()
 
 
-def _dequantized(node: NodeProto, numbers: _Numbers, constants: _Constants) -> list[NodeProto]:
-    zero, steps = numbers.zeros.astype(np.float32).reshape(()), _Steps(node, constants)
+def _dequantized(node: NodeProto, numbers: _Numbers, write: Writer) -> list[NodeProto]:
+    made, zero = node.input[0], numbers.zeros.astype(np.float32).reshape(())
     if zero:
-        steps.add("Sub", zero)
-    steps.add("Mul", numbers.scale.reshape(()))
-    steps.add("Cast", to=int_attribute(node, "output_dtype") or numbers.wide)
-    return steps.end()
-
-
-class _Constants:
-    """New constants in the main graph, where bodies read them too."""
-
-    def __init__(self, graph: GraphProto) -> None:
-        self._graph = graph
-        self._count = 0
-
-    def add(self, value: Array) -> str:
-        self._count += 1
-        name = f"trt_kvcache/rounding_{self._count}"
-        self._graph.initializer.append(numpy_helper.from_array(value, name))
-        return name
-
-
-class _Steps:
-    """A chain of operators in the place of a node."""
-
-    def __init__(self, node: NodeProto, constants: _Constants) -> None:
-        self._node = node
-        self._constants = constants
-        self._tensor = node.input[0]
-        self._made: list[NodeProto] = []
-
-    def add(self, op: str, *operands: Array, **attributes: Any) -> None:
-        name = f"{self._node.output[0]}/{op.lower()}"
-        inputs = [self._tensor, *(self._constants.add(value) for value in operands)]
-        self._made.append(helper.make_node(op, inputs, [name], name, **attributes))
-        self._tensor = name
-
-    def end(self) -> list[NodeProto]:
-        self._made[-1].output[0] = self._node.output[0]
-        return self._made
+        made = write.op("Sub", [made, write.constant(zero)])
+    made = write.op("Mul", [made, write.constant(numbers.scale.reshape(()))])
+    write.op("Cast", [made], node.output[0], to=int_attribute(node, "output_dtype") or numbers.wide)
+    return write.taken()

@@ -32,7 +32,7 @@ def apart(model: ModelProto, plan: CachePlan) -> ModelProto:
         if stack.io == "input":
             before += _joined(stack, whole, opset_version(model) or 1)
         else:
-            after += _taken(made.graph, stack, whole)
+            after += take_parts(made.graph, stack, whole)
     replace_field(made.graph.node, [*before, *made.graph.node, *after])
     return made
 
@@ -59,8 +59,8 @@ def _joined(stack: Stack, whole: str, opset: int) -> list[NodeProto]:
     return nodes
 
 
-def _taken(graph: onnx.GraphProto, stack: Stack, whole: str) -> list[NodeProto]:
-    """Nodes that take the parts out of the tensor, along the last axis first: axes before it keep their numbers."""
+def take_parts(graph: onnx.GraphProto, stack: Stack, whole: str) -> list[NodeProto]:
+    """Nodes that take parts out of the tensor `whole`, along the last axis first: axes before it keep their numbers."""
     nodes = []
     for part in stack.parts:
         name = whole
