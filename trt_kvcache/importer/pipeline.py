@@ -14,7 +14,7 @@ from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.given import given_options
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analyze import analyze, check_unique_outputs
-from trt_kvcache.importer.check import check_rewrite, start_check
+from trt_kvcache.importer.check import check_rewrite, start_process
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
@@ -155,7 +155,7 @@ def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
 def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, unchecked; its weights are stand-ins."""
     refuse_rewritten(source.proto, source.path)
-    start_check(options)
+    start_process(options)
     prepared = prepare(source.proto, options)
     try:
         graph = gs.import_onnx(prepared.model)

@@ -296,12 +296,12 @@ def _take_constants(graph: GraphProto) -> dict[str, Any]:
         replace_field(graph.node, kept)
         _drop_shapes(graph)  # of constants, of which onnxruntime-genai states wrong ones
     inputs = {v.name for v in graph.input}  # an initializer that is also an input is only a default
-    return {
-        t.name: numpy_helper.to_array(t)
-        for t in graph.initializer
-        if t.name not in inputs and t.data_type in _FOLDED and _is_small(t.dims)
-        and t.data_location != TensorProto.EXTERNAL
-    }  # fmt: skip
+    return {name: value for name, value in _small_values(graph).items() if name not in inputs}
+
+
+def _small_values(graph: GraphProto) -> dict[str, Any]:
+    tensors = (t for t in graph.initializer if t.data_type in _FOLDED and t.data_location != TensorProto.EXTERNAL)
+    return {t.name: numpy_helper.to_array(t) for t in tensors if _is_small(t.dims)}
 
 
 def _is_small(dims: Iterable[int]) -> bool:
@@ -426,13 +426,8 @@ def _short(name: str) -> str:
 def _merge_equal(graph: GraphProto) -> None:
     """Let one node stand for those that do the same to the same."""
     outputs = {v.name for v in graph.output}
-    constants = {
-        t.name: (t.data_type, *t.dims, numpy_helper.to_array(t).tobytes())
-        for t in graph.initializer
-        if t.data_type in _FOLDED and t.data_location != TensorProto.EXTERNAL and _is_small(t.dims)
-    }
-    captured = {name for node in graph.node for name in names_read(node) - {*node.input}}
-    fixed = outputs | captured
+    constants = {name: (v.dtype.str, *v.shape, v.tobytes()) for name, v in _small_values(graph).items()}
+    fixed = outputs.union(*(names_read(node) - {*node.input} for node in graph.node))
     first: dict[object, NodeProto] = {}
     renamed: dict[str, str] = {}
     kept = []

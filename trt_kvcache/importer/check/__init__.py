@@ -29,15 +29,10 @@ import onnx
 from trt_kvcache.child import ChildError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.process import check_in_process, start_process
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.rewritten import misfit
 
-__all__ = ["check_rewrite", "start_check"]
-
-
-def start_check(options: PlanOptions) -> None:
-    """Starts the process of the check, which loads ONNX Runtime while the caller plans."""
-    start_process(options.check_memory << 30)
+__all__ = ["check_rewrite", "start_process"]
 
 
 def check_rewrite(
@@ -67,10 +62,7 @@ def check_rewrite(
         raise UnsupportedModelError(f"the rewritten model is not as it was planned ({why}), and nothing is built of it")
     options = plan.options
     try:
-        verdicts = check_in_process(
-            original, rewritten, plan, weights, folder,
-            seconds=options.check_seconds, memory=options.check_memory << 30, thorough=thorough,
-        )  # fmt: skip
+        verdicts = check_in_process(original, rewritten, plan, weights, folder, thorough=thorough)
     except ChildError as error:
         raise UnsupportedModelError(
             f"the rewritten model could not be compared with the original: {error}; the comparison may use "

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from trt_kvcache.child import Child, ChildError
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.protos import byte_size
 
 _EACH = 8 << 20  # bytes of a weight that is sent; larger ones lie in files, which the process reads
@@ -80,8 +80,9 @@ _current: dict[int, Child] = {}
 """By bytes of address space; there is one at a time."""
 
 
-def start_process(memory: int) -> Child:
-    """The process that checks, with so many bytes of address space; it loads while the caller goes on."""
+def start_process(options: PlanOptions) -> Child:
+    """The process that checks; it loads ONNX Runtime while the caller goes on."""
+    memory = options.check_memory << 30
     with _lock:
         child = _current.get(memory)
         if child is None or not child.alive:
@@ -98,11 +99,9 @@ def check_in_process(
     weights: Mapping[str, TensorProto],
     folder: Path,
     *,
-    seconds: float,
-    memory: int,
     thorough: bool = False,
 ) -> tuple[Verdict, ...]:
-    """The verdicts of `check_models`, from a process with limits.
+    """The verdicts of `check_models`, from a process with the limits of the plan's options.
 
     Raises:
         ChildError: the process exceeded a limit, ended, or refused the models.
@@ -118,12 +117,12 @@ def check_in_process(
     sizes = (len(parts[0]), len(parts[1]), len(parts[2]))
     request = msgspec.json.encode(Request(sizes, plan, str(folder), thorough))
     with _asking:
-        line = start_process(memory).ask((request, b"\n", *parts), seconds)
+        line = start_process(plan.options).ask((request, b"\n", *parts), plan.options.check_seconds)
     answer = msgspec.json.decode(line, type=Answer)
     if answer.bug:
         raise RuntimeError(f"the check failed:\n{answer.bug}")
     if answer.exhausted:
-        raise ChildError(f"needs more than {memory >> 20} MiB of memory")
+        raise ChildError(f"needs more than {plan.options.check_memory << 10} MiB of memory")
     if answer.refused:
         raise ChildError(answer.refused)
     return answer.verdicts

@@ -351,17 +351,15 @@ def _check_places(stacks: Sequence[Stack], pairs: Sequence[tuple[str, str]]) -> 
 
     `pairs` are names of caches before and after a step.
     """
-    for io, key in (("input", 0), ("output", 1)):
-        for stack in (s for s in stacks if s.io == io):
-            others = {part.name: number for s in stacks if s.io != io for number, part in enumerate(s.parts)}
-            partner: dict[str, tuple[str, str]] = {pair[key]: pair for pair in pairs}
-            places = [(others.get(partner[p.name][1 - key]), partner[p.name]) for p in stack.parts if p.name in partner]
-            numbers = [number for number, _ in places if number is not None]
-            if numbers != sorted(numbers):
-                wrong = next(n for n, number in enumerate(numbers) if number != sorted(numbers)[n])
-                past, present = [pair for number, pair in places if number is not None][wrong]
+    for stack in stacks:
+        own = 0 if stack.io == "input" else 1
+        numbers = {part.name: number for s in stacks if s.io != stack.io for number, part in enumerate(s.parts)}
+        partners = {pair[own]: pair for pair in pairs if pair[1 - own] in numbers}
+        found = [partners[part.name] for part in stack.parts if part.name in partners]
+        for pair, right in zip(found, sorted(found, key=lambda pair: numbers[pair[1 - own]]), strict=True):
+            if pair != right:
                 raise UnsupportedModelError(
-                    f"the model takes a cache as '{past}' and gives it back as '{present}': what it writes for one "
+                    f"the model takes a cache as '{pair[0]}' and gives it back as '{pair[1]}': what it writes for one "
                     "layer, another one would read in the next step. Supported are models that write every cache to "
                     "the place that they read it from: stack the caches in the order of the layers, both in the "
                     "model's inputs and in its outputs"
