@@ -83,7 +83,7 @@ def analyze(
         inlined=inlined,
         states=states,
         notes=(*findings.notes, *_planes(roles), *((kept,) if kept else ())),
-        changes=(*findings.changes, *_changes(roles, logits)) if findings.idioms else (),  # canonical models have none
+        changes=_changes(findings, roles, logits),
         original=findings.original,
         logits_span=logits,
     )
@@ -182,8 +182,13 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
     return tuple("batch" if i == 0 else "sequence" if i == cache.sequence_axis else "?" for i in range(rank))
 
 
-def _changes(roles: tuple[TensorRole, ...], logits: LogitsSpan | None) -> list[InterfaceChange]:
-    return [change_of(r, logits) for r in roles if logits is not None and (r.name, r.io) == (logits.output, "output")]
+def _changes(
+    findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
+) -> tuple[InterfaceChange, ...]:
+    """Changes for the caller; canonical models have none."""
+    if not findings.idioms or logits is None:
+        return findings.changes if findings.idioms else ()
+    return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))
 
 
 def _rewritten_roles(

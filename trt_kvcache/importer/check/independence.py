@@ -162,12 +162,12 @@ class _Outside:
         """The first tensor in which tokens are not the same together as one by one; empty: there is none."""
         feeds = self._feeds([start] * self._batch, 0)
         interface = OriginalInterface(self._plan, twin=True)
-        whole, given = self._engine.run(feeds), dict(feeds)
-        for place in range(self._length):
-            given |= interface.single(feeds, place)
-            given |= {name: token(feeds[name], shape, place) for name, shape in self._stops.items()}
-            alone = self._engine.run(given)
-            given |= interface.carried(alone)
+        whole = self._engine.run(feeds)
+
+        def run(place: int, given: Feeds) -> Feeds:
+            return self._engine.run(given | {n: token(feeds[n], shape, place) for n, shape in self._stops.items()})
+
+        for place, alone in enumerate(interface.one_by_one(feeds, run)):
             for name, shape in self._shapes.items():
                 if not self._same(token(whole[name], shape, place), alone[name]):
                     return str(name)

@@ -183,8 +183,8 @@ class Sides:
             EngineError: it does not run the step.
             UnsupportedModelError: a join has fewer axes than inference found.
         """
-        if self.interface is not None and (count := self.interface.singles(feeds)) > 1:
-            return self._singly(step, feeds, count, together=together)
+        if self.interface is not None and self.interface.singles(feeds) > 1:
+            return self._singly(self.interface, step, feeds, together=together)
         given = self._of_original(step, feeds, together=together)
         ran = [(rows, self.engines[0].run(one)) for rows, one in given]
         made: Feeds = {}
@@ -197,21 +197,19 @@ class Sides:
             return made | {name: ran[0][1][name] for name in self.region.presents}
         return made | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
-    def _singly(self, step: Step, feeds: Feeds, count: int, *, together: bool) -> Feeds:
+    def _singly(self, interface: OriginalInterface, step: Step, feeds: Feeds, *, together: bool) -> Feeds:
         """The same, of tokens that the original takes one by one."""
-        assert self.interface is not None
         read = {c.role.name: c.output for c in self.caches if c.role.name in self._needed[1]}
         if apart := [name for name, present in read.items() if present not in self.region.presents]:
             raise UnsupportedModelError(f"nothing says what '{apart[0]}' holds after each token of a step")
-        given, parts = dict(feeds), []
-        for place in range(count):
+
+        def run(place: int, given: Feeds) -> Feeds:
             starts = tuple(start + place for start in step.starts)
-            given |= self.interface.single(feeds, place)
             for number, b in enumerate(self.region.boundaries):
                 given[f"boundary {number}"] = token(feeds[f"boundary {number}"], b.shape, place)
-            one = Step(1, starts, tuple(start + 1 for start in starts))
-            parts.append(self.original(one, given, together=together))
-            given |= self.interface.carried(parts[-1])
+            return self.original(Step(1, starts, tuple(start + 1 for start in starts)), given, together=together)
+
+        parts = interface.one_by_one(feeds, run)
         made = parts[-1]
         for name, shape in self.region.joins.items():
             if (axis := sequence_axis(shape)) is not None:

@@ -20,7 +20,7 @@ a batch of another size than one: then all rows must start together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,18 @@ class OriginalInterface:
                 values = values + np.asarray(place if name == self._starts else place + 1 - length, values.dtype)
             made[name] = values
         return {name: values for name, values in made.items() if name not in self._carried.values()}
+
+    def one_by_one(self, feeds: Mapping[str, Array], run: Callable[[int, Feeds], Feeds]) -> list[Feeds]:
+        """The outputs for each token of a step alone, after those before it.
+
+        `run` gets the number of a token and its inputs, of caches and of `single`.
+        """
+        given, made = dict(feeds), list[Feeds]()
+        for place in range(self._length(feeds)):
+            given |= self.single(feeds, place)
+            made.append(run(place, given))
+            given |= self.carried(made[-1])
+        return made
 
     def joined(self, steps: Sequence[Feeds]) -> Feeds:
         """The outputs of steps of one token each, as those of one step."""
@@ -311,12 +323,8 @@ class OriginalSession:
         Raises:
             EngineError: the engine cannot run the step.
         """
-        if (count := self._interface.singles(feeds)) > 1:
-            caches, steps = dict(feeds), []
-            for place in range(count):
-                steps.append(self.run(caches | self._interface.single(feeds, place)))
-                caches |= self._interface.carried(steps[-1])
-            return self._interface.joined(steps)
+        if self._interface.singles(feeds) > 1:
+            return self._interface.joined(self._interface.one_by_one(feeds, lambda _, given: self.run(given)))
         ran = (
             (rows, past, self._session.run(self._interface.feeds(feeds, rows, past)))
             for rows, past in self._interface.groups(feeds)
