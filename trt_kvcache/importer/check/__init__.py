@@ -68,10 +68,9 @@ def check_rewrite(
             f"the rewritten model could not be compared with the original: {error}; the comparison may use "
             f"{options.check_seconds} s (--check-seconds) and {options.check_memory} GiB (--check-memory)"
         ) from None
-    wrong = [v for v in verdicts if v.answer != "equal"]
-    if not wrong:
+    first = min(verdicts, key=lambda v: (v.answer == "equal", v.answer != "different"), default=None)
+    if first is None or first.answer == "equal":
         return
-    first = min(wrong, key=lambda v: v.answer != "different")
     if first.answer == "ends":
         longest = max(c.capacity for c in plan.caches)
         raise OptionError(

@@ -11,15 +11,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import (
-    SINKS,
-    SLOPES,
-    contains,
-    dims,
-    dtype_name,
-    elem_type,
-    input_or_none,
-)
+from trt_kvcache.importer.graph import SINKS, SLOPES, contains, dims, dtype_name, elem_type, input_or_none
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS, Rounding, read_rounding
 from trt_kvcache.importer.protos import FLOATS

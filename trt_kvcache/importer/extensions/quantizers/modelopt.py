@@ -21,6 +21,9 @@ what they make; their kernels are in no package that runs without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, defs, helper
 from onnx.shape_inference import InferenceContext
 
@@ -31,7 +34,6 @@ DOMAIN = "trt"
 FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE = (
     "TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear",
 )  # fmt: skip
-_PORTS = {FP4_QUANTIZE: (2, 2), MX_QUANTIZE: (1, 2), MX_DEQUANTIZE: (2, 1)}
 _TYPES = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "uint8", "float8e4m3fn", "float4e2m1")]
 _ATTRIBUTES = ("axis", "block_size", "scale_type", "output_dtype")
 _QUANTIZE = "TRT_FP8QuantizeLinear"
@@ -45,7 +47,7 @@ _FLOAT8_OPSET, _BLOCKS_OPSET = 19, 21
 
 def is_block_operator(node: NodeProto) -> bool:
     """True if a node quantizes or dequantizes in blocks."""
-    return node.domain == DOMAIN and node.op_type in _PORTS
+    return node.domain == DOMAIN and node.op_type in (FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE)
 
 
 def write_as_onnx(model: ModelProto) -> bool:
@@ -83,12 +85,12 @@ def _check_scale(scope: Scope, node: NodeProto) -> None:
 
 def _register() -> None:
     """Add the operators to ONNX's list, which is one for the whole process."""
-    for name, counts in _PORTS.items():
+    for name, (reads, makes, infer) in _OPERATORS.items():
         if defs.has(name, 1, DOMAIN):
             continue
         inputs, outputs = (
             [defs.OpSchema.FormalParameter(f"{side}{i}", f"T{side}{i}") for i in range(count)]
-            for side, count in zip(("input", "output"), counts, strict=True)
+            for side, count in (("input", reads), ("output", makes))
         )
         integer = defs.OpSchema.AttrType.INT
         schema = defs.OpSchema(
@@ -100,19 +102,11 @@ def _register() -> None:
             type_constraints=[(port.type_str, _TYPES, "") for port in (*inputs, *outputs)],
             attributes=[defs.OpSchema.Attribute(a, integer, required=False) for a in _ATTRIBUTES],
         )
-        schema.set_type_and_shape_inference_function(_INFER[name])
+        schema.set_type_and_shape_inference_function(infer)
         defs.register_schema(schema)
 
 
-def _infer_fp4(context: InferenceContext) -> None:
-    _infer_blocks(context, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN, 16)
-
-
-def _infer_mx(context: InferenceContext) -> None:
-    _infer_blocks(context, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8, 32)
-
-
-def _infer_blocks(context: InferenceContext, numbers: int, scales: int, block: int) -> None:
+def _infer_blocks(numbers: int, scales: int, block: int, context: InferenceContext) -> None:
     """Numbers have the shape of what is quantized, scales the same but for the axis of the blocks."""
     given = context.get_input_type(0)
     context.set_output_type(0, _of(given, numbers))
@@ -146,5 +140,10 @@ def _attribute(context: InferenceContext, name: str, default: int) -> int:
     return default if found is None else int(found.i)
 
 
-_INFER = {FP4_QUANTIZE: _infer_fp4, MX_QUANTIZE: _infer_mx, MX_DEQUANTIZE: _infer_dequantized}
+_OPERATORS: dict[str, tuple[int, int, Callable[[InferenceContext], None]]] = {
+    FP4_QUANTIZE: (2, 2, partial(_infer_blocks, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN, 16)),
+    MX_QUANTIZE: (1, 2, partial(_infer_blocks, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8, 32)),
+    MX_DEQUANTIZE: (2, 1, _infer_dequantized),
+}
+"""Numbers of inputs and of outputs, and shape inference."""
 _register()
