@@ -5,8 +5,7 @@
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
                                                         read_updates; new_rows
     attention over them                                 attention: search, masks
-                                                        (square_masks), extensions: rounded_attention,
-                                                        position_biases
+                                                        extensions: rounded_attention, position_biases
     keys and values computed from caches                extensions: latent_attention
     caches inside operators                             idioms: attention_past
     state that is no cache                              idioms: states
@@ -42,7 +41,6 @@ from trt_kvcache.importer.graph import (
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.search import find_cores
-from trt_kvcache.importer.normalize.attention.square_masks import SINGLY, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
@@ -69,6 +67,11 @@ if TYPE_CHECKING:
 
 __all__ = ["normalize"]
 
+_SINGLY = (
+    "the masks of the model as exported fit several tokens only while nothing is in its caches; here every step may "
+    "bring several, each of which sees those before it"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class _Exported:
@@ -78,7 +81,6 @@ class _Exported:
         model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
         computed: the same attentions, where keys or values are computed from caches; None: caches are read as they are.
         held: attentions whose operators hold their caches.
-        singly: behind others, the model as exported takes tokens one by one only.
     """
 
     model: onnx.ModelProto
@@ -89,7 +91,6 @@ class _Exported:
     cores: tuple[Core, ...]
     computed: ComputedAttention | None
     held: tuple[Core, ...]
-    singly: bool
 
 
 def normalize(
@@ -126,9 +127,7 @@ def _read(model: onnx.ModelProto) -> gs.Graph:
     return graph
 
 
-def _recognize(
-    graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, *, singly: bool = False
-) -> _Exported | None:
+def _recognize(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> _Exported | None:
     """Find caches and attentions, in a graph that is edited; None where what looked like caches is state."""
     graph, model, held = _standard(graph)
     candidates, states = _caches(graph, held)
@@ -136,13 +135,12 @@ def _recognize(
         return None
     candidates, interface, samples = _sampled(Blueprint(model, weights), candidates, held, states, options)
     if (folded := fold_fixed(samples)) is not None:
-        return _recognize(_read(folded), weights, options, singly=singly)
-    if pad_square_masks(graph, samples):
-        return _recognize(graph, weights, options, singly=True)
+        return _recognize(_read(folded), weights, options)
+    samples = samples.that_run()
     writes = tuple(read_update(candidate, samples) for candidate in candidates)
     attentions = read_held(graph, interface, samples)
     cores, computed = _attention(graph, (*writes, *held), interface, samples, options)
-    return _Exported(model, graph, interface, samples, writes, cores, computed, attentions, singly)
+    return _Exported(model, graph, interface, samples, writes, cores, computed, attentions)
 
 
 def _attention(
@@ -263,7 +261,7 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto
         named = [None if d == "?" else d for d in shape]
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = say_layouts(interface.tensors, writes)
-    tensors = tuple(replace(t, singly=exported.singly and t.name == interface.tokens) for t in tensors)
+    tensors = tuple(replace(t, singly=samples.singly and t.name == interface.tokens) for t in tensors)
     shifted = {c.visibility.own.name: c.key.kept for c in exported.cores if c.key.shifted and c.visibility.own}
     tensors = tuple(replace(t, kept=shifted.get(t.name, t.kept)) for t in tensors)
     changes = find_changes(tensors, model, counts, copies)
@@ -273,7 +271,7 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto
         *((NOTE,) if by_tokens else ()),
         *(() if rings is None else rings.notes),
     )
-    notes += (SINGLY,) if exported.singly else ()
+    notes += (_SINGLY,) if samples.singly else ()
     roles = (*interface.roles, *canonical.added)
     longest = {} if rings is None else rings.longest
     return model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest)
