@@ -57,16 +57,16 @@ def encoder(
     g = Graph()
     if ids:
         g.input("input_ids", _INT, ["batch", "length"])
-        x = g.node("Gather", [g.constant(table(), np.float32), "input_ids"])
+        x = g.Gather(g.constant(table(), np.float32), "input_ids")
     else:
         g.input("input_features", _FLOAT, ["batch", "length", WIDTH])
-        x = g.node("Mul", ["input_features", g.constant(0.5, np.float32)])
+        x = g.Mul("input_features", g.constant(0.5, np.float32))
     if mask:
         g.input("attention_mask", _INT, ["batch", "length"])
-        ones = g.node("Unsqueeze", [g.node("Cast", ["attention_mask"], to=_FLOAT), g.constant([2])])
-        x = g.node("Mul", [x, ones])
+        ones = g.Unsqueeze(g.Cast("attention_mask", to=_FLOAT), [2])
+        x = g.Mul(x, ones)
     for name in (hidden, *more):
-        g.node("Cast", [x], name, to=dtype)
+        g.Cast(x, out=name, to=dtype)
         g.output(name, dtype, ["batch", "length", WIDTH])
     if keys:
         _keys(g, x, keys)
@@ -88,28 +88,28 @@ def strided_encoder(path: Path) -> Path:
         return g.constant(rng.normal(0, shape[0] ** -0.5, shape), np.float32)
 
     def normalized(x: str) -> str:
-        return g.node("LayerNormalization", [x, g.constant(np.ones(WIDTH), np.float32), weight(WIDTH)], axis=-1)
+        return g.LayerNormalization(x, g.constant(np.ones(WIDTH), np.float32), weight(WIDTH), axis=-1)
 
     def gelu(x: str) -> str:
-        erf = g.node("Erf", [g.node("Div", [x, number(2**0.5)])])
-        return g.node("Mul", [g.node("Mul", [x, number(0.5)]), g.node("Add", [erf, number(1)])])
+        erf = g.Erf(g.Div(x, number(2**0.5)))
+        return g.Mul(g.Mul(x, number(0.5)), g.Add(erf, number(1)))
 
     def heads(x: str, perm: Sequence[int]) -> str:
-        rows = g.node("MatMul", [x, weight(WIDTH, WIDTH)])
-        return g.node("Transpose", [g.node("Reshape", [rows, g.constant([0, -1, HEADS, SIZE])])], perm=perm)
+        rows = g.MatMul(x, weight(WIDTH, WIDTH))
+        return g.Transpose(g.Reshape(rows, [0, -1, HEADS, SIZE]), perm=perm)
 
     g.input("input_features", _FLOAT, ["batch", WIDTH, "length"])
     kernel = g.constant(rng.normal(0, 0.1, (WIDTH, WIDTH, 3)), np.float32)
-    x = g.node("Conv", ["input_features", kernel, weight(WIDTH)], kernel_shape=[3], strides=[2], pads=[1, 1])
-    x = g.node("Transpose", [gelu(x)], perm=[0, 2, 1])
+    x = g.Conv("input_features", kernel, weight(WIDTH), kernel_shape=[3], strides=[2], pads=[1, 1])
+    x = g.Transpose(gelu(x), perm=[0, 2, 1])
     y = normalized(x)
-    scores = g.node("Mul", [g.node("MatMul", [heads(y, [0, 2, 1, 3]), heads(y, [0, 2, 3, 1])]), number(SIZE**-0.5)])
-    y = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), heads(y, [0, 2, 1, 3])])
-    y = g.node("Reshape", [g.node("Transpose", [y], perm=[0, 2, 1, 3]), g.constant([0, -1, WIDTH])])
-    x = g.node("Add", [x, g.node("MatMul", [y, weight(WIDTH, WIDTH)])])
-    y = gelu(g.node("MatMul", [normalized(x), weight(WIDTH, 2 * WIDTH)]))
-    x = g.node("Add", [x, g.node("MatMul", [y, weight(2 * WIDTH, WIDTH)])])
-    g.node("Identity", [normalized(x)], "last_hidden_state")
+    scores = g.Mul(g.MatMul(heads(y, [0, 2, 1, 3]), heads(y, [0, 2, 3, 1])), number(SIZE**-0.5))
+    y = g.MatMul(g.Softmax(scores, axis=-1), heads(y, [0, 2, 1, 3]))
+    y = g.Reshape(g.Transpose(y, perm=[0, 2, 1, 3]), [0, -1, WIDTH])
+    x = g.Add(x, g.MatMul(y, weight(WIDTH, WIDTH)))
+    y = gelu(g.MatMul(normalized(x), weight(WIDTH, 2 * WIDTH)))
+    x = g.Add(x, g.MatMul(y, weight(2 * WIDTH, WIDTH)))
+    g.Identity(normalized(x), out="last_hidden_state")
     g.output("last_hidden_state", _FLOAT, ["batch", "half", WIDTH])
     onnx.save(g.model(), path)
     return path
@@ -134,13 +134,13 @@ def first_step(path: Path, *, shape_of: str = "input_ids", merged: bool = False,
     if reads:
         read = reads
         if reads == "input_ids":
-            first = g.node("Slice", ["input_ids", g.constant([0]), g.constant([1]), g.constant([1])])
-            read = g.node("Unsqueeze", [g.node("Cast", [first], to=_FLOAT), g.constant([2])])
-        x = g.node("Add", [x, read])
-    rows = g.node("Shape", [shape_of], start=0, end=1) if shape_of else g.constant([0])
+            first = g.Slice("input_ids", [0], [1], [1])
+            read = g.Unsqueeze(g.Cast(first, to=_FLOAT), [2])
+        x = g.Add(x, read)
+    rows = g.Shape(shape_of, start=0, end=1) if shape_of else g.constant([0])
     _keys(g, x, "present", rows)
-    ids = g.node("Cast", ["input_ids"], to=_FLOAT)
-    g.node("Unsqueeze", [ids, g.constant([2])], "logits")
+    ids = g.Cast("input_ids", to=_FLOAT)
+    g.Unsqueeze(ids, [2], out="logits")
     g.output("logits", _FLOAT, ["batch", "S", 1])
     if not merged:
         onnx.save(g.model(), path)
@@ -155,15 +155,15 @@ def first_step(path: Path, *, shape_of: str = "input_ids", merged: bool = False,
             body.initializers, body.nodes = [], []
             empty = body.constant(np.zeros((0, HEADS, 1, SIZE)), np.float32)
             for value in g.outputs[:-1]:
-                body.node("Identity", [empty], value.name)
-            body.node("ReduceSum", [past, body.constant([3])], "logits", keepdims=0)
+                body.Identity(empty, out=value.name)
+            body.ReduceSum(past, [3], out="logits", keepdims=0)
         bodies.append(helper.make_graph(body.nodes, name, [], body.outputs, body.initializers))
     outer = Graph()
     outer.inputs = list(g.inputs)
     outer.input(past, _FLOAT, ["batch", HEADS, "P", SIZE])
     outer.input("use_cache_branch", TensorProto.BOOL, [1])
     outer.outputs = list(g.outputs)
-    outer.node("If", ["use_cache_branch"], [v.name for v in g.outputs], then_branch=bodies[0], else_branch=bodies[1])
+    outer.If("use_cache_branch", out=[v.name for v in g.outputs], then_branch=bodies[0], else_branch=bodies[1])
     onnx.save(outer.model(), path)
     return path
 
@@ -173,8 +173,8 @@ def _keys(g: Graph, x: str, present: str, rows: str = "") -> None:
     w = weights()
     for layer, cross in CROSS:
         for part in ("key", "value"):
-            y = g.node("MatMul", [x, g.constant(w[f"{cross}.{part[0]}"], np.float32)])
-            shape = g.node("Concat", [rows or g.constant([0]), g.constant([-1, HEADS, SIZE])], axis=0)
+            y = g.MatMul(x, g.constant(w[f"{cross}.{part[0]}"], np.float32))
+            shape = g.Concat(rows or g.constant([0]), [-1, HEADS, SIZE], axis=0)
             name = f"{present}.{layer}.encoder.{part}"
-            g.node("Transpose", [g.node("Reshape", [y, shape])], name, perm=[0, 2, 1, 3])
+            g.Transpose(g.Reshape(y, shape), out=name, perm=[0, 2, 1, 3])
             g.output(name, _FLOAT, ["batch", HEADS, "length", SIZE])

@@ -46,7 +46,7 @@ class Layers(Graph):
         inputs = [self.input(f"past_{name}", self.dtype, shape(capacity))]
         inputs.append(self.input(f"new_{name}", self.dtype, shape(self.length)))
         axis = 1 if sequence_major else 2
-        self.node("TensorScatter", [*inputs, "write_indices"], f"present_{name}", axis=axis, mode=mode)
+        self.TensorScatter(*inputs, "write_indices", out=f"present_{name}", axis=axis, mode=mode)
         self.output(f"present_{name}", self.dtype, shape(capacity))
         return f"present_{name}"
 
@@ -56,7 +56,7 @@ class Layers(Graph):
 
     def attend(self, query: str, key: str, value: str, out: str, lengths: str = "valid", **attrs: Any) -> None:
         """One Attention with a graph output `[B, N, S, H]`."""
-        self.node("Attention", [query, key, value, "", "", "", lengths], out, **attrs)
+        self.Attention(query, key, value, "", "", "", lengths, out=out, **attrs)
         self.output(out, self.dtype, ["B", "N", self.length, "H"])
 
 

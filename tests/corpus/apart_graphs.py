@@ -14,16 +14,16 @@ from trt_kvcache.importer.graph import replace_uses
 
 def _attended(g: Build, query: str, keys: list[str], values: list[str]) -> str:
     """Attention over keys and values whose scores are joined for the softmax."""
-    query = g.node("Mul", [query, g.number(g.decoder.size**-0.5)])
-    scores = [g.node("MatMul", [query, g.node("Transpose", [t], perm=[0, 1, 3, 2])]) for t in keys]
+    query = g.Mul(query, g.number(g.decoder.size**-0.5))
+    scores = [g.MatMul(query, g.Transpose(t, perm=[0, 1, 3, 2])) for t in keys]
     whole = g.node("Concat", scores, axis=-1) if len(scores) > 1 else scores[0]
     visible = g.once("mask", lambda: MASKS["past"](g))
-    weights = g.node("Softmax", [g.node("Where", [visible, whole, g.number(g.decoder.lowest)])], axis=-1)
+    weights = g.Softmax(g.Where(visible, whole, g.number(g.decoder.lowest)), axis=-1)
     if len(values) == 1:
-        return g.node("MatMul", [weights, values[0]])
-    past, zero, end = g.node("Unsqueeze", [g.past, g.constant([0])]), g.constant([0]), g.constant([2**31 - 1])
-    cut = [g.node("Slice", [weights, *bounds, g.constant([3])]) for bounds in ((zero, past), (past, end))]
-    return g.node("Add", [g.node("MatMul", [w, v]) for w, v in zip(cut, values, strict=True)])
+        return g.MatMul(weights, values[0])
+    past, zero, end = g.Unsqueeze(g.past, [0]), g.constant([0]), g.constant([2**31 - 1])
+    cut = [g.Slice(weights, *bounds, [3]) for bounds in ((zero, past), (past, end))]
+    return g.node("Add", [g.MatMul(w, v) for w, v in zip(cut, values, strict=True)])
 
 
 def _scores_apart(g: Build, query: str, keys: str, values: str) -> str:
@@ -35,7 +35,7 @@ def _scores_apart(g: Build, query: str, keys: str, values: str) -> str:
 
 def _head(g: Build, tensor: str, head: int) -> str:
     bounds = (head, head + 1, 1)
-    return g.once(f"{tensor} {head}", lambda: g.node("Slice", [tensor, *(g.constant([n]) for n in bounds)]))
+    return g.once(f"{tensor} {head}", lambda: g.Slice(tensor, *(g.constant([n]) for n in bounds)))
 
 
 def _one_by_one(g: Build, query: str, keys: str, values: str) -> str:

@@ -34,46 +34,46 @@ def times(factor: float, by: str = "Mul") -> Any:
 
 def of_length(g: Build, tensor: str) -> str:
     """Times log(P + S + 2)."""
-    total = g.node("Cast", [g.node("Add", [g.all, g.constant(2)])], to=FLOAT)
-    return g.node("Mul", [tensor, g.node("Log", [total])])
+    total = g.Cast(g.Add(g.all, 2), to=FLOAT)
+    return g.Mul(tensor, g.Log(total))
 
 
 def tanh(g: Build, tensor: str) -> str:
-    return g.node("Tanh", [tensor])
+    return g.Tanh(tensor)
 
 
 def heads(*order: int) -> Any:
-    return lambda g, tensor: g.node("Gather", [tensor, g.constant(order)], axis=1)
+    return lambda g, tensor: g.Gather(tensor, order, axis=1)
 
 
 def at_least(lowest: float) -> Any:
-    return lambda g, scores: g.node("Max", [scores, g.number(lowest)])
+    return lambda g, scores: g.Max(scores, g.number(lowest))
 
 
 def _guarded(g: Build, weights: str) -> str:
     """As ONNX Runtime's optimizer leaves PyTorch's guard in float16."""
-    asked = g.node("IsNaN", [g.node("Cast", [weights], to=TensorProto.FLOAT16)])
-    return g.node("Where", [asked, g.number(0.0), weights])
+    asked = g.IsNaN(g.Cast(weights, to=TensorProto.FLOAT16))
+    return g.Where(asked, g.number(0.0), weights)
 
 
 def _without_largest(g: Build, scores: str) -> str:
-    return g.node("Sub", [scores, g.node("ReduceMax", [scores, g.constant([-1])], keepdims=1)])
+    return g.Sub(scores, g.ReduceMax(scores, [-1], keepdims=1))
 
 
 def _guard_empty_rows(g: Build, query: str, keys: str, values: str, *, fewer: str) -> str:
     """Zeros for queries that see `fewer` keys than one."""
     output = _attend(g, query, keys, values)
     visible = "mask" if g.decoder.mask == "own" else g.to_scores(g.causal())
-    seen = g.node("ReduceSum", [g.node("Cast", [visible], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
-    return g.node("Where", [g.node(fewer, [seen, g.number(1.0)]), g.number(0.0), output])
+    seen = g.ReduceSum(g.Cast(visible, to=TensorProto.FLOAT), [-1], keepdims=1)
+    return g.Where(g.node(fewer, [seen, g.number(1.0)]), g.number(0.0), output)
 
 
 def _last_rows(count: int) -> Any:
-    return lambda g, t: g.node("Slice", [t, *(g.constant([n]) for n in (-count, 2**31, 2))])
+    return lambda g, t: g.Slice(t, *(g.constant([n]) for n in (-count, 2**31, 2)))
 
 
 def _integers(g: Build, tensor: str) -> str:
-    return g.node("Cast", [g.node("Cast", [tensor], to=TensorProto.INT32)], to=TensorProto.FLOAT)
+    return g.Cast(g.Cast(tensor, to=TensorProto.INT32), to=TensorProto.FLOAT)
 
 
 def _chosen(g: Build, scores: str) -> str:
@@ -83,24 +83,24 @@ def _chosen(g: Build, scores: str) -> str:
         for op in ("Neg", "Identity")
         for value in [helper.make_tensor_value_info(f"{scores}_{op}", TensorProto.FLOAT, None)]
     ]
-    choice = g.node("Greater", [g.node("ReduceMax", ["input_ids"], keepdims=0), g.constant(3)])
-    return g.node("If", [choice], then_branch=branches[0], else_branch=branches[1])
+    choice = g.Greater(g.ReduceMax("input_ids", keepdims=0), 3)
+    return g.If(choice, then_branch=branches[0], else_branch=branches[1])
 
 
 def _repeated_by_batch(g: Build, tensor: str) -> str:
     """One sequence has its heads one after the other twice, two have each of them twice."""
-    axis = g.node("Unsqueeze", [g.size_of(g.tokens, 0), g.constant([0])])
-    sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
-    shape = g.node("Concat", [sizes[0], g.constant([2, 2]), sizes[1], g.constant([4])], axis=0)
-    spread = g.node("Expand", [g.node("Unsqueeze", [tensor, axis]), shape])
-    return g.node("Reshape", [spread, g.constant([0, 4, -1, 4])])
+    axis = g.Unsqueeze(g.size_of(g.tokens, 0), [0])
+    sizes = [g.Unsqueeze(n, [0]) for n in (g.size_of(g.tokens, 0), g.all)]
+    shape = g.Concat(sizes[0], [2, 2], sizes[1], [4], axis=0)
+    spread = g.Expand(g.Unsqueeze(tensor, axis), shape)
+    return g.Reshape(spread, [0, 4, -1, 4])
 
 
 def _tiled_by_shape(g: Build, tensor: str) -> str:
     """As paddle2onnx 2.1 writes repeat_interleave of an axis that it does not know: more repeats than axes."""
-    sizes = g.node("Gather", [g.node("Shape", [tensor]), g.constant([1])])
-    twos = g.node("Expand", [g.constant([2]), sizes])
-    return g.node("Tile", [tensor, g.node("Concat", [g.constant([1]), twos, g.constant([1, 1])], axis=0)])
+    sizes = g.Gather(g.Shape(tensor), [1])
+    twos = g.Expand([2], sizes)
+    return g.Tile(tensor, g.Concat([1], twos, [1, 1], axis=0))
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "tanh, no mask": {"scores": tanh, "positions": "none", "mask": "none"},
     "a floor below all scores": {"scores": at_least(-1e4)},
     "more keys than values": {
-        "keys": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)]),
+        "keys": lambda g, t: g.Mul(t, g.constant(range(4), np.float32)),
         "layout": "bsnd",
     },
     "a choice between branches": {"scores": _chosen},
@@ -137,7 +137,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "a temperature that lifts the mask": {"masked": times(3e-4), "lowest": -1e4},
     "two caps": {"softcap": 3.0, "scores": tanh},
     "a cap after the mask": {"masked": tanh},
-    "Relu": {"scores": lambda g, t: g.node("Relu", [t])},
+    "Relu": {"scores": lambda g, t: g.Relu(t)},
     "heads reversed": {"keys": heads(3, 2, 1, 0)},
     "last 6 rows": {"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"},
     "last 16 rows": {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none"},
@@ -145,7 +145,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "repeated keys cut to integers": {"keys": _integers},
     "repeated values cut to integers": {"values": _integers},
     "values in turn": {"repeat": "none", "keys": heads(0, 0, 1, 1), "values": heads(0, 1, 0, 1)},
-    "norm of repeated keys": {"keys": lambda g, t: g.node("LpNormalization", [t], axis=-1)},
+    "norm of repeated keys": {"keys": lambda g, t: g.LpNormalization(t, axis=-1)},
     "keys repeated by the batch": {"repeat": "none", "keys": _repeated_by_batch, "values": heads(0, 0, 1, 1)},
     "values repeated by the batch": {"repeat": "none", "values": _repeated_by_batch, "keys": heads(0, 0, 1, 1)},
     "more repeats than axes": {"keys": _tiled_by_shape},
@@ -155,15 +155,15 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def _zeros_and_low(g: Build, lowest: float) -> str:
-    return g.node("Where", [g.to_scores(g.causal()), g.number(0.0), g.number(lowest)])
+    return g.Where(g.to_scores(g.causal()), g.number(0.0), g.number(lowest))
 
 
 def _late(g: Build, scores: str) -> str:
     """A second mask, which is too high to be scaled for texts of 9 and more, then a factor."""
-    total = g.node("Cast", [g.node("Less", [g.all, g.constant(9)])], to=1)
-    high, far = g.node("Mul", [total, g.number(-1e6)]), g.number(-1e3)
-    mask = g.node("Where", [g.to_scores(g.causal()), g.number(0.0), g.node("Add", [high, far])])
-    return times(0.5)(g, g.node("Add", [scores, mask]))
+    total = g.Cast(g.Less(g.all, 9), to=1)
+    high, far = g.Mul(total, g.number(-1e6)), g.number(-1e3)
+    mask = g.Where(g.to_scores(g.causal()), g.number(0.0), g.Add(high, far))
+    return times(0.5)(g, g.Add(scores, mask))
 
 
 SCALED: dict[str, dict[str, Any]] = {
@@ -173,18 +173,18 @@ SCALED: dict[str, dict[str, Any]] = {
     "twice": {"masked": lambda g, s: times(0.5)(g, times(0.5, "Div")(g, s))},
     "a floor as well": {"masked": lambda g, s: times(0.5)(g, at_least(-1e5)(g, s)), "lowest": -65504.0},
     "masked again": {
-        "masked": lambda g, s: g.node("Add", [times(0.5)(g, s), _zeros_and_low(g, -1e4)]),
+        "masked": lambda g, s: g.Add(times(0.5)(g, s), _zeros_and_low(g, -1e4)),
         "lowest": -65504.0,
     },
     "masked again, by less": {
-        "masked": lambda g, s: times(0.05)(g, g.node("Add", [s, _zeros_and_low(g, -1e4)])),
+        "masked": lambda g, s: times(0.05)(g, g.Add(s, _zeros_and_low(g, -1e4))),
         "lowest": -65504.0,
     },
     "heads in batch": {"kv_heads": 4, "attend": Merged("none", scale="none"), "scores": times(0.5), "lowest": -65504.0},
     "-1e4 over 4": {"lowest": -1e4, "masked": times(0.25)},
     "-1e4 over 4, Where": {"lowest": -1e4, "masked": times(0.25), "apply": "where"},
     "one number for all": {
-        "masked": lambda g, s: times(0.5)(g, g.node("Add", [s, g.number(-3.0)])),
+        "masked": lambda g, s: times(0.5)(g, g.Add(s, g.number(-3.0))),
         "lowest": -65504.0,
     },
     "-1e4 beside larger scores": {"lowest": -1e4, "scores": times(40.0)},
@@ -219,52 +219,52 @@ def _of_tokens(g: Build, scores: str) -> str:
 
 
 def _of_length(g: Build, scores: str) -> str:
-    return g.node("Mul", [sink_column(g, scores), g.node("Cast", [g.all], to=FLOAT)])
+    return g.Mul(sink_column(g, scores), g.Cast(g.all, to=FLOAT))
 
 
 def _odd_at(past: int) -> Callable[[Build, str], str]:
     """Another number with one length of the past."""
 
     def column(g: Build, scores: str) -> str:
-        odd = g.node("Cast", [g.node("Equal", [g.past, g.constant(past)])], to=TensorProto.FLOAT)
-        return g.node("Add", [sink_column(g, scores), odd])
+        odd = g.Cast(g.Equal(g.past, past), to=TensorProto.FLOAT)
+        return g.Add(sink_column(g, scores), odd)
 
     return column
 
 
 def _of_query(g: Build, scores: str) -> str:
     """Another logit for each query of a step."""
-    steps = g.node("Cast", [g.query_rows], to=TensorProto.FLOAT)
-    return g.node("Add", [sink_column(g, scores), g.node("Unsqueeze", [steps, g.constant([0, 1])])])
+    steps = g.Cast(g.query_rows, to=TensorProto.FLOAT)
+    return g.Add(sink_column(g, scores), g.Unsqueeze(steps, [0, 1]))
 
 
 def _heads_turned(g: Build, scores: str) -> str:
     """A weight whose logits are not in the order of the heads."""
-    rows = g.node("Unsqueeze", [g.size_of(scores, 2), g.constant([0])])
-    shape = g.node("Concat", [g.constant([1, 4]), rows, g.constant([1])], axis=0)
-    turned = g.node("Transpose", [g.node("Reshape", [g.constant(np.arange(4.0), np.float32), g.constant([2, 2])])])
-    column = g.node("Expand", [g.node("Reshape", [turned, g.constant([1, 4, 1, 1])]), shape])
-    batch = g.node("Concat", [g.node("Unsqueeze", [g.size_of(scores, 0), g.constant([0])]), g.constant([4]), rows,
-                              g.constant([1])], axis=0)  # fmt: skip
-    return g.node("Expand", [column, batch])
+    rows = g.Unsqueeze(g.size_of(scores, 2), [0])
+    shape = g.Concat([1, 4], rows, [1], axis=0)
+    turned = g.Transpose(g.Reshape(g.constant(np.arange(4.0), np.float32), [2, 2]))
+    column = g.Expand(g.Reshape(turned, [1, 4, 1, 1]), shape)
+    batch = g.Concat(g.Unsqueeze(g.size_of(scores, 0), [0]), [4], rows,
+                              [1], axis=0)  # fmt: skip
+    return g.Expand(column, batch)
 
 
 def _zero_row(g: Build, values: str) -> str:
     """One row more, so that a column of sinks that is not dropped has something to weigh."""
-    return g.node("Pad", [values, g.constant([0, 0, 0, 0, 0, 0, 1, 0])])
+    return g.Pad(values, [0, 0, 0, 0, 0, 0, 1, 0])
 
 
 def _two_columns(g: Build, scores: str) -> str:
     column = sink_column(g, scores)
-    return g.node("Concat", [column, column], axis=-1)
+    return g.Concat(column, column, axis=-1)
 
 
 def _near_in_turns(g: Build, scores: str) -> str:
     """A window in every other layer, as gpt-oss has it."""
     if sum(n.op_type == "Softmax" for n in g.nodes) % 2:
         return scores
-    far = g.node("LessOrEqual", [g.key_rows, g.node("Sub", [g.query_rows, g.constant(4)])])
-    return g.node("Where", [g.to_scores(far), g.number(-1e4), scores])
+    far = g.LessOrEqual(g.key_rows, g.Sub(g.query_rows, 4))
+    return g.Where(g.to_scores(far), g.number(-1e4), scores)
 
 
 SINKS: dict[str, dict[str, Any]] = {
@@ -293,12 +293,10 @@ SINKS: dict[str, dict[str, Any]] = {
         "masked": lambda g, scores: without_sinks(g, beside_sinks(g, scores, sink_column(g, scores)))
     },
     "before the scores": {
-        "masked": lambda g, scores: g.node("Concat", [sink_column(g, scores), scores], axis=-1),
+        "masked": lambda g, scores: g.Concat(sink_column(g, scores), scores, axis=-1),
         "weights": lambda g, w: without_sinks(g, w, 1, 2**31),
     },
-    "less the largest of all queries": {
-        "masked": lambda g, s: g.node("Sub", [s, g.node("ReduceMax", [s, g.constant([2])], keepdims=1)])
-    },
+    "less the largest of all queries": {"masked": lambda g, s: g.Sub(s, g.ReduceMax(s, [2], keepdims=1))},
 }
 
 # Softmax in five operators.

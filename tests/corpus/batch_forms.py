@@ -22,49 +22,49 @@ FAR = 1 << 40
 
 def _scaled(g: Build, x: str, positions: str) -> str:
     """Another factor in long texts."""
-    long = g.node("Greater", [positions, g.constant(SWITCH)])
-    return g.node("Mul", [x, g.node("Where", [long, g.number(3), g.number(1)])])
+    long = g.Greater(positions, SWITCH)
+    return g.Mul(x, g.Where(long, g.number(3), g.number(1)))
 
 
 def by_the_longest(g: Build, x: str) -> str:
     """As LongRoPE chooses its factors."""
-    return _scaled(g, x, g.node("ReduceMax", [g.position_ids], keepdims=0))
+    return _scaled(g, x, g.ReduceMax(g.position_ids, keepdims=0))
 
 
 def by_the_shortest(g: Build, x: str) -> str:
-    return _scaled(g, x, g.node("ReduceMin", [g.position_ids], keepdims=0))
+    return _scaled(g, x, g.ReduceMin(g.position_ids, keepdims=0))
 
 
 def by_the_first(g: Build, x: str) -> str:
-    rows = g.node("Unsqueeze", [g.position_ids, g.constant([2])])
-    return _scaled(g, x, g.node("Gather", [rows, g.constant([0])], axis=0))
+    rows = g.Unsqueeze(g.position_ids, [2])
+    return _scaled(g, x, g.Gather(rows, [0], axis=0))
 
 
 def by_the_last(g: Build, x: str) -> str:
-    rows = g.node("Unsqueeze", [g.position_ids, g.constant([2])])
-    return _scaled(g, x, g.node("Gather", [rows, g.constant([-1])], axis=0))
+    rows = g.Unsqueeze(g.position_ids, [2])
+    return _scaled(g, x, g.Gather(rows, [-1], axis=0))
 
 
 def by_a_row_of_a_table(g: Build, x: str) -> str:
     """Weights are looked up behind an offset: no value shows, only which rows are taken."""
-    long = g.node("Greater", [g.node("ReduceMax", [g.position_ids], keepdims=0), g.constant(SWITCH)])
-    offset = g.node("Mul", [g.node("Cast", [long], to=TensorProto.INT64), g.constant(64)])
-    table = g.node("Mul", [g.weight(128, 1), g.node("Cast", [g.node("ReduceMax", [g.tokens])], to=TensorProto.FLOAT)])
-    return g.node("Mul", [x, g.node("Gather", [table, g.node("Add", [g.position_ids, offset])], axis=0)])
+    long = g.Greater(g.ReduceMax(g.position_ids, keepdims=0), SWITCH)
+    offset = g.Mul(g.Cast(long, to=TensorProto.INT64), 64)
+    table = g.Mul(g.weight(128, 1), g.Cast(g.ReduceMax(g.tokens), to=TensorProto.FLOAT))
+    return g.Mul(x, g.Gather(table, g.Add(g.position_ids, offset), axis=0))
 
 
 def each_by_itself(g: Build, x: str) -> str:
-    rows = g.node("Unsqueeze", [g.position_ids, g.constant([2])])
+    rows = g.Unsqueeze(g.position_ids, [2])
     return _scaled(g, x, rows)
 
 
 def by_a_table_cut_to_the_longest(g: Build, x: str) -> str:
     """What is cut off, no sequence reads but the longest."""
-    longest = g.node("ReduceMax", [g.position_ids], keepdims=0)
-    end = g.node("Reshape", [g.node("Add", [longest, g.constant(1)]), g.constant([1])])
-    cut = g.node("Slice", [g.weight(64, 1), g.constant([0]), end])
-    rows = g.node("Add", [g.position_ids, g.node("Mul", [g.tokens, g.constant(0)])])
-    return g.node("Mul", [x, g.node("Gather", [cut, rows], axis=0)])
+    longest = g.ReduceMax(g.position_ids, keepdims=0)
+    end = g.Reshape(g.Add(longest, 1), [1])
+    cut = g.Slice(g.weight(64, 1), [0], end)
+    rows = g.Add(g.position_ids, g.Mul(g.tokens, 0))
+    return g.Mul(x, g.Gather(cut, rows, axis=0))
 
 
 def _beside(g: Build, *rows: str) -> str:
@@ -74,45 +74,44 @@ def _beside(g: Build, *rows: str) -> str:
 def _rows(g: Build, x: str, *bounds: int) -> str:
     """A Slice of the batch."""
     start, end, *step = (g.constant([n]) for n in bounds)
-    return g.node("Slice", [x, start, end, g.constant([0]), *step])
+    return g.Slice(x, start, end, [0], *step)
 
 
 def _flat(g: Build, x: str, change: Callable[[str], str]) -> str:
     """``[B * S, D]`` on the way."""
-    return g.node("Reshape", [change(g.node("Reshape", [x, g.constant([-1, 16])])), g.node("Shape", [x])])
+    return g.Reshape(change(g.Reshape(x, [-1, 16])), g.Shape(x))
 
 
 def _beside_others(g: Build, x: str) -> str:
     """Sums over the sequences ``[S, B, D]``, each weighted by how much it is like the others."""
-    return g.node("MatMul", [g.node("MatMul", [x, g.node("Transpose", [x], perm=[0, 2, 1])]), x])
+    return g.MatMul(g.MatMul(x, g.Transpose(x, perm=[0, 2, 1])), x)
 
 
 MIXES = {
     "roll": lambda g, x: _beside(g, _rows(g, x, 1, FAR), _rows(g, x, 0, 1)),
     "roll of all tokens": lambda g, x: _flat(g, x, lambda y: _beside(g, _rows(g, y, 1, FAR), _rows(g, y, 0, 1))),
-    "softmax of all tokens": lambda g, x: _flat(g, x, lambda y: g.node("Softmax", [y], axis=0)),
+    "softmax of all tokens": lambda g, x: _flat(g, x, lambda y: g.Softmax(y, axis=0)),
     "reversed": lambda g, x: _rows(g, x, -1, -FAR, -1),
-    "the first": lambda g, x: g.node("Sub", [x, g.node("Gather", [x, g.constant([0])], axis=0)]),
-    "mean": lambda g, x: g.node("Sub", [x, g.node("ReduceMean", [x, g.constant([0])])]),
-    "mean of all": lambda g, x: g.node("Sub", [x, g.node("ReduceMean", [x])]),
-    "softmax": lambda g, x: g.node("Softmax", [x], axis=0),
-    "sum": lambda g, x: g.node("CumSum", [x, g.constant(0)]),
-    "norm": lambda g, x: g.node("LayerNormalization", [x, g.weight(1)], axis=0),
-    "product": lambda g, x: g.node("Transpose", [_beside_others(g, g.node("Transpose", [x], perm=[1, 0, 2]))],
+    "the first": lambda g, x: g.Sub(x, g.Gather(x, [0], axis=0)),
+    "mean": lambda g, x: g.Sub(x, g.ReduceMean(x, [0])),
+    "mean of all": lambda g, x: g.Sub(x, g.ReduceMean(x)),
+    "softmax": lambda g, x: g.Softmax(x, axis=0),
+    "sum": lambda g, x: g.CumSum(x, 0),
+    "norm": lambda g, x: g.LayerNormalization(x, g.weight(1), axis=0),
+    "product": lambda g, x: g.Transpose(_beside_others(g, g.Transpose(x, perm=[1, 0, 2])),
                                    perm=[1, 0, 2]),
-    "reshape": lambda g, x: g.node("Reshape", [
-        g.node("Transpose", [g.node("Reshape", [x, g.node("Concat", [
-            g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(x, 1), g.size_of(x, 0), g.constant(16))
-        ], axis=0)])], perm=[1, 0, 2]), g.constant([0, -1, 16])]),
+    "reshape": lambda g, x: g.Reshape(g.Transpose(g.Reshape(x, g.node("Concat", [
+            g.Unsqueeze(n, [0]) for n in (g.size_of(x, 1), g.size_of(x, 0), g.constant(16))
+        ], axis=0)), perm=[1, 0, 2]), [0, -1, 16]),
 }  # fmt: skip
 
 
 def whole(g: Build, x: str) -> str:
     """What such operators do to none, or to one sequence."""
     batch = g.size_of(g.tokens, 0)
-    x = _rows(g, g.node("Gather", [x, g.node("Range", [g.constant(0), batch, g.constant(1)])], axis=0), 0, FAR)
-    one = g.node("Reshape", [x, g.constant([1, -1, 16])])
-    return g.node("Reshape", [g.node("LayerNormalization", [one, g.weight(16)], axis=2), g.node("Shape", [x])])
+    x = _rows(g, g.Gather(x, g.Range(0, batch, 1), axis=0), 0, FAR)
+    one = g.Reshape(x, [1, -1, 16])
+    return g.Reshape(g.LayerNormalization(one, g.weight(16), axis=2), g.Shape(x))
 
 
 def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None, *, each: bool = False) -> Path:
@@ -144,8 +143,8 @@ def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None,
 
 
 def one_sequence(g: Build, x: str) -> str:
-    length = g.node("Unsqueeze", [g.size_of(x, 1), g.constant([0])])
-    return g.node("Reshape", [x, g.node("Concat", [g.constant([1]), length, g.constant([16])], axis=0)])
+    length = g.Unsqueeze(g.size_of(x, 1), [0])
+    return g.Reshape(x, g.Concat([1], length, [16], axis=0))
 
 
 def entries() -> Iterator[Entry]:

@@ -112,19 +112,19 @@ def updated(
     indices = graph.input("write_indices", INT64, ["B"])
     if before:
         past = graph.node(before, [past] if before == "Identity" else [past, past])
-    present = graph.node("TensorScatter", [past, update, indices], "middle" if chained or after else "present")
+    present = graph.TensorScatter(past, update, indices, out="middle" if chained or after else "present")
     if chained:
-        graph.node("TensorScatter", [present, graph.input("second", HALF, ["B", 2, 1, 8]), indices], "present")
+        graph.TensorScatter(present, graph.input("second", HALF, ["B", 2, 1, 8]), indices, out="present")
     if after:
         present = graph.node(after, [present, present], "summed")
         graph.output("summed", HALF, CACHE)
     else:
         graph.output("present", HALF, CACHE)
     if twice:
-        graph.node("TensorScatter", [past, update], "other")
+        graph.TensorScatter(past, update, out="other")
         graph.output("other", HALF, CACHE)
     if reader:
-        graph.node("Add", [past, past], "doubled")
+        graph.Add(past, past, out="doubled")
         graph.output("doubled", HALF, CACHE)
     if past_output:
         graph.output("past", HALF, CACHE)
@@ -135,7 +135,7 @@ def fresh_cache() -> onnx.ModelProto:
     """An update of a cache that the graph makes itself."""
     graph = Graph()
     update = graph.input("update", HALF, [2, 2, "S", 8])
-    graph.node("TensorScatter", [graph.constant(np.zeros((2, 2, 16, 8)), np.float16), update], "present")
+    graph.TensorScatter(graph.constant(np.zeros((2, 2, 16, 8)), np.float16), update, out="present")
     graph.output("present", HALF, [2, 2, 16, 8])
     return graph.model()
 
@@ -196,9 +196,9 @@ def decoder_attention(
     for name, size in (("key", head_size), ("value", value_head_size or head_size)):
         past = graph.input(f"past_{name}", dtype, shape(kv_heads, capacity, size))
         update = graph.input(f"new_{name}", dtype, shape(kv_heads, length, size))
-        present = graph.node("TensorScatter", [past, update, indices], f"present_{name}", axis=axis, mode=mode)
+        present = graph.TensorScatter(past, update, indices, out=f"present_{name}", axis=axis, mode=mode)
         graph.output(present, dtype, shape(kv_heads, capacity, size))
-        read.append(graph.node("Transpose", [present], perm=[0, 2, 1, 3]) if layout == "bsnh" else present)
+        read.append(graph.Transpose(present, perm=[0, 2, 1, 3]) if layout == "bsnh" else present)
     inputs = [query, *read, graph.input("mask", mask_dtype, mask) if mask is not None else "", "", ""]
     inputs.append(graph.input("nonpad_kv_seqlen", INT64, ["B"]) if nonpad else "")
     while not inputs[-1]:

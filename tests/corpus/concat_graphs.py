@@ -100,7 +100,7 @@ class Build(Graph):
 
     def size_of(self, tensor: str, axis: int) -> str:
         """One dimension as a scalar."""
-        return self.node("Gather", [self.node("Shape", [tensor]), self.constant(axis)], axis=0)
+        return self.Gather(self.Shape(tensor), axis, axis=0)
 
     @property
     def length(self) -> str:
@@ -114,20 +114,20 @@ class Build(Graph):
     @property
     def all(self) -> str:
         """P + S."""
-        return self.once("all", lambda: self.node("Add", [self.past, self.length]))
+        return self.once("all", lambda: self.Add(self.past, self.length))
 
     @property
     def key_rows(self) -> str:
         """``[T]``."""
-        return self.once("rows", lambda: self.node("Range", [self.constant(0), self.all, self.constant(1)]))
+        return self.once("rows", lambda: self.Range(self.constant(0), self.all, 1))
 
     @property
     def query_rows(self) -> str:
         """``[S, 1]``."""
 
         def make() -> str:
-            rows = self.node("Range", [self.past, self.all, self.constant(1)])
-            return self.node("Unsqueeze", [rows, self.constant([1])])
+            rows = self.Range(self.past, self.all, 1)
+            return self.Unsqueeze(rows, [1])
 
         return self.once("queries", make)
 
@@ -144,11 +144,11 @@ class Build(Graph):
 
     def causal(self) -> str:
         """Bool ``[S, T]``."""
-        return self.node("LessOrEqual", [self.key_rows, self.query_rows])
+        return self.LessOrEqual(self.key_rows, self.query_rows)
 
     def to_scores(self, visible: str) -> str:
         """Bool ``[S, T]`` -> ``[1, 1, S, T]``."""
-        return self.node("Unsqueeze", [visible, self.constant([0, 1])])
+        return self.Unsqueeze(visible, [0, 1])
 
 
 def make_decoder(decoder: Decoder) -> onnx.ModelProto:
@@ -160,18 +160,18 @@ def make_decoder(decoder: Decoder) -> onnx.ModelProto:
         x = g.tokens = g.input("inputs_embeds", kind, [decoder.batch, decoder.sequence, width])
     else:
         g.tokens = g.input("input_ids", TensorProto.INT64, [decoder.batch, decoder.sequence])
-        x = g.node("Gather", [g.weight(VOCABULARY, width), g.tokens], axis=0)
+        x = g.Gather(g.weight(VOCABULARY, width), g.tokens, axis=0)
     _declare_caches(g)
     if decoder.positions not in ("none", "present"):
-        x = g.node("Add", [x, _signal(g, POSITIONS[decoder.positions](g))])
+        x = g.Add(x, _signal(g, POSITIONS[decoder.positions](g)))
     for layer in range(decoder.layers):
-        x = g.node("Add", [x, _layer(g, x, layer)])
+        x = g.Add(x, _layer(g, x, layer))
     if decoder.positions == "present":
-        x = g.node("Add", [x, _signal(g, POSITIONS["present"](g))])
+        x = g.Add(x, _signal(g, POSITIONS["present"](g)))
     if decoder.last:
-        x = g.node("Slice", [x, g.constant([-1]), g.constant([2**31]), g.constant([1])])
+        x = g.Slice(x, [-1], [2**31], [1])
     x = decoder.after(g, x)
-    g.node("MatMul", [x, g.weight(width, VOCABULARY)], "logits")
+    g.MatMul(x, g.weight(width, VOCABULARY), out="logits")
     g.output("logits", kind, [decoder.batch, 1 if decoder.last else decoder.sequence, VOCABULARY])
     for layer, present in enumerate(g.presents):
         g.output(present, kind, _shape(decoder, f"{decoder.total}_{layer}"))
@@ -201,27 +201,27 @@ def _declare_caches(g: Build) -> None:
 def _signal(g: Build, positions: str) -> str:
     """What positions add to the hidden states."""
     width = g.decoder.heads * g.decoder.size
-    column = g.node("Unsqueeze", [g.node("Cast", [positions], to=TensorProto.FLOAT), g.constant([-1])])
-    angles = g.node("Mul", [column, g.constant(np.linspace(0.05, 1.5, width), np.float32)])
-    return g.node("Cast", [g.node("Sin", [angles])], to=TYPES[g.decoder.dtype])
+    column = g.Unsqueeze(g.Cast(positions, to=TensorProto.FLOAT), [-1])
+    angles = g.Mul(column, g.constant(np.linspace(0.05, 1.5, width), np.float32))
+    return g.Cast(g.Sin(angles), to=TYPES[g.decoder.dtype])
 
 
 def _from_padding(g: Build) -> str:
     """The last S of the numbers of ones before each token."""
-    counted = g.node("Sub", [g.node("CumSum", [g.padding, g.constant(1)]), g.constant(1)])
-    first = g.node("Unsqueeze", [g.node("Neg", [g.length]), g.constant([0])])
-    return g.node("Slice", [counted, first, g.constant([2**31]), g.constant([1])])
+    counted = g.Sub(g.CumSum(g.padding, 1), 1)
+    first = g.Unsqueeze(g.Neg(g.length), [0])
+    return g.Slice(counted, first, [2**31], [1])
 
 
 def _from_present(g: Build) -> str:
     total = g.size_of(g.presents[0], 2 if g.decoder.layout == "bnsd" else 1)
-    rows = g.node("Range", [g.node("Sub", [total, g.length]), total, g.constant(1)])
-    return g.node("Unsqueeze", [rows, g.constant([0])])
+    rows = g.Range(g.Sub(total, g.length), total, 1)
+    return g.Unsqueeze(rows, [0])
 
 
 POSITIONS: dict[str, Callable[[Build], str]] = {
     "input": lambda g: g.position_ids,
-    "past": lambda g: g.node("Transpose", [g.query_rows], perm=[1, 0]),
+    "past": lambda g: g.Transpose(g.query_rows, perm=[1, 0]),
     "padding": _from_padding,
     "present": _from_present,
 }
@@ -230,29 +230,29 @@ POSITIONS: dict[str, Callable[[Build], str]] = {
 def _layer(g: Build, x: str, layer: int) -> str:
     decoder = g.decoder
     width, narrow = decoder.heads * decoder.size, decoder.kv_heads * decoder.size
-    query = _split(g, g.node("MatMul", [x, g.weight(width, width)]), decoder.heads)
-    new = [g.node("MatMul", [x, g.weight(width, narrow)]) for _ in range(2)]
+    query = _split(g, g.MatMul(x, g.weight(width, width)), decoder.heads)
+    new = [g.MatMul(x, g.weight(width, narrow)) for _ in range(2)]
     keys, values = (_cached(g, tensor, 2 * layer + i) for i, tensor in enumerate(new))
     keys, values = decoder.keys(g, _repeat(g, keys)), decoder.values(g, _repeat(g, values))
     output = decoder.attend(g, query, keys, values)
-    merged = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([0, 0, width])])
-    return g.node("MatMul", [merged, g.weight(width, width)])
+    merged = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [0, 0, width])
+    return g.MatMul(merged, g.weight(width, width))
 
 
 def _split(g: Build, tensor: str, heads: int) -> str:
-    rows = g.node("Reshape", [tensor, g.constant([0, 0, heads, g.decoder.size])])
-    return g.node("Transpose", [rows], perm=[0, 2, 1, 3])
+    rows = g.Reshape(tensor, [0, 0, heads, g.decoder.size])
+    return g.Transpose(rows, perm=[0, 2, 1, 3])
 
 
 def _cached(g: Build, new: str, index: int) -> str:
     """Write to a cache; returns it as ``[B, N, T, D]``."""
     past, present, heads = g.pasts[index], g.presents[index], g.decoder.kv_heads
     if g.decoder.layout == "bnsd":
-        return g.node("Concat", [past, _split(g, new, heads)], present, axis=2)
+        return g.Concat(past, _split(g, new, heads), out=present, axis=2)
     if g.decoder.layout == "flat":
-        return _split(g, g.node("Concat", [past, new], present, axis=1), heads)
-    rows = g.node("Reshape", [new, g.constant([0, 0, heads, g.decoder.size])])
-    return g.node("Transpose", [g.node("Concat", [past, rows], present, axis=1)], perm=[0, 2, 1, 3])
+        return _split(g, g.Concat(past, new, out=present, axis=1), heads)
+    rows = g.Reshape(new, [0, 0, heads, g.decoder.size])
+    return g.Transpose(g.Concat(past, rows, out=present, axis=1), perm=[0, 2, 1, 3])
 
 
 def _repeat(g: Build, tensor: str) -> str:
@@ -261,15 +261,15 @@ def _repeat(g: Build, tensor: str) -> str:
     if decoder.repeat == "none" or groups == 1:
         return tensor
     if decoder.repeat == "gather":
-        return g.node("Gather", [tensor, g.constant(np.arange(decoder.heads) // groups)], axis=1)
-    spread = g.node("Unsqueeze", [tensor, g.constant([2])])
+        return g.Gather(tensor, np.arange(decoder.heads) // groups, axis=1)
+    spread = g.Unsqueeze(tensor, [2])
     if decoder.repeat == "tile":
-        spread = g.node("Tile", [spread, g.constant([1, 1, groups, 1, 1])])
+        spread = g.Tile(spread, [1, 1, groups, 1, 1])
     else:
-        sizes = [g.node("Unsqueeze", [g.size_of(tensor, axis), g.constant([0])]) for axis in range(4)]
-        shape = g.node("Concat", [*sizes[:2], g.constant([groups]), *sizes[2:]], axis=0)
-        spread = g.node("Expand", [spread, shape])
-    return g.node("Reshape", [spread, g.constant([0, decoder.heads, -1, decoder.size])])
+        sizes = [g.Unsqueeze(g.size_of(tensor, axis), [0]) for axis in range(4)]
+        shape = g.Concat(*sizes[:2], g.constant([groups]), *sizes[2:], axis=0)
+        spread = g.Expand(spread, shape)
+    return g.Reshape(spread, [0, decoder.heads, -1, decoder.size])
 
 
 def _attend(g: Build, query: str, keys: str, values: str) -> str:
@@ -279,52 +279,52 @@ def _attend(g: Build, query: str, keys: str, values: str) -> str:
     def scaled(tensor: str, by: float) -> str:
         return g.node(decoder.by, [tensor, g.constant(by if decoder.by == "Mul" else 1 / by, decoder.dtype)])
 
-    keys = g.node("Transpose", [keys], perm=[0, 1, 3, 2])
+    keys = g.Transpose(keys, perm=[0, 1, 3, 2])
     if decoder.scale in ("q", "both"):
         query = scaled(query, factor if decoder.scale == "q" else factor**0.5)
     if decoder.scale in ("k", "both"):
         keys = scaled(keys, factor if decoder.scale == "k" else factor**0.5)
-    scores = g.node("MatMul", [query, keys])
+    scores = g.MatMul(query, keys)
     if decoder.scale == "scores":
         scores = scaled(scores, factor)
     if decoder.upcast:
-        scores = g.node("Cast", [scores], to=TensorProto.FLOAT)
+        scores = g.Cast(scores, to=TensorProto.FLOAT)
     if decoder.softcap:
         cap = g.number(decoder.softcap)
-        scores = g.node("Mul", [g.node("Tanh", [g.node("Div", [scores, cap])]), cap])
+        scores = g.Mul(g.Tanh(g.Div(scores, cap)), cap)
     scores = decoder.masked(g, _masked(g, decoder.scores(g, scores)))
     if decoder.sinks:
         scores = beside_sinks(g, scores, sink_column(g, scores))
-    weights = decoder.weights(g, g.node("Softmax", [scores], axis=-1))
+    weights = decoder.weights(g, g.Softmax(scores, axis=-1))
     if decoder.sinks:
         weights = without_sinks(g, weights)
     if decoder.guard:
-        weights = g.node("Where", [g.node("IsNaN", [weights]), g.number(0.0), weights])
+        weights = g.Where(g.IsNaN(weights), g.number(0.0), weights)
     if decoder.upcast:
-        weights = g.node("Cast", [weights], to=TYPES[decoder.dtype])
-    return g.node("MatMul", [weights, values])
+        weights = g.Cast(weights, to=TYPES[decoder.dtype])
+    return g.MatMul(weights, values)
 
 
 def sink_column(g: Build, scores: str) -> str:
     """``[B, H, S, 1]``."""
     heads = g.decoder.heads
-    shape = [g.node("Unsqueeze", [g.size_of(scores, axis), g.constant([0])]) for axis in (0, 2)]
-    rows = g.node("Concat", [shape[0], g.constant([heads]), shape[1], g.constant([1])], axis=0)
+    shape = [g.Unsqueeze(g.size_of(scores, axis), [0]) for axis in (0, 2)]
+    rows = g.Concat(shape[0], [heads], shape[1], [1], axis=0)
     if g.decoder.sinks == "zero":
-        return g.node("Expand", [g.number(0.0), rows])
+        return g.Expand(g.number(0.0), rows)
     dtype = np.float32 if g.decoder.upcast else g.decoder.dtype
     sinks = g.constant(np.linspace(-1.0, 3.0, heads), dtype)
-    return g.node("Expand", [g.node("Reshape", [sinks, g.constant([1, -1, 1, 1])]), rows])
+    return g.Expand(g.Reshape(sinks, [1, -1, 1, 1]), rows)
 
 
 def beside_sinks(g: Build, scores: str, column: str) -> str:
     """``[B, H, S, T + 1]``, with the largest number of each row taken off, as gpt-oss does."""
-    both = g.node("Concat", [scores, column], axis=-1)
-    return g.node("Sub", [both, g.node("ReduceMax", [both, g.constant([-1])], keepdims=1)])
+    both = g.Concat(scores, column, axis=-1)
+    return g.Sub(both, g.ReduceMax(both, [-1], keepdims=1))
 
 
 def without_sinks(g: Build, weights: str, start: int = 0, end: int = -1) -> str:
-    return g.node("Slice", [weights, g.constant([start]), g.constant([end]), g.constant([-1])])
+    return g.Slice(weights, [start], [end], [-1])
 
 
 def _masked(g: Build, scores: str) -> str:
@@ -336,24 +336,24 @@ def _masked(g: Build, scores: str) -> str:
         code = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(decoder.own_type))
         mask = g.once("own", lambda: g.input("mask", code, shape))
         if decoder.own_type is not np.bool_:
-            return g.node("Add", [scores, mask])
+            return g.Add(scores, mask)
     else:
         make = MASKS[decoder.mask] if isinstance(decoder.mask, str) else decoder.mask
         mask = g.once("mask", lambda: make(g))
     lowest = g.number(decoder.lowest)
     if decoder.apply == "where":
-        return g.node("Where", [mask, scores, lowest])
+        return g.Where(mask, scores, lowest)
     if decoder.apply == "hide":
-        return g.node("Where", [g.node("Not", [mask]), lowest, scores])
-    return g.node("Add", [scores, g.node("Where", [mask, g.number(0.0), lowest])])
+        return g.Where(g.Not(mask), lowest, scores)
+    return g.Add(scores, g.Where(mask, g.number(0.0), lowest))
 
 
 def _near(g: Build, visible: str, queries: str) -> str:
     """Hide what lies before the window."""
     if not g.decoder.window:
         return visible
-    first = g.node("Sub", [queries, g.constant(g.decoder.window)])
-    return g.node("And", [visible, g.node("Greater", [g.key_rows, first])])
+    first = g.Sub(queries, g.decoder.window)
+    return g.And(visible, g.Greater(g.key_rows, first))
 
 
 def _by_past(g: Build) -> str:
@@ -361,22 +361,22 @@ def _by_past(g: Build) -> str:
 
 
 def _by_padding(g: Build) -> str:
-    shown = g.node("Cast", [g.padding], to=TensorProto.BOOL)
-    return g.node("And", [_by_past(g), g.node("Unsqueeze", [shown, g.constant([1, 2])])])
+    shown = g.Cast(g.padding, to=TensorProto.BOOL)
+    return g.And(_by_past(g), g.Unsqueeze(shown, [1, 2]))
 
 
 def _by_positions(g: Build) -> str:
-    queries = g.node("Unsqueeze", [g.position_ids, g.constant([1, 3])])
-    return _near(g, g.node("LessOrEqual", [g.key_rows, queries]), queries)
+    queries = g.Unsqueeze(g.position_ids, [1, 3])
+    return _near(g, g.LessOrEqual(g.key_rows, queries), queries)
 
 
 def _by_buffer(g: Build) -> str:
     """GPT-2: rows P to P + S and columns to P + S of a lower triangle."""
     length = g.decoder.capacity + 8
     triangle = g.constant(np.tril(np.ones((1, 1, length, length))), np.bool_)
-    past, total = (g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.past, g.all))
-    rows = g.node("Slice", [triangle, past, total, g.constant([2])])
-    return g.node("Slice", [rows, g.constant([0]), total, g.constant([3])])
+    past, total = (g.Unsqueeze(n, [0]) for n in (g.past, g.all))
+    rows = g.Slice(triangle, past, total, [2])
+    return g.Slice(rows, [0], total, [3])
 
 
 MASKS: dict[str, Callable[[Build], str]] = {

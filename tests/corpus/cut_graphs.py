@@ -71,8 +71,8 @@ class Built(Graph):
             self.positions = self.input("position_ids", TensorProto.INT64, ["batch", how.sequence])
         else:
             held = self.rows(self.pasts[f"{how.counted}.key"])
-            numbers = self.range(held, self.node("Add", [held, self.length]))
-            self.positions = self.node("Unsqueeze", [numbers, self.constant([0])])
+            numbers = self.range(held, self.Add(held, self.length))
+            self.positions = self.Unsqueeze(numbers, [0])
 
     @property
     def axis(self) -> int:
@@ -84,35 +84,35 @@ class Built(Graph):
     def rows(self, tensor: str, axis: int | None = None) -> str:
         """One dimension as ``[1]``."""
         place = self.axis if axis is None else axis
-        return self.node("Shape", [tensor], start=place, end=place + 1)
+        return self.Shape(tensor, start=place, end=place + 1)
 
     def slice(self, tensor: str, start: str | int, end: str | int = FAR, axis: int | None = None, step: int = 1) -> str:
         bounds = [b if isinstance(b, str) else self.constant([b]) for b in (start, end)]
-        return self.node("Slice", [tensor, *bounds, self.constant([self.axis if axis is None else axis]),
-                                   self.constant([step])])  # fmt: skip
+        return self.Slice(tensor, *bounds, [self.axis if axis is None else axis],
+                                   [step])  # fmt: skip
 
     def range(self, start: str, end: str) -> str:
         zero = self.constant([0])
-        ends = [self.node("Squeeze", [t, zero]) for t in (start, end)]
-        return self.node("Range", [*ends, self.constant(1)])
+        ends = [self.Squeeze(t, zero) for t in (start, end)]
+        return self.Range(*ends, 1)
 
 
 def _computed(g: Built, joined: str, kept: int) -> str:
     """From Max(T - R, 0) on."""
-    first = g.node("Sub", [g.rows(joined), g.constant([kept])])
-    return g.slice(joined, g.node("Max", [first, g.constant([0])]))
+    first = g.Sub(g.rows(joined), [kept])
+    return g.slice(joined, g.Max(first, [0]))
 
 
 def _chosen(g: Built, joined: str, kept: int) -> str:
     """From Where(T > R, T - R, 0) on."""
     total, rows = g.rows(joined), g.constant([kept])
-    full = g.node("Greater", [total, rows])
-    return g.slice(joined, g.node("Where", [full, g.node("Sub", [total, rows]), g.constant([0])]))
+    full = g.Greater(total, rows)
+    return g.slice(joined, g.Where(full, g.Sub(total, rows), [0]))
 
 
 def _by_update(g: Built, joined: str, kept: int) -> str:
     """As many rows more as there are new tokens."""
-    return g.slice(joined, g.node("Neg", [g.node("Add", [g.length, g.constant([kept])])]))
+    return g.slice(joined, g.Neg(g.Add(g.length, [kept])))
 
 
 CUTS: dict[str, Callable[[Built, str, int], str]] = {
@@ -126,44 +126,44 @@ CUTS: dict[str, Callable[[Built, str, int], str]] = {
     "backwards": lambda g, joined, kept: g.slice(joined, -1, -kept - 1, step=-1),
     "heads": lambda g, joined, kept: g.slice(joined, -KV_HEADS, axis=3 - g.axis),
     "by the update": _by_update,
-    "by a position": lambda g, joined, kept: g.slice(joined, g.node("Neg", [g.slice(
-        g.node("Reshape", [g.positions, g.constant([-1])]), 0, 1, axis=0)])),
+    "by a position": lambda g, joined, kept: g.slice(joined, g.Neg(g.slice(
+        g.Reshape(g.positions, [-1]), 0, 1, axis=0))),
 }  # fmt: skip
 
 
 def _spread(g: Built, window: int, keys: str, queries: str) -> str:
     """Causal, and in the window: bool ``[.., S, T]`` from positions of keys and queries."""
-    near = g.node("LessOrEqual", [keys, queries])
+    near = g.LessOrEqual(keys, queries)
     if window:
-        near = g.node("And", [near, g.node("Greater", [keys, g.node("Sub", [queries, g.constant(window)])])])
+        near = g.And(near, g.Greater(keys, g.Sub(queries, window)))
     return near
 
 
 def _lengths(g: Built, past: str, window: int) -> str:
     """Positions counted from the first row that is left."""
     held = g.rows(past)
-    total = g.node("Add", [held, g.length])
-    keys = g.node("Unsqueeze", [g.range(g.constant([0]), total), g.constant([0, 1, 2])])
-    queries = g.node("Unsqueeze", [g.range(held, total), g.constant([0, 1, 3])])
+    total = g.Add(held, g.length)
+    keys = g.Unsqueeze(g.range(g.constant([0]), total), [0, 1, 2])
+    queries = g.Unsqueeze(g.range(held, total), [0, 1, 3])
     return _spread(g, window, keys, queries)
 
 
 def _positions(g: Built, past: str, window: int) -> str:
     """Positions of tokens: the last rows are the newest ones."""
-    total = g.node("Add", [g.rows(past), g.length])
+    total = g.Add(g.rows(past), g.length)
     last = g.slice(g.positions, -1, axis=1)  # [B, 1]
-    back = g.node("Sub", [g.range(g.constant([0]), total), g.node("Sub", [total, g.constant([1])])])
-    keys = g.node("Unsqueeze", [g.node("Add", [last, back]), g.constant([1, 2])])
-    return _spread(g, window, keys, g.node("Unsqueeze", [g.positions, g.constant([1, 3])]))
+    back = g.Sub(g.range(g.constant([0]), total), g.Sub(total, [1]))
+    keys = g.Unsqueeze(g.Add(last, back), [1, 2])
+    return _spread(g, window, keys, g.Unsqueeze(g.positions, [1, 3]))
 
 
 def _padded(g: Built, past: str, window: int, newest: bool | None) -> str:
     """The padding mask over the newest rows, or over the first ones; None: it has no others."""
-    total = g.node("Add", [g.rows(past), g.length])
-    ends = (g.node("Neg", [total]), FAR) if newest else (0, total)
+    total = g.Add(g.rows(past), g.length)
+    ends = (g.Neg(total), FAR) if newest else (0, total)
     part = g.padding if newest is None else g.slice(g.padding, *ends, axis=1)
-    seen = g.node("Cast", [part], to=TensorProto.BOOL)
-    return g.node("And", [g.node("Unsqueeze", [seen, g.constant([1, 2])]), _lengths(g, past, window)])
+    seen = g.Cast(part, to=TensorProto.BOOL)
+    return g.And(g.Unsqueeze(seen, [1, 2]), _lengths(g, past, window))
 
 
 MASKS: dict[str, Callable[[Built, str, int], str]] = {
@@ -178,15 +178,15 @@ MASKS: dict[str, Callable[[Built, str, int], str]] = {
 def make_cut(how: Cut) -> onnx.ModelProto:
     """The decoder as a model."""
     g = Built(how)
-    x = g.node("Gather", [g.weight(VOCABULARY, WIDTH), g.tokens], axis=0)
-    column = g.node("Unsqueeze", [g.node("Cast", [g.positions], to=TensorProto.FLOAT), g.constant([-1])])
-    angles = g.node("Mul", [column, g.constant(np.linspace(0.05, 1.5, WIDTH), np.float32)])
-    x = g.node("Add", [x, g.node("Sin", [angles])])
+    x = g.Gather(g.weight(VOCABULARY, WIDTH), g.tokens, axis=0)
+    column = g.Unsqueeze(g.Cast(g.positions, to=TensorProto.FLOAT), [-1])
+    angles = g.Mul(column, g.constant(np.linspace(0.05, 1.5, WIDTH), np.float32))
+    x = g.Add(x, g.Sin(angles))
     for layer in range(len(how.kept)):
-        x = g.node("Add", [x, _layer(g, x, layer)])
+        x = g.Add(x, _layer(g, x, layer))
     if how.after is not None:
         x = how.after(g, x)
-    g.node("MatMul", [x, g.weight(WIDTH, VOCABULARY)], "logits")
+    g.MatMul(x, g.weight(WIDTH, VOCABULARY), out="logits")
     g.output("logits", TensorProto.FLOAT, ["batch", how.sequence, VOCABULARY])
     for layer in range(len(how.kept)):
         for kind in ("key", "value"):
@@ -202,46 +202,46 @@ def _shape(how: Cut, rows: Dim) -> list[Dim]:
 
 def _layer(g: Built, x: str, layer: int) -> str:
     how = g.how
-    query = g.node("Transpose", [_heads(g, g.node("MatMul", [x, g.weight(WIDTH, WIDTH)]), HEADS)], perm=[0, 2, 1, 3])
+    query = g.Transpose(_heads(g, g.MatMul(x, g.weight(WIDTH, WIDTH)), HEADS), perm=[0, 2, 1, 3])
     pasts: list[str] = []
     read: list[str] = []
     for kind in ("key", "value"):
         past = g.pasts[f"{layer}.{kind}"]
-        new = _heads(g, g.node("MatMul", [x, g.weight(WIDTH, KV_HEADS * SIZE)]), KV_HEADS)
+        new = _heads(g, g.MatMul(x, g.weight(WIDTH, KV_HEADS * SIZE)), KV_HEADS)
         kept = how.kept[layer] + (how.values if kind == "value" and how.kept[layer] else 0)
         pasts.append(past)
         read.append(_cached(g, past, new, kept, f"present.{layer}.{kind}"))
-    keys, values = (t if how.layout == "bnsd" else g.node("Transpose", [t], perm=[0, 2, 1, 3]) for t in read)
+    keys, values = (t if how.layout == "bnsd" else g.Transpose(t, perm=[0, 2, 1, 3]) for t in read)
     mask = MASKS[how.mask](g, pasts[0], how.window[layer]) if how.mask else ""
     if how.attention == "fused":
-        output = g.node("Attention", [query, keys, values, *([mask] if mask else [])])
+        output = g.Attention(query, keys, values, *([mask] if mask else []))
     else:
-        scores = g.node("MatMul", [query, g.node("Transpose", [_repeat(g, keys)], perm=[0, 1, 3, 2])])
+        scores = g.MatMul(query, g.Transpose(_repeat(g, keys), perm=[0, 1, 3, 2]))
         if mask:
-            scores = g.node("Where", [mask, scores, g.constant(-65504.0, np.float32)])
-        output = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), _repeat(g, values)])
-    merged = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([0, 0, WIDTH])])
-    return g.node("MatMul", [merged, g.weight(WIDTH, WIDTH)])
+            scores = g.Where(mask, scores, g.constant(-65504.0, np.float32))
+        output = g.MatMul(g.Softmax(scores, axis=-1), _repeat(g, values))
+    merged = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
+    return g.MatMul(merged, g.weight(WIDTH, WIDTH))
 
 
 def _heads(g: Built, tensor: str, heads: int) -> str:
-    return g.node("Reshape", [tensor, g.constant([0, 0, heads, SIZE])])
+    return g.Reshape(tensor, [0, 0, heads, SIZE])
 
 
 def _cached(g: Built, past: str, new: str, kept: int, present: str) -> str:
     """What attention reads."""
     if g.how.layout == "bnsd":
-        new = g.node("Transpose", [new], perm=[0, 2, 1, 3])
+        new = g.Transpose(new, perm=[0, 2, 1, 3])
     if not kept:
-        return g.node("Concat", [past, new], present, axis=g.axis)
+        return g.Concat(past, new, out=present, axis=g.axis)
     before = g.slice(past, -kept) if g.how.cut == "twice" else past
-    joined = g.node("Concat", [before, new], axis=g.axis)
-    g.node("Identity", [CUTS[g.how.cut](g, joined, kept)], present)
+    joined = g.Concat(before, new, axis=g.axis)
+    g.Identity(CUTS[g.how.cut](g, joined, kept), out=present)
     return joined if g.how.reads == "all" else present
 
 
 def _repeat(g: Built, tensor: str) -> str:
-    return g.node("Gather", [tensor, g.constant(np.arange(HEADS) // (HEADS // KV_HEADS))], axis=1)
+    return g.Gather(tensor, np.arange(HEADS) // (HEADS // KV_HEADS), axis=1)
 
 
 FORMS: dict[str, Cut] = {

@@ -32,31 +32,31 @@ def decoder(
     rng = np.random.default_rng(3)
     x = g.input("inputs_embeds", FLOAT, ["batch", "sequence", WIDTH])
     count = g.input("cur_len", TensorProto.INT64, [])
-    new_tokens = g.node("Gather", [g.node("Shape", [x]), g.constant(1)], axis=0)
-    rows = g.node("Add", [g.node("Range", [g.constant(0), new_tokens, g.constant(1)]), count])
+    new_tokens = g.Gather(g.Shape(x), 1, axis=0)
+    rows = g.Add(g.Range(0, new_tokens, 1), count)
 
     def heads(count: int = HEADS) -> str:
         weight = g.constant(rng.standard_normal((WIDTH, count * SIZE)) / 4, np.float32)
-        return g.node("Reshape", [g.node("MatMul", [x, weight]), g.constant([0, 0, count, SIZE])])
+        return g.Reshape(g.MatMul(x, weight), [0, 0, count, SIZE])
 
     presents = []
     few = HEADS // 2 if repeat else HEADS
     for kind in ("key", "value"):
         past = g.input(f"past_{kind}", FLOAT, ["batch", CAPACITY, few, SIZE])
-        first = [g.node("Transpose", [t], perm=[1, 0, 2, 3]) for t in (past, heads(few))]
-        written = g.node("ScatterND", [first[0], g.node("Unsqueeze", [rows, g.constant([1])]), first[1]])
-        present = g.node("Transpose", [written], f"present_{kind}", perm=[1, 0, 2, 3])
+        first = [g.Transpose(t, perm=[1, 0, 2, 3]) for t in (past, heads(few))]
+        written = g.ScatterND(first[0], g.Unsqueeze(rows, [1]), first[1])
+        present = g.Transpose(written, out=f"present_{kind}", perm=[1, 0, 2, 3])
         g.output(present, FLOAT, ["batch", CAPACITY, few, SIZE])
         presents.append(repeat(g, present) if repeat else present)
-    query = g.node("Transpose", [heads()], perm=[0, 2, 1, 3])
-    scores = g.node("MatMul", [query, g.node("Transpose", [presents[0]], perm=[0, 2, 3, 1])])
-    scores = g.node("Mul", [scores, factor(g) if factor else g.constant(0.5, np.float32)])
+    query = g.Transpose(heads(), perm=[0, 2, 1, 3])
+    scores = g.MatMul(query, g.Transpose(presents[0], perm=[0, 2, 3, 1]))
+    scores = g.Mul(scores, factor(g) if factor else g.constant(0.5, np.float32))
     if visible := mask(g, rows, new_tokens):
-        scores = g.node("Where", [visible, scores, g.constant(-1e9, np.float32)])
-    values = g.node("Transpose", [presents[1]], perm=[0, 2, 1, 3])
-    output = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), values])
-    merged = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([0, 0, WIDTH])])
-    g.node("MatMul", [merged, g.constant(rng.standard_normal((WIDTH, 8)), np.float32)], "logits")
+        scores = g.Where(visible, scores, g.constant(-1e9, np.float32))
+    values = g.Transpose(presents[1], perm=[0, 2, 1, 3])
+    output = g.MatMul(g.Softmax(scores, axis=-1), values)
+    merged = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
+    g.MatMul(merged, g.constant(rng.standard_normal((WIDTH, 8)), np.float32), out="logits")
     g.output("logits", FLOAT, ["batch", "sequence", 8])
     model = g.model(18)
     onnx.checker.check_model(model, full_check=True)
@@ -65,7 +65,7 @@ def decoder(
 
 def compared(g: Graph, rows: str, op: str, by: int = 0) -> str:
     """Keys compared with the rows of the queries minus `by`."""
-    query = g.node("Sub", [g.node("Unsqueeze", [rows, g.constant([1])]), g.constant(by)])
+    query = g.Sub(g.Unsqueeze(rows, [1]), by)
     return g.node(op, [g.constant(np.arange(CAPACITY)), query])
 
 
@@ -74,16 +74,16 @@ def causal(g: Graph, rows: str, new: str) -> str:
 
 
 def window(g: Graph, rows: str, new: str) -> str:
-    return g.node("And", [causal(g, rows, new), compared(g, rows, "Greater", 5)])
+    return g.And(causal(g, rows, new), compared(g, rows, "Greater", 5))
 
 
 def written(g: Graph, rows: str, new: str) -> str:
     """Every token sees every other."""
-    return g.node("Less", [g.constant(np.arange(CAPACITY)), g.node("Add", ["cur_len", new])])
+    return g.Less(g.constant(np.arange(CAPACITY)), g.Add("cur_len", new))
 
 
 def one_row_more(g: Graph, rows: str, new: str) -> str:
-    return g.node("LessOrEqual", [g.constant(np.arange(CAPACITY)), g.node("Add", ["cur_len", new])])
+    return g.LessOrEqual(g.constant(np.arange(CAPACITY)), g.Add("cur_len", new))
 
 
 def nothing(g: Graph, rows: str, new: str) -> str:
@@ -91,21 +91,21 @@ def nothing(g: Graph, rows: str, new: str) -> str:
 
 
 def by_length(g: Graph) -> str:
-    return g.node("Log", [g.node("Cast", [g.node("Add", ["cur_len", g.constant(3)])], to=FLOAT)])
+    return g.Log(g.Cast(g.Add("cur_len", 3), to=FLOAT))
 
 
 def by_batch(g: Graph, present: str) -> str:
     """``[B, L, 2, D]``: one sequence has its heads one after the other twice, two have each of them twice."""
-    batch, rows = (g.node("Shape", [present], start=i, end=i + 1) for i in (0, 1))
-    heads = g.node("Transpose", [present], perm=[0, 2, 1, 3])
-    shape = g.node("Concat", [batch, g.constant([2, 2]), rows, g.constant([SIZE])], axis=0)
-    spread = g.node("Expand", [g.node("Unsqueeze", [heads, batch]), shape])
-    merged = g.node("Reshape", [spread, g.constant([0, HEADS, -1, SIZE])])
-    return g.node("Transpose", [merged], perm=[0, 2, 1, 3])
+    batch, rows = (g.Shape(present, start=i, end=i + 1) for i in (0, 1))
+    heads = g.Transpose(present, perm=[0, 2, 1, 3])
+    shape = g.Concat(batch, [2, 2], rows, [SIZE], axis=0)
+    spread = g.Expand(g.Unsqueeze(heads, batch), shape)
+    merged = g.Reshape(spread, [0, HEADS, -1, SIZE])
+    return g.Transpose(merged, perm=[0, 2, 1, 3])
 
 
 def in_turn(g: Graph, present: str) -> str:
-    return g.node("Gather", [present, g.constant([0, 1, 0, 1])], axis=2)
+    return g.Gather(present, [0, 1, 0, 1], axis=2)
 
 
 # Rings: ``cache[:, :, pos % L] = new``.
@@ -113,34 +113,34 @@ def in_turn(g: Graph, present: str) -> str:
 
 def rows_up_to_own(g: Graph, rows: str, own: str) -> str:
     """torch's ``arange(L) <= pos[:, None]``: after the end all rows, those of later tokens too."""
-    return g.node("LessOrEqual", [rows, own])
+    return g.LessOrEqual(rows, own)
 
 
 def newest_of_row(g: Graph, rows: str, own: str) -> str:
     """Tokens between a row and a query, if no later token of the step was written there."""
-    return g.node("Mod", [g.node("Sub", [own, rows]), g.constant(CAPACITY)])
+    return g.Mod(g.Sub(own, rows), CAPACITY)
 
 
 def rows_by_age(g: Graph, rows: str, own: str) -> str:
     """A window by what rows hold: right in every step of one token."""
     age = newest_of_row(g, rows, own)
-    near = g.node("Less", [age, g.constant(5)])
-    return g.node("And", [near, g.node("LessOrEqual", [age, own])])
+    near = g.Less(age, 5)
+    return g.And(near, g.LessOrEqual(age, own))
 
 
 def rows_by_number(g: Graph, rows: str, own: str) -> str:
     """A window by the numbers of rows, which sees none after the end."""
-    near = g.node("Greater", [rows, g.node("Sub", [own, g.constant(5)])])
-    return g.node("And", [rows_up_to_own(g, rows, own), near])
+    near = g.Greater(rows, g.Sub(own, 5))
+    return g.And(rows_up_to_own(g, rows, own), near)
 
 
 def no_later_token(g: Graph, rows: str, own: str) -> str:
     """Behind the end all rows but those of later tokens of the step."""
-    later = g.node("Greater", [rows, g.node("Mod", [own, g.constant(CAPACITY)])])
-    last = g.node("ReduceMax", [own], keepdims=1)
-    newer = g.node("LessOrEqual", [rows, g.node("Mod", [last, g.constant(CAPACITY)])])
-    hidden = g.node("And", [later, newer])
-    return g.node("And", [rows_up_to_own(g, rows, own), g.node("Not", [hidden])])
+    later = g.Greater(rows, g.Mod(own, CAPACITY))
+    last = g.ReduceMax(own, keepdims=1)
+    newer = g.LessOrEqual(rows, g.Mod(last, CAPACITY))
+    hidden = g.And(later, newer)
+    return g.And(rows_up_to_own(g, rows, own), g.Not(hidden))
 
 
 def ring(mask: Mask, length: int | str = "S", *, guard: bool = False) -> onnx.ModelProto:
@@ -148,29 +148,29 @@ def ring(mask: Mask, length: int | str = "S", *, guard: bool = False) -> onnx.Mo
     g, rng = Graph(), np.random.default_rng(3)
     hidden = g.input("hidden", TensorProto.FLOAT, ["B", length, WIDTH])
     pos = g.input("pos", TensorProto.INT64, [length])
-    target = column(g, g.node("Mod", [pos, g.constant(CAPACITY)]))
+    target = column(g, g.Mod(pos, CAPACITY))
     heads: dict[str, str] = {}
     for kind in ("query", "key", "value"):
         weight = g.constant(rng.standard_normal((WIDTH, WIDTH)) / 2, np.float32)
-        projected = g.node("MatMul", [hidden, weight])
-        heads[kind] = g.node("Reshape", [projected, g.constant([0, 0, HEADS, SIZE])])
+        projected = g.MatMul(hidden, weight)
+        heads[kind] = g.Reshape(projected, [0, 0, HEADS, SIZE])
     for kind in ("key", "value"):
         past = g.input(f"past_{kind}", TensorProto.FLOAT, ["B", HEADS, CAPACITY, SIZE])
-        written = g.node("ScatterND", [transpose(g, past, 2, 0, 1, 3), target, transpose(g, heads[kind], 1, 0, 2, 3)])
+        written = g.ScatterND(transpose(g, past, 2, 0, 1, 3), target, transpose(g, heads[kind], 1, 0, 2, 3))
         heads[kind] = transpose(g, written, 1, 2, 0, 3)
-    scores = g.node("MatMul", [transpose(g, heads["query"], 0, 2, 1, 3), transpose(g, heads["key"], 0, 1, 3, 2)])
-    visible = mask(g, g.constant(np.arange(CAPACITY)), g.node("Unsqueeze", [pos, g.constant([1])]))
-    scores = g.node("Where", [visible, scores, g.constant(-1e9, np.float32)])
-    mixed = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), heads["value"]])
+    scores = g.MatMul(transpose(g, heads["query"], 0, 2, 1, 3), transpose(g, heads["key"], 0, 1, 3, 2))
+    visible = mask(g, g.constant(np.arange(CAPACITY)), g.Unsqueeze(pos, [1]))
+    scores = g.Where(visible, scores, g.constant(-1e9, np.float32))
+    mixed = g.MatMul(g.Softmax(scores, axis=-1), heads["value"])
     if guard:
-        seen = g.node("ReduceSum", [g.node("Cast", [visible], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
-        blind = g.node("Less", [seen, g.constant(1, np.float32)])
-        mixed = g.node("Where", [blind, g.constant(0, np.float32), mixed])
-    flat = g.node("Reshape", [transpose(g, mixed, 0, 2, 1, 3), g.constant([0, 0, WIDTH])])
-    g.node("Identity", [flat], "out")
+        seen = g.ReduceSum(g.Cast(visible, to=TensorProto.FLOAT), [-1], keepdims=1)
+        blind = g.Less(seen, g.constant(1, np.float32))
+        mixed = g.Where(blind, g.constant(0, np.float32), mixed)
+    flat = g.Reshape(transpose(g, mixed, 0, 2, 1, 3), [0, 0, WIDTH])
+    g.Identity(flat, out="out")
     g.output("out", TensorProto.FLOAT, ["B", length, WIDTH])
     for kind in ("key", "value"):
-        g.node("Identity", [heads[kind]], f"present_{kind}")
+        g.Identity(heads[kind], out=f"present_{kind}")
         g.output(f"present_{kind}", TensorProto.FLOAT, ["B", HEADS, CAPACITY, SIZE])
     return g.model(18)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,16 @@ class Graph:
         name = f"node_{outputs[0]}"
         self.nodes.append(helper.make_node(op, list(inputs), outputs, name=name, domain=domain, **attrs))
         return outputs[0]
+
+    def __getattr__(self, op: str) -> Callable[..., str]:
+        """``g.Slice(x, [0], ends)`` is a node of that operator; inputs that are no names become int64 constants."""
+        if not op[:1].isupper():
+            raise AttributeError(op)
+
+        def add(*inputs: Any, out: str | Sequence[str] = "", **attrs: Any) -> str:
+            return self.node(op, [i if isinstance(i, str) else self.constant(i) for i in inputs], out, **attrs)
+
+        return add
 
     def model(self, opset: int = 24, domains: Sequence[str] = (), functions: Any = ()) -> onnx.ModelProto:
         """The finished model."""

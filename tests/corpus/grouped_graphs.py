@@ -45,96 +45,94 @@ class Grouped:
         decoder = g.decoder
         heads, group, size = decoder.kv_heads, decoder.heads // decoder.kv_heads, decoder.size
         if self.rolled:
-            keys = g.node("Gather", [keys, g.constant(np.roll(np.arange(heads), 1))], axis=1)
-        query = g.node("Mul", [query, g.number(size**-0.5)])
-        batch, length = (g.node("Unsqueeze", [g.size_of(g.tokens, axis), g.constant([0])]) for axis in (0, 1))
+            keys = g.Gather(keys, np.roll(np.arange(heads), 1), axis=1)
+        query = g.Mul(query, g.number(size**-0.5))
+        batch, length = (g.Unsqueeze(g.size_of(g.tokens, axis), [0]) for axis in (0, 1))
         if self.computed:
-            batch = g.node("Div", [g.node("Mul", [batch, g.constant([2])]), g.constant([2])])
+            batch = g.Div(g.Mul(batch, [2]), [2])
         last = g.constant([size])
 
         def shaped(tensor: str, *sizes: str) -> str:
-            return g.node("Reshape", [tensor, g.node("Concat", list(sizes), axis=0)])
+            return g.Reshape(tensor, g.node("Concat", list(sizes), axis=0))
 
         def numbers(*sizes: int) -> str:
             return g.constant(list(sizes))
 
         whole = (batch, numbers(heads, group), length)
-        turned = g.node("Transpose", [keys], perm=[0, 1, 3, 2])
+        turned = g.Transpose(keys, perm=[0, 1, 3, 2])
         match self.form:
             case "broadcast":
-                scores = g.node("MatMul", [shaped(query, *whole, last), g.node("Unsqueeze", [turned, numbers(2)])])
+                scores = g.MatMul(shaped(query, *whole, last), g.Unsqueeze(turned, numbers(2)))
             case "front":
                 queries = shaped(query, batch, numbers(group, heads), length, last)
-                scores = g.node("MatMul", [queries, g.node("Unsqueeze", [turned, numbers(1)])])
+                scores = g.MatMul(queries, g.Unsqueeze(turned, numbers(1)))
             case "tiled":
                 times = g.constant([1, group, 1, 1])
-                values = g.node("Tile", [values, times])
-                scores = g.node("MatMul", [query, g.node("Tile", [turned, times])])
+                values = g.Tile(values, times)
+                scores = g.MatMul(query, g.Tile(turned, times))
             case "folded" | "folded back":
                 queries = self._turned(g, shaped(query, *whole, last))
-                scores = g.node("MatMul", [shaped(queries, batch, numbers(heads, -1), last), turned])
+                scores = g.MatMul(shaped(queries, batch, numbers(heads, -1), last), turned)
             case "one":
-                scores = g.node("MatMul", [shaped(query, batch, numbers(heads, group), last), turned])
+                scores = g.MatMul(shaped(query, batch, numbers(heads, group), last), turned)
             case "einsum":
-                scores = g.node("Einsum", [shaped(query, *whole, last), keys], equation="bngsd,bntd->bngst")
+                scores = g.Einsum(shaped(query, *whole, last), keys, equation="bngsd,bntd->bngst")
             case "rows":
-                product = g.node("MatMul", [shaped(query, batch, numbers(heads, -1), last), turned])
+                product = g.MatMul(shaped(query, batch, numbers(heads, -1), last), turned)
                 scores = shaped(product, *whole, numbers(-1))
             case _:
                 queries = shaped(query, numbers(-1, group), length, last)
-                turned = shaped(turned, numbers(-1, 1), last, g.node("Unsqueeze", [g.all, numbers(0)]))
-                scores = g.node("MatMul", [queries, turned])
+                turned = shaped(turned, numbers(-1, 1), last, g.Unsqueeze(g.all, numbers(0)))
+                scores = g.MatMul(queries, turned)
         weights = self._weights(g, decoder.scores(g, scores))
         match self.form:
             case "broadcast":
-                output = g.node("MatMul", [weights, g.node("Unsqueeze", [values, numbers(2)])])
+                output = g.MatMul(weights, g.Unsqueeze(values, numbers(2)))
             case "front":
-                output = g.node("MatMul", [weights, g.node("Unsqueeze", [values, numbers(1)])])
+                output = g.MatMul(weights, g.Unsqueeze(values, numbers(1)))
             case "tiled":
-                return g.node("MatMul", [weights, values])
+                return g.MatMul(weights, values)
             case "einsum":
-                output = g.node("Einsum", [weights, values], equation="bngst,bntd->bngsd")
+                output = g.Einsum(weights, values, equation="bngst,bntd->bngsd")
             case "folded" | "folded back" | "one":
                 sizes = (length, numbers(group)) if self.form == "folded back" else (numbers(group), length)
-                output = shaped(g.node("MatMul", [weights, values]), batch, numbers(heads), *sizes, last)
+                output = shaped(g.MatMul(weights, values), batch, numbers(heads), *sizes, last)
                 output = self._turned(g, output)
             case "rows":
-                rows = shaped(weights, batch, numbers(heads, -1), g.node("Unsqueeze", [g.all, numbers(0)]))
-                output = g.node("MatMul", [rows, values])
+                rows = shaped(weights, batch, numbers(heads, -1), g.Unsqueeze(g.all, numbers(0)))
+                output = g.MatMul(rows, values)
             case _:
-                apart = shaped(
-                    values, numbers(-1, heads if self.crossed else 1), g.node("Unsqueeze", [g.all, numbers(0)]), last
-                )
-                output = g.node("MatMul", [weights, apart])
+                apart = shaped(values, numbers(-1, heads if self.crossed else 1), g.Unsqueeze(g.all, numbers(0)), last)
+                output = g.MatMul(weights, apart)
         return shaped(output, batch, numbers(heads * group), length, last)
 
     def _turned(self, g: Build, tensor: str) -> str:
         """Groups and queries in the other order."""
-        return g.node("Transpose", [tensor], perm=[0, 1, 3, 2, 4]) if self.form == "folded back" else tensor
+        return g.Transpose(tensor, perm=[0, 1, 3, 2, 4]) if self.form == "folded back" else tensor
 
     def _weights(self, g: Build, scores: str) -> str:
         decoder = g.decoder
         visible = g.once("mask", lambda: self._mask(g))
         lowest, zero = g.number(decoder.lowest), g.number(0.0)
         if self.apply == "where":
-            scores = g.node("Where", [visible, scores, lowest])
+            scores = g.Where(visible, scores, lowest)
         else:
-            scores = g.node("Add", [g.node("Where", [visible, zero, lowest]), scores])
+            scores = g.Add(g.Where(visible, zero, lowest), scores)
         if not decoder.sinks:
-            return g.node("Softmax", [scores], axis=-1)
+            return g.Softmax(scores, axis=-1)
         both = beside_sinks(g, scores, self._sinks(g, scores))
         if self.swapped:
-            both = g.node("Concat", [self._sinks(g, scores), scores], axis=-1)
-        return without_sinks(g, g.node("Softmax", [both], axis=4), *((1, 2**31) if self.swapped else (0, -1)))
+            both = g.Concat(self._sinks(g, scores), scores, axis=-1)
+        return without_sinks(g, g.Softmax(both, axis=4), *((1, 2**31) if self.swapped else (0, -1)))
 
     def _sinks(self, g: Build, scores: str) -> str:
         """``[B, N, G, S, 1]`` or ``[B, G, N, S, 1]``."""
         heads, all_heads = g.decoder.kv_heads, g.decoder.heads
         sizes = [all_heads // heads, heads] if self.form.startswith("front") else [heads, all_heads // heads]
         sinks = g.constant(np.linspace(-1.0, 3.0, all_heads).reshape([1, *sizes, 1, 1]), g.decoder.dtype)
-        ends = [g.node("Unsqueeze", [g.size_of(scores, axis), g.constant([0])]) for axis in (0, 3)]
-        shape = g.node("Concat", [ends[0], g.constant(sizes), ends[1], g.constant([1])], axis=0)
-        return g.node("Expand", [sinks, shape])
+        ends = [g.Unsqueeze(g.size_of(scores, axis), [0]) for axis in (0, 3)]
+        shape = g.Concat(ends[0], sizes, ends[1], [1], axis=0)
+        return g.Expand(sinks, shape)
 
     def _mask(self, g: Build) -> str:
         """``[S, T]``, ``[1, S, T]`` or ``[B, 1, 1, S, T]``, of what a decoder says in four axes."""
@@ -145,15 +143,15 @@ class Grouped:
             assert isinstance(g.decoder.mask, str)
             mask = MASKS[g.decoder.mask](g)
         if self.form.startswith("folded"):  # ``[1, 1, G * S, T]``
-            mask = g.node("Unsqueeze", [mask, g.constant([3 if self.form == "folded back" else 2])])
+            mask = g.Unsqueeze(mask, [3 if self.form == "folded back" else 2])
             group = g.decoder.heads // g.decoder.kv_heads
             times = [1, 1, 1, group, 1] if self.form == "folded back" else [1, 1, group, 1, 1]
-            rows = g.node("Mul", [g.length, g.constant(group)])
-            sizes = [g.constant([-1, 1]), *(g.node("Unsqueeze", [n, g.constant([0])]) for n in (rows, g.all))]
-            return g.node("Reshape", [g.node("Tile", [mask, g.constant(times)]), g.node("Concat", sizes, axis=0)])
+            rows = g.Mul(g.length, group)
+            sizes = [g.constant([-1, 1]), *(g.Unsqueeze(n, [0]) for n in (rows, g.all))]
+            return g.Reshape(g.Tile(mask, times), g.node("Concat", sizes, axis=0))
         if self.mask == 5:
-            return g.node("Unsqueeze", [mask, g.constant([2])])
-        return mask if self.mask == 4 else g.node("Squeeze", [mask, g.constant([0, 1][: 4 - self.mask])])
+            return g.Unsqueeze(mask, [2])
+        return mask if self.mask == 4 else g.Squeeze(mask, [0, 1][: 4 - self.mask])
 
 
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -169,7 +167,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one token, one key head": ({"sequence": 1, "kv_heads": 1, "window": 5}, {"form": "one", "apply": "where"}),
     "sinks": ({"heads": 6, "sinks": "weight"}, {}),
     "sinks before the scores": ({"sinks": "weight"}, {"swapped": True}),
-    "batch and heads": ({"scores": lambda g, s: g.node("Tanh", [s])}, {"form": "flat", "mask": 3}),
+    "batch and heads": ({"scores": lambda g, s: g.Tanh(s)}, {"form": "flat", "mask": 3}),
     "values of other heads": ({"batch": 1}, {"form": "flat", "crossed": True}),
     "groups after the queries of two tokens": ({"sequence": 2, "positions": "past"}, {"form": "folded back"}),
     **{
@@ -180,11 +178,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _one_token(g: Build, query: str, keys: str, values: str) -> str:
-    few, other = (g.node("Slice", [t, g.constant([0]), g.constant([2]), g.constant([1])]) for t in (keys, values))
-    shaped = g.node("Reshape", [query, g.constant([0, 2, 2, 4])])
-    scores = g.node("MatMul", [shaped, g.node("Transpose", [few], perm=[0, 1, 3, 2])])
-    output = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), other])
-    return g.node("Reshape", [output, g.constant([0, 4, 1, 4])])
+    few, other = (g.Slice(t, [0], [2], [1]) for t in (keys, values))
+    shaped = g.Reshape(query, [0, 2, 2, 4])
+    scores = g.MatMul(shaped, g.Transpose(few, perm=[0, 1, 3, 2]))
+    output = g.MatMul(g.Softmax(scores, axis=-1), other)
+    return g.Reshape(output, [0, 4, 1, 4])
 
 
 def groups_first(heads: int, place: int) -> onnx.ModelProto:

@@ -32,61 +32,61 @@ def projected(graph: Graph, dtype: Any, width: int, sizes: dict[str, int], seed:
     names = []
     for name, size in sizes.items():
         weight = graph.constant(rng.standard_normal((width, size)) / np.sqrt(width), dtype)
-        names.append(graph.node("MatMul", ["x", weight], name))
+        names.append(graph.MatMul("x", weight, out=name))
     return names
 
 
 def mask_lengths(graph: Graph) -> tuple[str, str]:
     """``seqlens_k`` and ``total_sequence_length`` as onnxruntime-genai computes them from ``attention_mask [B, T]``."""
     graph.input("attention_mask", TensorProto.INT64, ["B", "T"])
-    one, shape = graph.constant([1]), graph.node("Shape", ["attention_mask"])
-    count = graph.node("ReduceSum", ["attention_mask", one], keepdims=0)
-    seqlens = graph.node("Cast", [graph.node("Sub", [count, one])], "seqlens_k", to=TensorProto.INT32)
-    total = graph.node("Gather", [shape, graph.constant(1)], axis=0)
-    return seqlens, graph.node("Cast", [total], "total", to=TensorProto.INT32)
+    one, shape = graph.constant([1]), graph.Shape("attention_mask")
+    count = graph.ReduceSum("attention_mask", one, keepdims=0)
+    seqlens = graph.Cast(graph.Sub(count, one), out="seqlens_k", to=TensorProto.INT32)
+    total = graph.Gather(shape, 1, axis=0)
+    return seqlens, graph.Cast(total, out="total", to=TensorProto.INT32)
 
 
 def padding(graph: Graph, dtype: Any) -> str:
     """mobius: attention_mask as bool [B, 1, S, T]."""
-    shown = graph.node("Cast", ["attention_mask"], to=TensorProto.BOOL)
-    ones = [graph.node("Shape", ["x"], start=0, end=2), graph.node("Shape", ["attention_mask"], start=1)]
+    shown = graph.Cast("attention_mask", to=TensorProto.BOOL)
+    ones = [graph.Shape("x", start=0, end=2), graph.Shape("attention_mask", start=1)]
     shape = graph.node("Concat", ones, axis=0)
-    expanded = graph.node("Expand", [graph.node("Unsqueeze", [shown, graph.constant([1])]), shape])
-    return graph.node("Unsqueeze", [expanded, graph.constant([1])])
+    expanded = graph.Expand(graph.Unsqueeze(shown, [1]), shape)
+    return graph.Unsqueeze(expanded, [1])
 
 
 def compared(
     graph: Graph, compare: Callable[[Graph, str, str], str], added: Any = None, value: float | None = None
 ) -> str:
     """A mask by a comparison of positions of keys and queries; with `added`, a type, as numbers added to scores."""
-    total = graph.node("Squeeze", [graph.node("Shape", ["attention_mask"], start=1)])
-    new = graph.node("Squeeze", [graph.node("Shape", ["x"], start=1, end=2)])
-    keys = graph.node("Range", [graph.constant(0), total, graph.constant(1)])
-    queries = graph.node("Range", [graph.node("Sub", [total, new]), total, graph.constant(1)])
-    shown = compare(graph, keys, graph.node("Unsqueeze", [queries, graph.constant([1])]))
+    total = graph.Squeeze(graph.Shape("attention_mask", start=1))
+    new = graph.Squeeze(graph.Shape("x", start=1, end=2))
+    keys = graph.Range(0, total, 1)
+    queries = graph.Range(graph.Sub(total, new), total, 1)
+    shown = compare(graph, keys, graph.Unsqueeze(queries, [1]))
     if added is not None:
         low = np.finfo(added).min if value is None else value
-        shown = graph.node("Where", [shown, graph.constant(0, added), graph.constant(low, added)])
-    return graph.node("Unsqueeze", [shown, graph.constant([0, 1])])
+        shown = graph.Where(shown, graph.constant(0, added), graph.constant(low, added))
+    return graph.Unsqueeze(shown, [0, 1])
 
 
 def before(graph: Graph, keys: str, queries: str) -> str:
-    return graph.node("LessOrEqual", [keys, queries])
+    return graph.LessOrEqual(keys, queries)
 
 
 def near(graph: Graph, keys: str, queries: str) -> str:
     """Keys of a window of three, and those after the query, which are left to the operator."""
-    return graph.node("Less", [graph.node("Sub", [queries, keys]), graph.constant(3)])
+    return graph.Less(graph.Sub(queries, keys), 3)
 
 
 def in_window(graph: Graph, keys: str, queries: str) -> str:
-    return graph.node("And", [near(graph, keys, queries), before(graph, keys, queries)])
+    return graph.And(near(graph, keys, queries), before(graph, keys, queries))
 
 
 def third(graph: Graph, keys: str, queries: str) -> str:
     """Every third key."""
-    shown = graph.node("Equal", [graph.node("Mod", [keys, graph.constant(3)]), graph.constant(0)])
-    return graph.node("And", [shown, graph.node("GreaterOrEqual", [queries, graph.constant([[0]])])])
+    shown = graph.Equal(graph.Mod(keys, 3), 0)
+    return graph.And(shown, graph.GreaterOrEqual(queries, [[0]]))
 
 
 MASKS: dict[str, Callable[[Graph, Any], str]] = {
@@ -99,9 +99,7 @@ MASKS: dict[str, Callable[[Graph, Any], str]] = {
     "near, added": lambda graph, dtype: compared(graph, near, dtype),
     "third": lambda graph, dtype: compared(graph, third),
     "bias": lambda graph, dtype: compared(graph, in_window, dtype, -2.0),
-    "short": lambda graph, dtype: graph.node(
-        "Slice", [compared(graph, before), *(graph.constant([n]) for n in (0, 1, 3))]
-    ),
+    "short": lambda graph, dtype: graph.Slice(compared(graph, before), *(graph.constant([n]) for n in (0, 1, 3))),
 }
 
 
@@ -192,7 +190,7 @@ def shared(
             name = f"past_{part}{number}" if source == "past" else f"present_{part}{number}"
             if source == "input":
                 name = graph.input(f"other_{part}", code, ["B", KV_HEADS, "T", SIZE])
-            inputs.append(str(graph.node("Add", [name, name])) if source == "double" else name)
+            inputs.append(str(graph.Add(name, name)) if source == "double" else name)
         inputs += after
         inputs += ["", MASKS[mask](graph, dtype)] if mask else []
         window = {"local_window_size": windows[int(number)]} if windows[int(number)] else {}
@@ -211,9 +209,9 @@ def _nothing_new(graph: Graph, dtype: Any, query: str, given: str, width: int) -
         return projected(graph, dtype, WIDTH, {f"{query}_k": width, f"{query}_v": width})
     if given == "one":
         return [graph.constant(np.zeros((1, 0, width)), dtype)] * 2
-    batch = graph.node("Shape", [query], start=0, end=1)
-    sizes = graph.node("Concat", [batch, graph.constant([0, width])], axis=0)
-    return [graph.node("CastLike", [graph.node("ConstantOfShape", [sizes]), query])] * 2
+    batch = graph.Shape(query, start=0, end=1)
+    sizes = graph.Concat(batch, [0, width], axis=0)
+    return [graph.CastLike(graph.ConstantOfShape(sizes), query)] * 2
 
 
 def multi(
@@ -231,7 +229,7 @@ def multi(
     graph.input("attention_mask", TensorProto.INT64, ["B", "T"])
     own = np.random.default_rng(4).standard_normal(3 * HEADS * SIZE)
     inputs.append(graph.constant(own, dtype) if bias else "")
-    mask = graph.node("Cast", ["attention_mask"], to=TensorProto.INT32)
+    mask = graph.Cast("attention_mask", to=TensorProto.INT32)
     inputs += [mask if padding else "", MASKS[score_bias](graph, dtype) if score_bias else "", "past_k", "past_v"]
     names = ["y", "present_k", "present_v"]
     graph.node("MultiHeadAttention", inputs, names, domain=CONTRIB, num_heads=HEADS, **attrs)
@@ -255,8 +253,8 @@ def of_onnx(
     inputs = projected(graph, dtype, WIDTH, sizes)
     if rank == 4:
         for i, (heads, size) in enumerate(((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, value_size))):
-            split = graph.node("Reshape", [inputs[i], graph.constant([0, 0, heads, size])])
-            inputs[i] = graph.node("Transpose", [split], perm=[0, 2, 1, 3])
+            split = graph.Reshape(inputs[i], [0, 0, heads, size])
+            inputs[i] = graph.Transpose(split, perm=[0, 2, 1, 3])
     else:
         attrs |= {"q_num_heads": HEADS, "kv_num_heads": KV_HEADS}
     cache_inputs(graph, code, KV_HEADS, SIZE, value_size)
@@ -266,9 +264,9 @@ def of_onnx(
     graph.node("Attention", inputs, names, **attrs)
     y = "attended"
     if rank == 4:
-        rows = graph.node("Transpose", [y], perm=[0, 2, 1, 3])
-        y = graph.node("Reshape", [rows, graph.constant([0, 0, HEADS * value_size])])
-    graph.node("Identity", [y], "y")
+        rows = graph.Transpose(y, perm=[0, 2, 1, 3])
+        y = graph.Reshape(rows, [0, 0, HEADS * value_size])
+    graph.Identity(y, out="y")
     graph.output("y", code, ["B", "S", HEADS * value_size])
     return graph.model(opset, [CONTRIB])
 

@@ -59,22 +59,22 @@ class _Decoder:
 
     def embed(self) -> str:
         g = self.graph
-        tokens = g.node("Gather", [self.weight("embed"), "input_ids"])
-        return g.node("Add", [tokens, g.node("Gather", [self.weight("place"), "position_ids"])])
+        tokens = g.Gather(self.weight("embed"), "input_ids")
+        return g.Add(tokens, g.Gather(self.weight("place"), "position_ids"))
 
     def project(self, x: str, name: str, heads: bool = True) -> str:
-        y = self.graph.node("MatMul", [x, self.weight(name)])
+        y = self.graph.MatMul(x, self.weight(name))
         return self.split(y) if heads else y
 
     def split(self, x: str) -> str:
-        x = self.graph.node("Reshape", [x, self.graph.constant([0, -1, HEADS, SIZE])])
-        return self.graph.node("Transpose", [x], perm=[0, 2, 1, 3])
+        x = self.graph.Reshape(x, [0, -1, HEADS, SIZE])
+        return self.graph.Transpose(x, perm=[0, 2, 1, 3])
 
     def merge(self, x: str, y: str, name: str) -> str:
         """Add heads ``[B, N, S, H]`` to the residual stream."""
-        y = self.graph.node("Transpose", [y], perm=[0, 2, 1, 3])
-        y = self.graph.node("Reshape", [y, self.graph.constant([0, -1, WIDTH])])
-        return self.graph.node("Add", [x, self.graph.node("MatMul", [y, self.weight(name)])])
+        y = self.graph.Transpose(y, perm=[0, 2, 1, 3])
+        y = self.graph.Reshape(y, [0, -1, WIDTH])
+        return self.graph.Add(x, self.graph.MatMul(y, self.weight(name)))
 
     def carry(self, name: str, shape: list[int | str]) -> str:
         self.outputs.append((name.replace("past", "present"), shape))
@@ -90,7 +90,7 @@ class _Decoder:
         self.outputs += [(f"present.{layer}.{part}", [self.batch, HEADS, "P + S", SIZE]) for part in parts]
         q, k, v = (self.project(x, f"{layer}.{part}") for part in "qkv")
         outputs = ["", *(f"present.{layer}.{part}" for part in parts)]
-        return self.merge(x, g.node("Attention", [q, k, v, "", *past], outputs, is_causal=1), f"{layer}.o")
+        return self.merge(x, g.Attention(q, k, v, "", *past, out=outputs, is_causal=1), f"{layer}.o")
 
     def fixed_attention(self, x: str, layer: str) -> str:
         g, shape = self.graph, [self.batch, HEADS, CAPACITY, SIZE]
@@ -100,11 +100,11 @@ class _Decoder:
             inputs = [past, self.project(x, f"{layer}.{part[0]}"), "write_indices"]
             held.append(g.node("TensorScatter", inputs, past.replace("past", "present"), axis=2))
         q = self.project(x, f"{layer}.q")
-        y = g.node("Attention", [q, *held, "", "", "", "nonpad_kv_seqlen"], is_causal=1)
+        y = g.Attention(q, *held, "", "", "", "nonpad_kv_seqlen", is_causal=1)
         return self.merge(x, y, f"{layer}.o")
 
     def finish(self, x: str) -> onnx.ModelProto:
-        self.graph.node("MatMul", [x, self.weight("head")], "logits")
+        self.graph.MatMul(x, self.weight("head"), out="logits")
         self.graph.output("logits", _FLOAT, [self.batch, "sequence", VOCAB])
         for name, shape in self.outputs:
             self.graph.output(name, _FLOAT, shape)
@@ -130,41 +130,41 @@ def hybrid_model(
     x = d.attention(d.embed(), "a")
 
     past = d.carry("past_conv.1", [batch, WIDTH, TAPS - 1])
-    row = g.node("Concat", [past, g.node("Transpose", [x], perm=[0, 2, 1])], axis=2)
+    row = g.Concat(past, g.Transpose(x, perm=[0, 2, 1]), axis=2)
     end, last = g.constant([np.iinfo(np.int64).max]), g.constant([1 - TAPS])
-    g.node("Slice", [row, last, end, g.constant([2])], "present_conv.1")
+    g.Slice(row, last, end, [2], out="present_conv.1")
     if convolution:
-        y = g.node("Conv", [row, d.weight("conv", (WIDTH, 1, TAPS))], group=WIDTH)
+        y = g.Conv(row, d.weight("conv", (WIDTH, 1, TAPS)), group=WIDTH)
     else:
         taps = []
         for i in range(TAPS):
             stop = g.constant([i - TAPS + 1]) if i < TAPS - 1 else end
-            part = g.node("Slice", [row, g.constant([i]), stop, g.constant([2])])
+            part = g.Slice(row, [i], stop, [2])
             tap = g.constant(d.weights["conv"][:, i : i + 1], np.float32)
-            taps.append(g.node("Mul", [part, tap]))
-        y = g.node("Add", [g.node("Add", taps[:2]), taps[2]])
-    y = g.node("Mul", [y, g.node("Sigmoid", [y])])
-    x = g.node("Add", [x, g.node("MatMul", [g.node("Transpose", [y], perm=[0, 2, 1]), d.weight("conv.o")])])
+            taps.append(g.Mul(part, tap))
+        y = g.Add(g.node("Add", taps[:2]), taps[2])
+    y = g.Mul(y, g.Sigmoid(y))
+    x = g.Add(x, g.MatMul(g.Transpose(y, perm=[0, 2, 1]), d.weight("conv.o")))
 
     state = d.carry("past_recurrent.2", [batch, HEADS, SIZE, SIZE])
     q, k, v = (d.project(x, f"l.{part}") for part in "qkv")
-    length = g.node("Shape", ["input_ids"], start=1, end=2)
-    count = g.node("Squeeze", [length])
-    steps = g.node("Range", [g.constant(0), count, g.constant(1)])
-    age = g.node("Sub", [g.node("Unsqueeze", [steps, g.constant([1])]), steps])  # [S, S]
+    length = g.Shape("input_ids", start=1, end=2)
+    count = g.Squeeze(length)
+    steps = g.Range(0, count, 1)
+    age = g.Sub(g.Unsqueeze(steps, [1]), steps)  # [S, S]
     decay = g.constant(DECAY, np.float32)
 
     def power(exponent: str) -> str:
-        return g.node("Pow", [decay, g.node("Cast", [exponent], to=_FLOAT)])
+        return g.Pow(decay, g.Cast(exponent, to=_FLOAT))
 
-    inside = g.node("Where", [g.node("Less", [age, g.constant(0)]), g.constant(0, np.float32), power(age)])
-    scores = g.node("Mul", [g.node("MatMul", [q, g.node("Transpose", [k], perm=[0, 1, 3, 2])]), inside])
-    since = g.node("Unsqueeze", [power(g.node("Add", [steps, g.constant(1)])), g.constant([1])])
-    before = g.node("Mul", [g.node("MatMul", [q, state]), since])
-    y = g.node("Add", [g.node("MatMul", [scores, v]), before])
-    left = g.node("Unsqueeze", [power(g.node("Sub", [g.node("Sub", [count, g.constant(1)]), steps])), g.constant([1])])
-    added = g.node("MatMul", [g.node("Transpose", [g.node("Mul", [k, left])], perm=[0, 1, 3, 2]), v])
-    g.node("Add", [g.node("Mul", [state, power(length)]), added], "present_recurrent.2")
+    inside = g.Where(g.Less(age, 0), g.constant(0, np.float32), power(age))
+    scores = g.Mul(g.MatMul(q, g.Transpose(k, perm=[0, 1, 3, 2])), inside)
+    since = g.Unsqueeze(power(g.Add(steps, 1)), [1])
+    before = g.Mul(g.MatMul(q, state), since)
+    y = g.Add(g.MatMul(scores, v), before)
+    left = g.Unsqueeze(power(g.Sub(g.Sub(count, 1), steps)), [1])
+    added = g.MatMul(g.Transpose(g.Mul(k, left), perm=[0, 1, 3, 2]), v)
+    g.Add(g.Mul(state, power(length)), added, out="present_recurrent.2")
     model = d.finish(d.merge(x, y, "l.o"))
     return _renamed(model, names or {})
 
@@ -185,7 +185,7 @@ def cross_model(
     g, x, seen = d.graph, d.embed(), ""
     if mask == "ones":
         ones = g.input("encoder_attention_mask", _INT, [batch, "encoder_length"])
-        seen = g.node("Unsqueeze", [g.node("Cast", [ones], to=TensorProto.BOOL), g.constant([1, 2])])
+        seen = g.Unsqueeze(g.Cast(ones, to=TensorProto.BOOL), [1, 2])
     elif mask == "bool":
         seen = g.input("heard", TensorProto.BOOL, [batch, 1, 1, "encoder_length"])
     hidden = g.input("encoder_hidden_states", _FLOAT, [batch, "encoder_length", WIDTH]) if kind == "hidden" else ""
@@ -196,7 +196,7 @@ def cross_model(
         else:
             shape = [batch, HEADS, "encoder_length", SIZE]
             held = [g.input(f"past_key_values.{layer}.encoder.{part}", _FLOAT, shape) for part in ("key", "value")]
-        y = g.node("Attention", [d.project(x, f"{cross}.q"), *held, *([seen] if seen else [])])
+        y = g.Attention(d.project(x, f"{cross}.q"), *held, *([seen] if seen else []))
         x = d.merge(x, y, f"{cross}.o")
     return d.finish(x)
 
@@ -298,13 +298,13 @@ def counted_apart() -> onnx.ModelProto:
         shape = [decoder.heads, f"length_{layer}", decoder.size]
         heard = g.input(f"encoder_{layer}.key", _FLOAT, ["batch", *shape])
         said = g.input(f"encoder_{layer}.value", TensorProto.FLOAT, [f"sequences_{layer}", *shape])
-        batch = g.node("Shape", [g.tokens], start=0, end=1)
+        batch = g.Shape(g.tokens, start=0, end=1)
         sizes = [g.constant([decoder.heads]), g.constant([-1]), g.constant([decoder.size])]
-        flat = g.node("Concat", [g.node("Mul", [batch, sizes[0]]), *sizes[1:]], axis=0)
-        said = g.node("Reshape", [g.node("Reshape", [said, flat]), g.node("Concat", [batch, *sizes], axis=0)])
-        scores = g.node("MatMul", [query, g.node("Transpose", [heard], perm=[0, 1, 3, 2])])
-        crossed = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), said])
-        return g.node("Add", [decoder.attend(g, query, keys, values), crossed])
+        flat = g.Concat(g.Mul(batch, sizes[0]), *sizes[1:], axis=0)
+        said = g.Reshape(g.Reshape(said, flat), g.Concat(batch, *sizes, axis=0))
+        scores = g.MatMul(query, g.Transpose(heard, perm=[0, 1, 3, 2]))
+        crossed = g.MatMul(g.Softmax(scores, axis=-1), said)
+        return g.Add(decoder.attend(g, query, keys, values), crossed)
 
     return make_decoder(replace(decoder, attend=attend))
 
@@ -341,9 +341,9 @@ def self_attention() -> onnx.ModelProto:
     x = graph.input("inputs_embeds", _FLOAT, shape)
     graph.input("past", _FLOAT, ["B", 2, 16, 8])
     graph.input("write_indices", _INT, ["B"])
-    graph.node("TensorScatter", ["past", x, "write_indices"], "present", axis=2)
-    y = graph.node("Attention", [x, "present", "present"], is_causal=1)
-    graph.node("Attention", [y, x, x], "out", is_causal=1)
+    graph.TensorScatter("past", x, "write_indices", out="present", axis=2)
+    y = graph.Attention(x, "present", "present", is_causal=1)
+    graph.Attention(y, x, x, out="out", is_causal=1)
     graph.output("present", _FLOAT, ["B", 2, 16, 8])
     graph.output("out", _FLOAT, shape)
     return graph.model()

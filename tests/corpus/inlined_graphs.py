@@ -49,7 +49,7 @@ def functions(depth: int, opset: int = 24, domain: str = "", *, endless: bool = 
 def named_as_an_operator() -> onnx.ModelProto:
     """TensorRT's parser takes its own Relu for my::Relu; inlined, it cannot."""
     graph, inputs = cache_graph()
-    graph.node("TensorScatter", [inputs[0], graph.node("Relu", ["update"], domain="my"), inputs[2]], "present", axis=2)
+    graph.TensorScatter(inputs[0], graph.Relu("update", domain="my"), inputs[2], out="present", axis=2)
     square = helper.make_function("my", "Relu", ["x"], ["y"], [helper.make_node("Mul", ["x", "x"], ["y"])],
                                   [helper.make_opsetid("", 24)])  # fmt: skip
     return graph.model(domains=["my"], functions=[square])
@@ -58,8 +58,8 @@ def named_as_an_operator() -> onnx.ModelProto:
 def input_left_out() -> onnx.ModelProto:
     """No entry: ONNX Runtime 1.31 dies of it."""
     graph, inputs = cache_graph()
-    normed = graph.node("Norm", [inputs[1], graph.constant(np.ones(4), np.float32)], domain="my")
-    graph.node("TensorScatter", [inputs[0], normed, inputs[2]], "present", axis=2)
+    normed = graph.Norm(inputs[1], graph.constant(np.ones(4), np.float32), domain="my")
+    graph.TensorScatter(inputs[0], normed, inputs[2], out="present", axis=2)
     node = helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["y"])
     norm = helper.make_function("my", "Norm", ["x", "scale", "bias"], ["y"], [node], [helper.make_opsetid("", 24)])
     return graph.model(domains=["my"], functions=[norm])
@@ -88,7 +88,7 @@ def condition(taken: str = "then_branch", *, nested: bool = False, computed: boo
         inner = helper.make_node("If", [value], ["inner"], **branches)
         info = [helper.make_tensor_value_info("inner", F32, SHAPE)]
         branches[taken] = helper.make_graph([inner], "outer", [], info)
-    graph.node("If", [value], "present", **branches)
+    graph.If(value, out="present", **branches)
     return graph.model()
 
 
@@ -109,7 +109,7 @@ def loop_body(inputs: list[str]) -> onnx.GraphProto:
 def loop(trips: int | None) -> onnx.ModelProto:
     graph, inputs = cache_graph()
     count = graph.input("trips", I64, []) if trips is None else graph.constant(trips)
-    graph.node("Loop", [count, "", inputs[0]], "present", body=loop_body(inputs))
+    graph.Loop(count, "", inputs[0], out="present", body=loop_body(inputs))
     return graph.model()
 
 
@@ -122,7 +122,7 @@ def scan() -> onnx.ModelProto:
     ]
     pairs = (("carried", "x"), ("written", "y"))
     ends = [[info(cache, F32, SHAPE), info(value, F32, [])] for cache, value in pairs]
-    graph.node("Scan", [inputs[0], graph.input("xs", F32, [4])], ["present", "ys"],
+    graph.Scan(inputs[0], graph.input("xs", F32, [4]), out=["present", "ys"],
                body=helper.make_graph(nodes, "body", *ends), num_scan_inputs=1)  # fmt: skip
     graph.output("ys", F32, [4])
     return graph.model()
@@ -132,7 +132,7 @@ def without_caches() -> onnx.ModelProto:
     """Control flow that stays, in a branch of which another one lies that captures a constant."""
     graph, inputs = cache_graph()
     flag, shape = graph.input("flag", TensorProto.BOOL, [1]), ["B", 2, "S", 4]
-    chosen = graph.node("Squeeze", [flag])
+    chosen = graph.Squeeze(flag)
 
     def body(factor: float, inner: onnx.NodeProto | None = None) -> onnx.GraphProto:
         value = numpy_helper.from_array(np.array(factor, np.float32), "factor")
@@ -144,8 +144,8 @@ def without_caches() -> onnx.ModelProto:
             for op in ("Mul", "Div")]  # fmt: skip
     inner = helper.make_node("If", [chosen], ["scaled"], then_branch=bare[0], else_branch=bare[1])
     always = graph.constant(True, np.bool_)
-    scaled = graph.node("If", [always], "chosen", then_branch=body(2.0, inner), else_branch=body(3.0))
-    graph.node("TensorScatter", [inputs[0], scaled, inputs[2]], "present", axis=2)
+    scaled = graph.If(always, out="chosen", then_branch=body(2.0, inner), else_branch=body(3.0))
+    graph.TensorScatter(inputs[0], scaled, inputs[2], out="present", axis=2)
     return graph.model()
 
 

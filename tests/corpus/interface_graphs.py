@@ -41,11 +41,11 @@ class Decoder(Graph):
         return self.input(name, INT64, [self.batch, self.sequence])
 
     def embed(self, ids: str, rows: int = VOCAB, columns: int = HIDDEN) -> str:
-        return self.node("Gather", [self.weight(rows, columns), ids])
+        return self.Gather(self.weight(rows, columns), ids)
 
     def rotary(self, x: str, positions: str) -> str:
-        tables = [self.node("Gather", [self.weight(POSITIONS, SIZE // 2), positions]) for _ in range(2)]
-        return self.node("RotaryEmbedding", [x, *tables], num_heads=HEADS)
+        tables = [self.Gather(self.weight(POSITIONS, SIZE // 2), positions) for _ in range(2)]
+        return self.RotaryEmbedding(x, *tables, num_heads=HEADS)
 
     def finish(
         self,
@@ -62,79 +62,79 @@ class Decoder(Graph):
         if lengths is None:
             lengths = self.input("nonpad_kv_seqlen", INT64, [self.batch])
         width = HEADS * SIZE
-        query, key, value = (self.node("MatMul", [hidden, self.weight(HIDDEN, width)]) for _ in range(3))
+        query, key, value = (self.MatMul(hidden, self.weight(HIDDEN, width)) for _ in range(3))
         if positions:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         for kind, update in (("key", key), ("value", value)):
             past = self.input(f"{kind}_cache.0", FLOAT, [self.batch, CAPACITY, width])
-            self.node("TensorScatter", [past, update, indices], f"updated_{past}", axis=1)
+            self.TensorScatter(past, update, indices, out=f"updated_{past}", axis=1)
             self.output(f"updated_{past}", FLOAT, [self.batch, CAPACITY, width])
         inputs = [query, "updated_key_cache.0", "updated_value_cache.0", mask, "", "", lengths]
         y = self.node("Attention", inputs, q_num_heads=HEADS, kv_num_heads=HEADS)
-        x = self.node("Add", [hidden, self.node("MatMul", [y, self.weight(width, HIDDEN)])])
+        x = self.Add(hidden, self.MatMul(y, self.weight(width, HIDDEN)))
         if logits:
-            self.node("MatMul", [x, self.weight(HIDDEN, VOCAB)], "logits")
+            self.MatMul(x, self.weight(HIDDEN, VOCAB), out="logits")
             self.output("logits", FLOAT, [self.batch, self.sequence, VOCAB])
         else:
-            self.node("Identity", [x], "hidden_out")
+            self.Identity(x, out="hidden_out")
             self.output("hidden_out", FLOAT, [self.batch, self.sequence, HIDDEN])
         return self
 
 
 def _squeezed(d: Decoder) -> Decoder:
-    flat = d.node("Squeeze", [d.node("Cast", [d.input("start", INT32, [B, 1])], to=INT64), d.constant([1])])
-    indices = d.node("Mod", [flat, d.constant(CAPACITY)])
-    lengths = d.node("Expand", [d.input("length", INT64, [1]), d.node("Shape", [indices])])
+    flat = d.Squeeze(d.Cast(d.input("start", INT32, [B, 1]), to=INT64), [1])
+    indices = d.Mod(flat, CAPACITY)
+    lengths = d.Expand(d.input("length", INT64, [1]), d.Shape(indices))
     return d.finish(d.embed(d.ids()), indices=indices, lengths=lengths)
 
 
 def _steps(d: Decoder, ids: str, start: str) -> str:
     """Positions of the tokens of a step that begins at `start`."""
-    size = d.node("Gather", [d.node("Shape", [ids]), d.constant(1)])
-    steps = d.node("Range", [d.constant(0), size, d.constant(1)])
-    return d.node("Add", [d.node("Unsqueeze", [start, d.constant([1])]), steps])
+    size = d.Gather(d.Shape(ids), 1)
+    steps = d.Range(0, size, 1)
+    return d.Add(d.Unsqueeze(start, [1]), steps)
 
 
 def _from_write_index(d: Decoder) -> Decoder:
     ids, indices = d.ids(), d.input("past_length", INT64, [B])
-    size = d.node("Gather", [d.node("Shape", [ids]), d.constant(1)])
-    return d.finish(d.embed(ids), _steps(d, ids, indices), indices, d.node("Add", [indices, size]))
+    size = d.Gather(d.Shape(ids), 1)
+    return d.finish(d.embed(ids), _steps(d, ids, indices), indices, d.Add(indices, size))
 
 
 def _one_index(d: Decoder) -> Decoder:
     index = d.input("at", INT64, [B])
-    return d.finish(d.embed(d.ids()), d.node("Unsqueeze", [index, d.constant([1])]), index)
+    return d.finish(d.embed(d.ids()), d.Unsqueeze(index, [1]), index)
 
 
 def _offset_index(d: Decoder) -> Decoder:
     """One more than the write index is not a write index; feeding it as one would be wrong by one row."""
-    return d.finish(d.embed(d.ids()), indices=d.node("Sub", [d.input("x", INT64, [B]), d.constant(1)]))
+    return d.finish(d.embed(d.ids()), indices=d.Sub(d.input("x", INT64, [B]), 1))
 
 
 def _turned(d: Decoder, ids: str, *angles: str) -> Decoder:
     hidden = d.embed(ids)
-    query = d.node("MatMul", [hidden, d.weight(HIDDEN, HEADS * SIZE)])
-    turned = d.node("RotaryEmbedding", [query, *angles], num_heads=HEADS)
-    extra = d.node("MatMul", [turned, d.weight(HEADS * SIZE, HIDDEN)])
-    return d.finish(d.node("Add", [hidden, extra]), positions="")
+    query = d.MatMul(hidden, d.weight(HIDDEN, HEADS * SIZE))
+    turned = d.RotaryEmbedding(query, *angles, num_heads=HEADS)
+    extra = d.MatMul(turned, d.weight(HEADS * SIZE, HIDDEN))
+    return d.finish(d.Add(hidden, extra), positions="")
 
 
 def _computed_angles(d: Decoder) -> Decoder:
     ids, where = d.ids(), d.input("where", INT64, [B, S])
-    column = d.node("Unsqueeze", [d.node("Cast", [where], to=FLOAT), d.constant([2])])
-    angles = d.node("MatMul", [column, d.weight(1, SIZE // 2)])
-    return _turned(d, ids, d.node("Cos", [angles]), d.node("Sin", [angles]))
+    column = d.Unsqueeze(d.Cast(where, to=FLOAT), [2])
+    angles = d.MatMul(column, d.weight(1, SIZE // 2))
+    return _turned(d, ids, d.Cos(angles), d.Sin(angles))
 
 
 def _learned(d: Decoder, where: str, *, rows: int = POSITIONS) -> Decoder:
-    hidden = d.node("Add", [d.embed(d.ids("b")), d.embed(where, rows=rows)])
+    hidden = d.Add(d.embed(d.ids("b")), d.embed(where, rows=rows))
     return d.finish(hidden, positions="")
 
 
 def _learned_start(d: Decoder) -> Decoder:
     ids = d.ids()
     positions = _steps(d, ids, d.input("start", INT64, [B]))
-    return d.finish(d.node("Add", [d.embed(ids), d.embed(positions, rows=POSITIONS)]), "")
+    return d.finish(d.Add(d.embed(ids), d.embed(positions, rows=POSITIONS)), "")
 
 
 def _rotary_start(d: Decoder) -> Decoder:
@@ -145,38 +145,38 @@ def _rotary_start(d: Decoder) -> Decoder:
 
 def _block(d: Decoder) -> Decoder:
     d.finish(d.input("x", FLOAT, [B, S, HIDDEN]), d.ids("p"), logits=False)
-    d.node("MatMul", ["hidden_out", d.weight(HIDDEN, HIDDEN)], "projected")
+    d.MatMul("hidden_out", d.weight(HIDDEN, HIDDEN), out="projected")
     d.output("projected", FLOAT, [B, S, HIDDEN])
     return d
 
 
 def _capped(d: Decoder) -> Decoder:
     d.finish(d.embed(d.ids()))
-    capped = d.node("Tanh", [d.node("Div", ["logits", d.constant(30.0, np.float32)])])
-    d.node("Cast", [d.node("Mul", [capped, d.constant(30.0, np.float32)])], "scores", to=FLOAT)
+    capped = d.Tanh(d.Div("logits", d.constant(30.0, np.float32)))
+    d.Cast(d.Mul(capped, d.constant(30.0, np.float32)), out="scores", to=FLOAT)
     d.outputs = [o for o in d.outputs if o.name != "logits"]
     d.output("scores", FLOAT, [B, S, VOCAB])
-    d.node("Identity", [d.nodes[-5].input[0]], "states")
+    d.Identity(d.nodes[-5].input[0], out="states")
     d.output("states", FLOAT, [B, S, HIDDEN])
     return d
 
 
 def _padding(d: Decoder, batch: Dim = B) -> Decoder:
-    padding = d.node("Cast", [d.input("m", INT64, [batch, "k"])], to=FLOAT)
-    inverse = d.node("Sub", [d.constant(1.0, np.float32), padding])
-    bias = d.node("Mul", [inverse, d.constant(-1e9, np.float32)])
-    return d.finish(d.embed(d.ids()), mask=d.node("Unsqueeze", [bias, d.constant([1, 2])]))
+    padding = d.Cast(d.input("m", INT64, [batch, "k"]), to=FLOAT)
+    inverse = d.Sub(d.constant(1.0, np.float32), padding)
+    bias = d.Mul(inverse, d.constant(-1e9, np.float32))
+    return d.finish(d.embed(d.ids()), mask=d.Unsqueeze(bias, [1, 2]))
 
 
 def _compared(d: Decoder, *, rotary: bool) -> Decoder:
     """Positions that are compared with keys are no mask."""
     where = d.ids("where")
-    mask = d.node("GreaterOrEqual", [d.node("Unsqueeze", [where, d.constant([1, 3])]), d.constant(np.arange(CAPACITY))])
+    mask = d.GreaterOrEqual(d.Unsqueeze(where, [1, 3]), np.arange(CAPACITY))
     return d.finish(d.embed(d.ids()), where if rotary else "", mask=mask)
 
 
 def _counted(d: Decoder) -> Decoder:
-    lengths = d.node("ReduceSum", [d.input("m", INT64, [B, "k"]), d.constant([1])], keepdims=0)
+    lengths = d.ReduceSum(d.input("m", INT64, [B, "k"]), [1], keepdims=0)
     return d.finish(d.embed(d.ids()), lengths=lengths)
 
 
@@ -198,7 +198,7 @@ def _both(d: Decoder, name: str) -> Decoder:
 
 def _two_token_inputs(d: Decoder, first: str, second: str) -> Decoder:
     table = d.weight(VOCAB, HIDDEN)
-    parts = [d.node("Gather", [table, d.ids(name)]) for name in (first, second)]
+    parts = [d.Gather(table, d.ids(name)) for name in (first, second)]
     d.input("attention_mask", INT64, [B, "past + new"])
     return d.finish(d.node("Add", parts))
 
@@ -211,9 +211,7 @@ GRAPHS: dict[str, Callable[[Decoder], Decoder]] = {
     "an index with an offset": _offset_index,
     "rotary angles in the graph": _computed_angles,
     "learned positions as wide as the tokens": lambda d: _learned(d, d.input("a", INT64, [S])),
-    "learned positions with an offset": lambda d: _learned(
-        d, d.node("Add", [d.input("a", INT64, [B, S]), d.constant(2)])
-    ),
+    "learned positions with an offset": lambda d: _learned(d, d.Add(d.input("a", INT64, [B, S]), 2)),
     "a start of learned positions": _learned_start,
     "a start of rotary positions": _rotary_start,
     "a small table is none of positions": lambda d: _learned(d, d.input("kinds", INT64, [B, S]), rows=2),
@@ -304,9 +302,9 @@ def beside(*, nameless: bool = False) -> onnx.ModelProto:
     """Another tensor is as long as the caches, whatever their length is called."""
     graph = Graph()
     past, update = graph.input("past", FLOAT, [B, "L", 8]), graph.input("update", FLOAT, [B, S, 8])
-    graph.node("TensorScatter", [past, update], "present", axis=1)
+    graph.TensorScatter(past, update, out="present", axis=1)
     graph.output("present", FLOAT, [B, "L", 8])
-    graph.node("Neg", [graph.input("beside", FLOAT, [B, "L"])], "beside_out")
+    graph.Neg(graph.input("beside", FLOAT, [B, "L"]), out="beside_out")
     graph.output("beside_out", FLOAT, [B, "L"])
     model = graph.model()
     for value in (model.graph.input[0], model.graph.output[0]) if nameless else ():
@@ -317,7 +315,7 @@ def beside(*, nameless: bool = False) -> onnx.ModelProto:
 def computed_cache() -> onnx.ModelProto:
     graph = Graph()
     raw, update = graph.input("raw", FLOAT, [B, 2, "L", 8]), graph.input("update", FLOAT, [B, 2, S, 8])
-    graph.node("TensorScatter", [graph.node("Neg", [raw]), update], "present")
+    graph.TensorScatter(graph.Neg(raw), update, out="present")
     graph.output("present", FLOAT, [B, 2, "L", 8])
     return graph.model()
 
@@ -326,8 +324,8 @@ def unused_outputs(opset: int = 24) -> onnx.ModelProto:
     """TensorRT refuses nodes that list outputs which nobody reads; ONNX forbids those of Attention from opset 25 on."""
     d = Decoder()
     scale = d.constant(np.ones(HIDDEN), np.float32)
-    x = d.node("LayerNormalization", [d.embed(d.ids()), scale], ["normed", "mean", "deviation"])
-    d.finish(d.node("LayerNormalization", [x, scale], ["kept", "kept_mean"]))
+    x = d.LayerNormalization(d.embed(d.ids()), scale, out=["normed", "mean", "deviation"])
+    d.finish(d.LayerNormalization(x, scale, out=["kept", "kept_mean"]))
     d.output("kept_mean", FLOAT, [B, S, 1])
     attention = next(n for n in d.nodes if n.op_type == "Attention")
     attention.output.extend(["unused_k", "unused_v"])

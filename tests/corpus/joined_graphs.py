@@ -38,8 +38,8 @@ class Joined:
         shape = ["B", HEADS, "P", 2 * SIZE] if axis == 2 else ["B", "P", 2 * WIDTH]
         g.input("input_ids", TensorProto.INT64, ["B", "S"])
         past = g.input("past", TensorProto.FLOAT, shape)
-        x = g.node("Gather", [weight(TOKENS, WIDTH), "input_ids"])
-        new = g.node("MatMul", [x, weight(WIDTH, 2 * WIDTH)])
+        x = g.Gather(weight(TOKENS, WIDTH), "input_ids")
+        new = g.MatMul(x, weight(WIDTH, 2 * WIDTH))
         if axis == 2:
             new = self._heads(g, new, 2 * SIZE)
         half = SIZE if axis == 2 else WIDTH
@@ -48,21 +48,19 @@ class Joined:
             key, value = (g.node("Concat", list(pair), axis=axis) for pair in pairs)
             both = g.node("Concat", [(key, value)[i] for i in self.apart], "present", axis=-1)
         else:
-            both = g.node("Concat", [past, new], "present", axis=axis)
+            both = g.Concat(past, new, out="present", axis=axis)
             key, value = self._apart(g, both, half)
-        query = self._heads(g, g.node("MatMul", [x, weight(WIDTH, WIDTH)]), SIZE)
+        query = self._heads(g, g.MatMul(x, weight(WIDTH, WIDTH)), SIZE)
         if axis == 1:
             value = self._heads(g, value, SIZE)
-        turned = g.node("Transpose", [key if axis == 2 else self._heads(g, key, SIZE)], perm=[0, 1, 3, 2])
-        scores = g.node("Mul", [g.node("MatMul", [query, turned]), g.constant(0.5, np.float32)])
-        rows, total = (
-            g.node("Gather", [g.node("Shape", [t]), g.constant(i)], axis=0) for t, i in ((past, axis), (both, axis))
-        )
-        keys, queries = (g.node("Range", [n, total, g.constant(1)]) for n in (g.constant(0), rows))
-        seen = g.node("LessOrEqual", [keys, g.node("Unsqueeze", [queries, g.constant([1])])])
-        weights = g.node("Softmax", [g.node("Where", [seen, scores, g.constant(-1e4, np.float32)])], axis=-1)
-        found = g.node("Transpose", [g.node("MatMul", [weights, value])], perm=[0, 2, 1, 3])
-        g.node("MatMul", [g.node("Reshape", [found, g.constant([0, 0, WIDTH])]), weight(WIDTH, TOKENS)], "logits")
+        turned = g.Transpose(key if axis == 2 else self._heads(g, key, SIZE), perm=[0, 1, 3, 2])
+        scores = g.Mul(g.MatMul(query, turned), g.constant(0.5, np.float32))
+        rows, total = (g.Gather(g.Shape(t), i, axis=0) for t, i in ((past, axis), (both, axis)))
+        keys, queries = (g.Range(n, total, 1) for n in (g.constant(0), rows))
+        seen = g.LessOrEqual(keys, g.Unsqueeze(queries, [1]))
+        weights = g.Softmax(g.Where(seen, scores, g.constant(-1e4, np.float32)), axis=-1)
+        found = g.Transpose(g.MatMul(weights, value), perm=[0, 2, 1, 3])
+        g.MatMul(g.Reshape(found, [0, 0, WIDTH]), weight(WIDTH, TOKENS), out="logits")
         g.output("logits", TensorProto.FLOAT, ["B", "S", TOKENS])
         g.output("present", TensorProto.FLOAT, ["T" if d == "P" else d for d in shape])
         return g.model(18)
@@ -70,15 +68,15 @@ class Joined:
     def _apart(self, g: Graph, both: str, half: int) -> tuple[str, str]:
         if self.cut == "split":
             names = [f"{both}_key", f"{both}_value"]
-            g.node("Split", [both, g.constant([half, half])], names, axis=-1)
+            g.Split(both, [half, half], out=names, axis=-1)
             return names[0], names[1]
         first, second = self.at or (0, half)
         bounds = ((first, first + half), (second, second + half))
-        key, value = (g.node("Slice", [both, g.constant([a]), g.constant([b]), g.constant([-1])]) for a, b in bounds)
+        key, value = (g.Slice(both, [a], [b], [-1]) for a, b in bounds)
         return key, value
 
     def _heads(self, g: Graph, tensor: str, size: int) -> str:
-        return g.node("Transpose", [g.node("Reshape", [tensor, g.constant([0, 0, HEADS, size])])], perm=[0, 2, 1, 3])
+        return g.Transpose(g.Reshape(tensor, [0, 0, HEADS, size]), perm=[0, 2, 1, 3])
 
 
 def empty_part() -> onnx.ModelProto:

@@ -55,11 +55,11 @@ class Latent:
             return self._absorbed(g, query, latents, rotated)
         heads, size = g.decoder.heads, g.decoder.size
         plain, values = self._parted(g, latents)
-        spread = g.node("Expand", [rotated, g.constant([1, heads, 1, 1])])
+        spread = g.Expand(rotated, [1, heads, 1, 1])
         keys, values = self.keys(g, self._joined(g, plain, spread)), self.values(g, values)
-        query = g.node("MatMul", [query, g.weight(size, self._sizes(g)[0] + size)])
+        query = g.MatMul(query, g.weight(size, self._sizes(g)[0] + size))
         output = self._attention(g, query, keys, values)
-        return g.node("MatMul", [output, g.weight(self.width, size)]) if self.width else output
+        return g.MatMul(output, g.weight(self.width, size)) if self.width else output
 
     def _sizes(self, g: Build) -> tuple[int, int]:
         return self.plain or g.decoder.size, self.width or g.decoder.size
@@ -68,71 +68,71 @@ class Latent:
         if not self.operator:
             return _attend(g, query, keys, values)
         mask = g.once("mask", lambda: g.to_scores(g.causal()))
-        return g.node("Attention", [query, keys, values, mask], scale=0.4)
+        return g.Attention(query, keys, values, mask, scale=0.4)
 
     def _normed(self, g: Build, latents: str) -> str:
         if not self.norm:
             return latents
         scale = g.weight(g.decoder.size)
         if self.norm == "operator":
-            return g.node("LayerNormalization", [latents, scale], epsilon=1e-5)
-        mean = g.node("ReduceMean", [g.node("Pow", [latents, g.number(2.0)]), g.constant([-1])], keepdims=1)
-        root = g.node("Sqrt", [g.node("Add", [mean, g.number(1e-5)])])
-        return g.node("Mul", [g.node("Mul", [latents, g.node("Reciprocal", [root])]), scale])
+            return g.LayerNormalization(latents, scale, epsilon=1e-5)
+        mean = g.ReduceMean(g.Pow(latents, g.number(2.0)), [-1], keepdims=1)
+        root = g.Sqrt(g.Add(mean, g.number(1e-5)))
+        return g.Mul(g.Mul(latents, g.Reciprocal(root)), scale)
 
     def _parted(self, g: Build, latents: str) -> tuple[str, str]:
         """Keys without positions and values, ``[B, H, T, D]``."""
         first, second = self._sizes(g)
         both = self._heads_of(g, latents, first + second)
         if self.bias:
-            both = g.node("Add", [both, g.weight(first + second)])
+            both = g.Add(both, g.weight(first + second))
         if self.parts == "split":
             names = [f"{both}_keys", f"{both}_values"]
-            g.node("Split", [both, g.constant([first, second])], names, axis=3)
+            g.Split(both, [first, second], out=names, axis=3)
             return names[0], names[1]
         bounds = [[0], [first], [2**63 - 1]]
-        keys, values = (g.node("Slice", [both, *map(g.constant, (bounds[i], bounds[i + 1], [3]))]) for i in range(2))
+        keys, values = (g.Slice(both, *map(g.constant, (bounds[i], bounds[i + 1], [3]))) for i in range(2))
         return keys, values
 
     def _heads_of(self, g: Build, latents: str, columns: int) -> str:
         """``[B, H, T, columns]``."""
-        flat = g.node("MatMul", [latents, g.weight(g.decoder.size, g.decoder.heads * columns)])
+        flat = g.MatMul(latents, g.weight(g.decoder.size, g.decoder.heads * columns))
         return self._to_heads(g, flat, columns)
 
     def _to_heads(self, g: Build, flat: str, columns: int) -> str:
-        sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
-        shape = g.node("Concat", [*sizes, g.constant([-1, columns])], axis=0)
-        return g.node("Transpose", [g.node("Reshape", [flat, shape])], perm=[0, 2, 1, 3])
+        sizes = [g.Unsqueeze(n, [0]) for n in (g.size_of(g.tokens, 0), g.all)]
+        shape = g.Concat(*sizes, [-1, columns], axis=0)
+        return g.Transpose(g.Reshape(flat, shape), perm=[0, 2, 1, 3])
 
     def _joined(self, g: Build, plain: str, spread: str) -> str:
         if self.join == "concat":
-            return g.node("Concat", [plain, spread], axis=-1)
+            return g.Concat(plain, spread, axis=-1)
         size, end = g.decoder.size, self._sizes(g)[0]
         whole = [g.size_of(g.tokens, 0), g.constant(g.decoder.heads), g.all, g.constant(end + size)]
-        shape = g.node("Concat", [g.node("Unsqueeze", [n, g.constant([0])]) for n in whole], axis=0)
+        shape = g.node("Concat", [g.Unsqueeze(n, [0]) for n in whole], axis=0)
         zero = helper.make_tensor("", TYPES[g.decoder.dtype], [1], [0])
-        made = g.node("ConstantOfShape", [shape], value=zero)
+        made = g.ConstantOfShape(shape, value=zero)
         for part, first, last in ((plain, 0, end), (spread, end, 2**63 - 1)):
             made = written(g, made, part, first, last)
         return made
 
     def _absorbed(self, g: Build, query: str, latents: str, rotated: str) -> str:
         heads, size = g.decoder.heads, g.decoder.size
-        queries = g.node("MatMul", [query, g.weight(heads, size, 2 * size)])
-        keys = self.keys(g, g.node("Concat", [latents, rotated], axis=-1))
+        queries = g.MatMul(query, g.weight(heads, size, 2 * size))
+        keys = self.keys(g, g.Concat(latents, rotated, axis=-1))
         output = self._attention(g, queries, keys, self.values(g, latents))
-        return g.node("MatMul", [output, g.weight(heads, size, size)])
+        return g.MatMul(output, g.weight(heads, size, size))
 
 
 def written(g: Build, whole: str, part: str, start: int, end: int) -> str:
     """``whole[..., start:end] = part``, as torch writes it."""
     perm = [3, 1, 2, 0]
-    columns = g.node("Range", [g.constant(0), g.size_of(whole, 3), g.constant(1)])
-    some = g.node("Slice", [columns, *map(g.constant, ([start], [end], [0], [1]))])
-    rows = g.node("Unsqueeze", [some, g.constant([-1])])
-    parts = [g.node("Transpose", [t], perm=perm) for t in (whole, part)]
-    made = g.node("ScatterND", [parts[0], rows, parts[1]])
-    return g.node("Transpose", [made], perm=perm)
+    columns = g.Range(g.constant(0), g.size_of(whole, 3), 1)
+    some = g.Slice(columns, *map(g.constant, ([start], [end], [0], [1])))
+    rows = g.Unsqueeze(some, [-1])
+    parts = [g.Transpose(t, perm=perm) for t in (whole, part)]
+    made = g.ScatterND(parts[0], rows, parts[1])
+    return g.Transpose(made, perm=perm)
 
 
 def latent_decoder(latent: Latent, **settings: Any) -> Decoder:
@@ -145,8 +145,8 @@ class Quantized(Latent):
 
     def _heads_of(self, g: Build, latents: str, columns: int) -> str:
         numbers = np.random.default_rng(5).integers(-99, 99, (g.decoder.size, g.decoder.heads * columns))
-        weight = g.node("DequantizeLinear", [g.constant(numbers, np.int8), g.number(0.01)])
-        return self._to_heads(g, g.node("MatMul", [latents, weight]), columns)
+        weight = g.DequantizeLinear(g.constant(numbers, np.int8), g.number(0.01))
+        return self._to_heads(g, g.MatMul(latents, weight), columns)
 
 
 class Crossed(Latent):
@@ -154,16 +154,16 @@ class Crossed(Latent):
 
     def _to_heads(self, g: Build, flat: str, columns: int) -> str:
         heads = super()._to_heads(g, flat, columns)
-        return g.node("Gather", [heads, g.constant([2, 0, 3, 1])], axis=1)
+        return g.Gather(heads, [2, 0, 3, 1], axis=1)
 
 
 class Strided(Latent):
     """The columns of a head are apart: head n has every fourth, from n on."""
 
     def _to_heads(self, g: Build, flat: str, columns: int) -> str:
-        sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
-        shape = g.node("Concat", [*sizes, g.constant([columns, -1])], axis=0)
-        return g.node("Transpose", [g.node("Reshape", [flat, shape])], perm=[0, 3, 1, 2])
+        sizes = [g.Unsqueeze(n, [0]) for n in (g.size_of(g.tokens, 0), g.all)]
+        shape = g.Concat(*sizes, [columns, -1], axis=0)
+        return g.Transpose(g.Reshape(flat, shape), perm=[0, 3, 1, 2])
 
 
 def _unary(op: str, **attrs: Any) -> Any:
@@ -176,7 +176,7 @@ def _with(op: str, *inputs: Any, **attrs: Any) -> Any:
 
 
 def _without_mean(axis: int) -> Any:
-    return lambda g, t: g.node("Sub", [t, g.node("ReduceMean", [t, g.constant([axis])], keepdims=1)])
+    return lambda g, t: g.Sub(t, g.ReduceMean(t, [axis], keepdims=1))
 
 
 ABSORBED: dict[str, tuple[Latent, dict[str, Any]]] = {
@@ -207,33 +207,33 @@ STAYS: dict[str, Latent] = {
 
 
 def _by_length(g: Build, tensor: str) -> str:
-    return g.node("Mul", [tensor, g.node("Cast", [g.all], to=1)])
+    return g.Mul(tensor, g.Cast(g.all, to=1))
 
 
 def _by_token(g: Build, tensor: str) -> str:
-    seen = g.node("ReduceMax", [g.node("Cast", [g.tokens], to=1)], keepdims=0)
-    return g.node("Mul", [tensor, g.node("Add", [seen, g.constant(1.0, np.float32)])])
+    seen = g.ReduceMax(g.Cast(g.tokens, to=1), keepdims=0)
+    return g.Mul(tensor, g.Add(seen, g.constant(1.0, np.float32)))
 
 
 def _newest(g: Build, tensor: str) -> str:
     """Each row beside the newest one."""
-    return g.node("Add", [tensor, g.node("Slice", [tensor, *(g.constant([n]) for n in (-1, 2**63 - 1, 2))])])
+    return g.Add(tensor, g.Slice(tensor, *(g.constant([n]) for n in (-1, 2**63 - 1, 2))))
 
 
 def _attended(g: Build, tensor: str) -> str:
-    scores = g.node("MatMul", [tensor, g.node("Transpose", [tensor], perm=[0, 1, 3, 2])])
-    return g.node("MatMul", [g.node("Softmax", [scores]), tensor])
+    scores = g.MatMul(tensor, g.Transpose(tensor, perm=[0, 1, 3, 2]))
+    return g.MatMul(g.Softmax(scores), tensor)
 
 
 def _divided(g: Build, tensor: str) -> str:
     """By a norm, which is 0 in rows that were never written."""
-    return g.node("Div", [tensor, g.node("ReduceL2", [tensor, g.constant([3])], keepdims=1)])
+    return g.Div(tensor, g.ReduceL2(tensor, [3], keepdims=1))
 
 
 def _mixed_by_reshape(g: Build, tensor: str) -> str:
     """``[B, 1, T, D]`` as ``[B, 1, D, T]`` in memory."""
-    turned = g.node("Shape", [g.node("Transpose", [tensor], perm=[0, 1, 3, 2])])
-    return g.node("Transpose", [g.node("Reshape", [tensor, turned])], perm=[0, 1, 3, 2])
+    turned = g.Shape(g.Transpose(tensor, perm=[0, 1, 3, 2]))
+    return g.Transpose(g.Reshape(tensor, turned), perm=[0, 1, 3, 2])
 
 
 MIXED: dict[str, Any] = {
@@ -250,8 +250,8 @@ MIXED: dict[str, Any] = {
 
 
 def debugged(g: Build, x: str) -> str:
-    computed = g.node("MatMul", [g.presents[0], g.weight(g.decoder.size, 3)])
-    g.node("ReduceSum", [computed], "debug", keepdims=0)
+    computed = g.MatMul(g.presents[0], g.weight(g.decoder.size, 3))
+    g.ReduceSum(computed, out="debug", keepdims=0)
     g.output("debug", 1, [])
     return x
 

@@ -14,29 +14,29 @@ from corpus import Entry
 
 
 def both(g: Build, left: str, right: str) -> str:
-    return g.node("And", [left, right])
+    return g.And(left, right)
 
 
 def either(g: Build, left: str, right: str) -> str:
-    return g.node("Or", [left, right])
+    return g.Or(left, right)
 
 
 def later(g: Build, by: int) -> str:
     """Keys after the query's row minus `by`."""
-    return g.node("Greater", [g.key_rows, g.node("Sub", [g.query_rows, g.constant(by)])])
+    return g.Greater(g.key_rows, g.Sub(g.query_rows, by))
 
 
 def before(g: Build, row: int) -> str:
     """Keys before `row`."""
-    return g.node("Less", [g.key_rows, g.constant(row)])
+    return g.Less(g.key_rows, row)
 
 
 def off_by_one(g: Build) -> str:
-    return g.node("LessOrEqual", [g.key_rows, g.node("Add", [g.query_rows, g.constant(1)])])
+    return g.LessOrEqual(g.key_rows, g.Add(g.query_rows, 1))
 
 
 def not_itself(g: Build) -> str:
-    return g.node("Less", [g.key_rows, g.query_rows])
+    return g.Less(g.key_rows, g.query_rows)
 
 
 def prefix(g: Build) -> str:
@@ -44,11 +44,11 @@ def prefix(g: Build) -> str:
 
 
 def prefix_inside_itself(g: Build) -> str:
-    return either(g, g.causal(), both(g, before(g, 8), g.node("Less", [g.query_rows, g.constant(8)])))
+    return either(g, g.causal(), both(g, before(g, 8), g.Less(g.query_rows, 8)))
 
 
 def blocks(g: Build) -> str:
-    block = [g.node("Div", [rows, g.constant(8)]) for rows in (g.key_rows, g.query_rows)]
+    block = [g.Div(rows, 8) for rows in (g.key_rows, g.query_rows)]
     return both(g, g.causal(), g.node("Equal", block))
 
 
@@ -57,24 +57,24 @@ def sink(g: Build) -> str:
 
 
 def window_without_the_first(g: Build) -> str:
-    first = either(g, g.node("Greater", [g.key_rows, g.constant(0)]), g.node("Equal", [g.query_rows, g.constant(0)]))
+    first = either(g, g.Greater(g.key_rows, 0), g.Equal(g.query_rows, 0))
     return both(g, both(g, g.causal(), later(g, 6)), first)
 
 
 def dilated(g: Build) -> str:
-    distance = g.node("Mod", [g.node("Sub", [g.query_rows, g.key_rows]), g.constant(2)])
-    return both(g, g.causal(), g.node("Equal", [distance, g.constant(0)]))
+    distance = g.Mod(g.Sub(g.query_rows, g.key_rows), 2)
+    return both(g, g.causal(), g.Equal(distance, 0))
 
 
 def window_of_the_update_only(g: Build) -> str:
     """Right in every decode step, and in prompts of up to 16 tokens."""
-    step = g.node("Sub", [g.query_rows, g.past])
-    return both(g, g.causal(), g.node("Greater", [g.key_rows, g.node("Sub", [step, g.constant(16)])]))
+    step = g.Sub(g.query_rows, g.past)
+    return both(g, g.causal(), g.Greater(g.key_rows, g.Sub(step, 16)))
 
 
 def without_the_first_two_in_long_texts(g: Build) -> str:
-    short = g.node("Less", [g.all, g.constant(18)])
-    return both(g, g.causal(), either(g, short, g.node("Greater", [g.key_rows, g.constant(1)])))
+    short = g.Less(g.all, 18)
+    return both(g, g.causal(), either(g, short, g.Greater(g.key_rows, 1)))
 
 
 def nothing(g: Build) -> str:
@@ -82,7 +82,7 @@ def nothing(g: Build) -> str:
 
 
 def window_on_both_sides(g: Build) -> str:
-    ahead = g.node("Less", [g.key_rows, g.node("Add", [g.query_rows, g.constant(2)])])
+    ahead = g.Less(g.key_rows, g.Add(g.query_rows, 2))
     return both(g, later(g, 3), ahead)
 
 
@@ -98,30 +98,30 @@ def one_head_near(g: Build) -> str:
 
 
 def of_tokens(g: Build) -> str:
-    total = g.node("ReduceSum", [g.tokens, g.constant([1])], keepdims=1)
-    shown = g.node("Unsqueeze", [g.node("Greater", [total, g.constant(3)]), g.constant([1, 2])])
+    total = g.ReduceSum(g.tokens, [1], keepdims=1)
+    shown = g.Unsqueeze(g.Greater(total, 3), [1, 2])
     return both(g, g.to_scores(g.causal()), shown)
 
 
 def padding_turned_round(g: Build) -> str:
-    shown = g.node("Not", [g.node("Cast", [g.padding], to=TensorProto.BOOL)])
-    return both(g, g.to_scores(g.causal()), g.node("Unsqueeze", [shown, g.constant([1, 2])]))
+    shown = g.Not(g.Cast(g.padding, to=TensorProto.BOOL))
+    return both(g, g.to_scores(g.causal()), g.Unsqueeze(shown, [1, 2]))
 
 
 def first_after_padding(g: Build) -> str:
     """The first token that is not padded is hidden if any is padded: rows of a cache begin with a token here."""
-    seen = g.node("CumSum", [g.padding, g.constant(1)])
-    padded = g.node("ReduceMin", [g.padding], keepdims=0)
-    shown = g.node("Greater", [seen, g.node("Sub", [g.constant(1), padded])])
-    return both(g, g.to_scores(g.causal()), g.node("Unsqueeze", [shown, g.constant([1, 2])]))
+    seen = g.CumSum(g.padding, 1)
+    padded = g.ReduceMin(g.padding, keepdims=0)
+    shown = g.Greater(seen, g.Sub(1, padded))
+    return both(g, g.to_scores(g.causal()), g.Unsqueeze(shown, [1, 2]))
 
 
 def bias(g: Build, scores: str, even: bool) -> str:
     """Added to the scores: a slope per head times the distance (ALiBi), or times the product of both positions."""
     number = g.node("Sub" if even else "Mul", [g.key_rows, g.query_rows])
     slopes = g.constant(np.array([0.5, 0.25, 0.125, 0.06]).reshape(1, 4, 1, 1), np.float32)
-    numbers = g.node("Cast", [number], to=TensorProto.FLOAT)
-    return g.node("Add", [scores, g.node("Mul", [g.to_scores(numbers), slopes])])
+    numbers = g.Cast(number, to=TensorProto.FLOAT)
+    return g.Add(scores, g.Mul(g.to_scores(numbers), slopes))
 
 
 def own(g: Build, kind: int = TensorProto.BOOL, name: str = "mask") -> str:
@@ -148,14 +148,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "uneven bias": {"scores": partial(bias, even=False)},
     "uneven bias after the mask": {"masked": partial(bias, even=False)},
     "own and causal": {"mask": lambda g: both(g, own(g), g.to_scores(g.causal()))},
-    "own turned round": {"mask": lambda g: g.node("Not", [own(g)])},
+    "own turned round": {"mask": lambda g: g.Not(own(g))},
     "two of the caller": {"mask": lambda g: both(g, own(g), own(g, name="mask_2"))},
-    "own, integers": {
-        "mask": lambda g: g.node("Cast", [own(g, TensorProto.INT64, "attention_mask")], to=TensorProto.BOOL)
-    },
+    "own, integers": {"mask": lambda g: g.Cast(own(g, TensorProto.INT64, "attention_mask"), to=TensorProto.BOOL)},
     "own doubled": {
         "mask": "none",
-        "scores": lambda g, t: g.node("Add", [t, g.node("Mul", [own(g, TensorProto.FLOAT), g.number(2)])]),
+        "scores": lambda g, t: g.Add(t, g.Mul(own(g, TensorProto.FLOAT), g.number(2))),
     },
 }
 

@@ -50,12 +50,12 @@ class Merged:
         values = (self.values or merge)(self, g, values)
         factor = g.constant(g.decoder.size**-0.5, g.decoder.dtype)
         if self.scale == "query":
-            query = g.node("Mul", [query, factor])
+            query = g.Mul(query, factor)
         if self.scale == "keys":
-            keys = g.node("Mul", [keys, factor])
-        scores = g.node("MatMul", [query, g.node("Transpose", [keys], perm=[0, 2, 1])])
+            keys = g.Mul(keys, factor)
+        scores = g.MatMul(query, g.Transpose(keys, perm=[0, 2, 1]))
         if self.scale == "scores":
-            scores = g.node("Mul", [factor, scores])
+            scores = g.Mul(factor, scores)
         scores = g.decoder.scores(g, scores)
         split = self.split != "none"
         if split:
@@ -64,13 +64,13 @@ class Merged:
         if self.split == "mask":
             scores = merge(self, g, scores)
         if g.decoder.upcast:
-            scores = g.node("Cast", [scores], to=TensorProto.FLOAT)
-        weights = g.node("Softmax", [scores], axis=-1 if split else 2)
+            scores = g.Cast(scores, to=TensorProto.FLOAT)
+        weights = g.Softmax(scores, axis=-1 if split else 2)
         if g.decoder.upcast:
-            weights = g.node("Cast", [weights], to=TensorProto.FLOAT16)
+            weights = g.Cast(weights, to=TensorProto.FLOAT16)
         if self.split == "softmax":
             weights = merge(self, g, weights)
-        return separate(self, g, self.results(g, g.node("MatMul", [weights, values])))
+        return separate(self, g, self.results(g, g.MatMul(weights, values)))
 
     def _masked(self, g: Build, scores: str) -> str:
         decoder = g.decoder
@@ -84,9 +84,9 @@ class Merged:
         else:
             visible = g.once("mask", lambda: MASKS[str(decoder.mask)](g))
         if self.apply in ("where", "hide"):
-            mask = self._spread(g, visible if self.apply == "where" else g.node("Not", [visible]))
-            return g.node("Where", [mask, *((scores, lowest) if self.apply == "where" else (lowest, scores))])
-        mask = self._spread(g, g.node("Where", [visible, zero, lowest]))
+            mask = self._spread(g, visible if self.apply == "where" else g.Not(visible))
+            return g.Where(mask, *((scores, lowest) if self.apply == "where" else (lowest, scores)))
+        mask = self._spread(g, g.Where(visible, zero, lowest))
         return g.node("Add", [mask, scores] if self.apply == "add in front" else [scores, mask])
 
     def _spread(self, g: Build, mask: str) -> str:
@@ -94,39 +94,39 @@ class Merged:
         if self.split != "none":
             return mask
         if self.spread == "one":
-            return g.node("Squeeze", [mask, g.constant([1])])
+            return g.Squeeze(mask, [1])
         if self.spread == "rows":
-            return g.node("Squeeze", [mask, g.constant([0, 1])])
+            return g.Squeeze(mask, [0, 1])
         sizes = [_size(g, g.tokens, 0), g.constant([g.decoder.heads]), g.constant([1, 1])]
-        return merge(self, g, g.node("Expand", [mask, g.node("Concat", sizes, axis=0)]))
+        return merge(self, g, g.Expand(mask, g.node("Concat", sizes, axis=0)))
 
 
 def _size(g: Build, tensor: str, axis: int) -> str:
-    return g.node("Unsqueeze", [g.size_of(tensor, axis), g.constant([0])])
+    return g.Unsqueeze(g.size_of(tensor, axis), [0])
 
 
 def merge(merged: Merged, g: Build, tensor: str) -> str:
     """``[B, H, X, Y]`` -> ``[B*H, X, Y]``."""
-    rows = g.node("Mul", [_size(g, g.tokens, 0), g.constant([g.decoder.heads])])
+    rows = g.Mul(_size(g, g.tokens, 0), [g.decoder.heads])
     shape = [g.constant([-1]) if merged.sizes == "heads" else rows, *(_size(g, tensor, axis) for axis in (2, 3))]
-    return g.node("Reshape", [tensor, g.node("Concat", shape, axis=0)])
+    return g.Reshape(tensor, g.node("Concat", shape, axis=0))
 
 
 def separate(merged: Merged, g: Build, tensor: str) -> str:
     """``[B*H, X, Y]`` -> ``[B, H, X, Y]``."""
     batch = g.constant([-1]) if merged.sizes == "heads" else _size(g, g.tokens, 0)
     shape = [batch, g.constant([g.decoder.heads]), *(_size(g, tensor, axis) for axis in (1, 2))]
-    return g.node("Reshape", [tensor, g.node("Concat", shape, axis=0)])
+    return g.Reshape(tensor, g.node("Concat", shape, axis=0))
 
 
 def heads_first(merged: Merged, g: Build, tensor: str) -> str:
     """``[B, H, X, Y]`` -> ``[H*B, X, Y]``: the heads outermost."""
-    return merge(merged, g, g.node("Transpose", [tensor], perm=[1, 0, 2, 3]))
+    return merge(merged, g, g.Transpose(tensor, perm=[1, 0, 2, 3]))
 
 
 def mixed(merged: Merged, g: Build, tensor: str) -> str:
     """``[B, H, X, Y]`` -> ``[B*H, X, Y]`` of rows and heads in turn, which are no heads."""
-    return merge_as(g, g.node("Transpose", [tensor], perm=[0, 2, 1, 3]), tensor)
+    return merge_as(g, g.Transpose(tensor, perm=[0, 2, 1, 3]), tensor)
 
 
 def by_length(merged: Merged, g: Build, tensor: str) -> str:
@@ -136,23 +136,23 @@ def by_length(merged: Merged, g: Build, tensor: str) -> str:
 
 def shuffled(g: Build, tensor: str) -> str:
     """``[B*H, X, Y]`` by way of ``[B*H, 1, X*Y]``, or for longer texts ``[B*H, 2, X*Y/2]``, transposed."""
-    parts = g.node("Where", [g.node("Less", [g.all, g.constant(18)]), g.constant([1]), g.constant([2])])
-    shape = g.node("Concat", [_size(g, tensor, 0), parts, g.constant([-1])], axis=0)
-    turned = g.node("Transpose", [g.node("Reshape", [tensor, shape])], perm=[0, 2, 1])
-    return g.node("Reshape", [turned, g.node("Shape", [tensor])])
+    parts = g.Where(g.Less(g.all, 18), [1], [2])
+    shape = g.Concat(_size(g, tensor, 0), parts, [-1], axis=0)
+    turned = g.Transpose(g.Reshape(tensor, shape), perm=[0, 2, 1])
+    return g.Reshape(turned, g.Shape(tensor))
 
 
 def merge_as(g: Build, tensor: str, like: str) -> str:
     """As many numbers as ``[B*H, X, Y]``."""
     shape = [g.constant([-1]), *(_size(g, like, axis) for axis in (2, 3))]
-    return g.node("Reshape", [tensor, g.node("Concat", shape, axis=0)])
+    return g.Reshape(tensor, g.node("Concat", shape, axis=0))
 
 
 def fixed(rows: int) -> Any:
     """``[B, H, X, Y]`` -> ``[rows, -1, Y]``: heads of one sequence, as a trace with a batch of one leaves them."""
 
     def make(merged: Merged, g: Build, tensor: str) -> str:
-        return g.node("Reshape", [tensor, g.constant(np.array([rows, -1, g.decoder.size]))])
+        return g.Reshape(tensor, np.array([rows, -1, g.decoder.size]))
 
     return make
 
@@ -164,16 +164,16 @@ def cross_attention(g: Build, x: str) -> str:
     names = (f"past_key_values.0.encoder.{part}" for part in ("key", "value"))
     keys, values = (g.input(name, kind, [g.decoder.batch, heads, "encoder", size]) for name in names)
     heard = g.input("encoder_attention_mask", TensorProto.INT64, [g.decoder.batch, "encoder"])
-    shown = g.node("Unsqueeze", [g.node("Cast", [heard], to=TensorProto.BOOL), g.constant([1, 2])])
-    mask = g.node("Where", [shown, g.number(0.0), g.number(g.decoder.lowest)])
-    made = g.node("MatMul", [x, g.weight(heads * size, heads * size)])
-    rows = g.node("Reshape", [made, g.constant([0, 0, heads, size])])
-    query = merge(merged, g, g.node("Transpose", [rows], perm=[0, 2, 1, 3]))
-    scores = g.node("MatMul", [query, g.node("Transpose", [merge(merged, g, keys)], perm=[0, 2, 1])])
-    scores = merge(merged, g, g.node("Add", [separate(merged, g, scores), mask]))
-    result = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), merge(merged, g, values)])
-    rows = g.node("Transpose", [separate(merged, g, result)], perm=[0, 2, 1, 3])
-    return g.node("Add", [x, g.node("Reshape", [rows, g.constant([0, 0, heads * size])])])
+    shown = g.Unsqueeze(g.Cast(heard, to=TensorProto.BOOL), [1, 2])
+    mask = g.Where(shown, g.number(0.0), g.number(g.decoder.lowest))
+    made = g.MatMul(x, g.weight(heads * size, heads * size))
+    rows = g.Reshape(made, [0, 0, heads, size])
+    query = merge(merged, g, g.Transpose(rows, perm=[0, 2, 1, 3]))
+    scores = g.MatMul(query, g.Transpose(merge(merged, g, keys), perm=[0, 2, 1]))
+    scores = merge(merged, g, g.Add(separate(merged, g, scores), mask))
+    result = g.MatMul(g.Softmax(scores, axis=-1), merge(merged, g, values))
+    rows = g.Transpose(separate(merged, g, result), perm=[0, 2, 1, 3])
+    return g.Add(x, g.Reshape(rows, [0, 0, heads * size]))
 
 
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -191,11 +191,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bsnd": ({"layout": "bsnd"}, {}),
     "flat": ({"layout": "flat"}, {"split": "none"}),
     "float16, upcast": ({"dtype": np.float16, "upcast": True, "size": 16}, {"split": "none"}),
-    "queries shifted": ({}, {"before": lambda g, q: g.node("Add", [q, g.number(0.5)])}),
+    "queries shifted": ({}, {"before": lambda g, q: g.Add(q, g.number(0.5))}),
     "queries there and back": ({}, {"before": lambda g, q: _there_and_back(g, q)}),
-    "result times 2": ({}, {"results": lambda g, y: g.node("Mul", [y, g.number(2.0)])}),
+    "result times 2": ({}, {"results": lambda g, y: g.Mul(y, g.number(2.0))}),
     "sizes read off the result": ({"after": lambda g, x: _as_result(g, x)}, {"results": lambda g, y: _kept(g, y)}),
-    "capped": ({"scores": lambda g, s: g.node("Tanh", [s])}, {}),
+    "capped": ({"scores": lambda g, s: g.Tanh(s)}, {}),
     "beside an encoder": ({"mask": "padding", "positions": "padding", "after": cross_attention}, {}),
     "heads outermost": ({}, {"keys": heads_first, "values": heads_first}),
     "values with heads outermost": ({}, {"values": heads_first}),
@@ -210,7 +210,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def _there_and_back(g: Build, tensor: str) -> str:
     """Behind an operator that takes no split axis."""
-    return g.node("Squeeze", [g.node("Elu", [g.node("Unsqueeze", [tensor, g.constant([1])])]), g.constant([1])])
+    return g.Squeeze(g.Elu(g.Unsqueeze(tensor, [1])), [1])
 
 
 def _kept(g: Build, result: str) -> str:
@@ -221,12 +221,12 @@ def _as_result(g: Build, x: str) -> str:
     """Reshaped to sizes of ``[B*H, S, D]``, as BLOOM takes B and S from there."""
     rows, length, size = (g.size_of(_kept(g, ""), axis) for axis in range(3))
     batch, width = (g.node(op, [n, g.constant(g.decoder.heads)]) for op, n in (("Div", rows), ("Mul", size)))
-    shape = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (batch, length, width)]
-    return g.node("Reshape", [x, g.node("Concat", shape, axis=0)])
+    shape = [g.Unsqueeze(n, [0]) for n in (batch, length, width)]
+    return g.Reshape(x, g.node("Concat", shape, axis=0))
 
 
 def _by_length(g: Build, scores: str) -> str:
-    return g.node("Mul", [scores, g.node("Cast", [g.node("Add", [g.all, g.constant(1)])], to=1)])
+    return g.Mul(scores, g.Cast(g.Add(g.all, 1), to=1))
 
 
 def entries() -> Iterator[Entry]:

@@ -191,14 +191,14 @@ FULL: dict[str, dict[str, Any]] = {
 def prefixed(g: Build, x: str) -> str:
     """Another input that is joined is no cache, such as embeddings of a prefix."""
     prefix = g.input("prefix", TensorProto.FLOAT, ["batch", "rows", 16])
-    more = g.node("Concat", [prefix, x], axis=1)
-    return g.node("Add", [x, g.node("ReduceMean", [more, g.constant([1])])])
+    more = g.Concat(prefix, x, axis=1)
+    return g.Add(x, g.ReduceMean(more, [1]))
 
 
 def by_batch(g: Build, x: str) -> str:
     """Hidden states, spread over as many sequences as the past has."""
-    batch = g.node("Slice", [g.node("Shape", [g.pasts[0]]), g.constant([0]), g.constant([1])])
-    return g.node("Expand", [x, g.node("Concat", [batch, g.constant([1, 1])], axis=0)])
+    batch = g.Slice(g.Shape(g.pasts[0]), [0], [1])
+    return g.Expand(x, g.Concat(batch, [1, 1], axis=0))
 
 
 def given_twice() -> onnx.ModelProto:

@@ -17,15 +17,15 @@ Odd = Callable[[Build], str]
 
 
 def equal(what: str, number: int) -> Odd:
-    return lambda g: g.node("Equal", [getattr(g, what), g.constant(number)])
+    return lambda g: g.Equal(getattr(g, what), number)
 
 
 def above(what: str, number: int) -> Odd:
-    return lambda g: g.node("Greater", [getattr(g, what), g.constant(number)])
+    return lambda g: g.Greater(getattr(g, what), number)
 
 
 def both(one: Odd, other: Odd) -> Odd:
-    return lambda g: g.node("And", [one(g), other(g)])
+    return lambda g: g.And(one(g), other(g))
 
 
 ODD: dict[str, Odd] = {
@@ -41,16 +41,16 @@ ODD: dict[str, Odd] = {
 
 def choose(g: Build, odd: Odd, here: float, elsewhere: float) -> str:
     """A number that is another one in odd steps."""
-    return g.node("Where", [odd(g), g.number(here), g.number(elsewhere)])
+    return g.Where(odd(g), g.number(here), g.number(elsewhere))
 
 
 def masked(odd: Odd) -> dict[str, Any]:
     """The last key is hidden in odd steps."""
 
     def mask(g: Build) -> str:
-        last = g.node("Equal", [g.key_rows, g.node("Sub", [g.all, g.constant(1)])])
-        hidden = g.node("And", [last, odd(g)])
-        return g.to_scores(g.node("And", [g.causal(), g.node("Not", [hidden])]))
+        last = g.Equal(g.key_rows, g.Sub(g.all, 1))
+        hidden = g.And(last, odd(g))
+        return g.to_scores(g.And(g.causal(), g.Not(hidden)))
 
     return {"mask": mask}
 
@@ -61,17 +61,17 @@ def masked_where(odd: Odd) -> dict[str, Any]:
 
 def scaled(odd: Odd) -> dict[str, Any]:
     """Scores are doubled in odd steps."""
-    return {"scores": lambda g, tensor: g.node("Mul", [tensor, choose(g, odd, 2.0, 1.0)])}
+    return {"scores": lambda g, tensor: g.Mul(tensor, choose(g, odd, 2.0, 1.0))}
 
 
 def shifted(odd: Odd) -> dict[str, Any]:
     """Positions are one more in odd steps."""
 
     def after(g: Build, x: str) -> str:
-        rows = g.node("Transpose", [g.query_rows], perm=[1, 0])
-        more = g.node("Cast", [odd(g)], to=TensorProto.INT64)
-        column = g.node("Unsqueeze", [g.node("Add", [rows, more]), g.constant([-1])])
-        return g.node("Add", [x, g.node("Cast", [column], to=TensorProto.FLOAT)])
+        rows = g.Transpose(g.query_rows, perm=[1, 0])
+        more = g.Cast(odd(g), to=TensorProto.INT64)
+        column = g.Unsqueeze(g.Add(rows, more), [-1])
+        return g.Add(x, g.Cast(column, to=TensorProto.FLOAT))
 
     return {"positions": "none", "after": after}
 
@@ -84,10 +84,10 @@ def seen(form: str) -> Callable[[Odd], dict[str, Any]]:
             lowest = choose(g, odd, 0.0, -1e4)
             visible = g.to_scores(g.causal())
             if form == "visible":
-                return g.node("Where", [visible, tensor, lowest])
+                return g.Where(visible, tensor, lowest)
             if form == "hidden":
-                return g.node("Where", [g.node("Not", [visible]), lowest, tensor])
-            return g.node("Max", [g.node("Where", [visible, tensor, g.number(-1e4)]), lowest])
+                return g.Where(g.Not(visible), lowest, tensor)
+            return g.Max(g.Where(visible, tensor, g.number(-1e4)), lowest)
 
         return {"mask": "none", "scores": scores}
 
@@ -99,24 +99,24 @@ def own_scaled(odd: Odd) -> dict[str, Any]:
 
     def scores(g: Build, tensor: str) -> str:
         mask = g.input("mask", TensorProto.FLOAT, ["batch", 1, "sequence", "total"])
-        return g.node("Add", [tensor, g.node("Mul", [mask, choose(g, odd, 0.5, 1.0)])])
+        return g.Add(tensor, g.Mul(mask, choose(g, odd, 0.5, 1.0)))
 
     return {"mask": "none", "scores": scores}
 
 
 def pick(g: Build, odd: Odd, one: Sequence[int], other: Sequence[int]) -> str:
     """Numbers that are `one` in odd steps, and `other` in all others."""
-    return g.node("Where", [odd(g), g.constant(one), g.constant(other)])
+    return g.Where(odd(g), one, other)
 
 
 def turned(g: Build, tensor: str, odd: Odd, how: str) -> str:
     """Keys ``[B, H, T, D]``, scrambled in odd steps."""
     end = 2**31
     if how == "heads":  # of one group, so that each keeps its shape
-        return g.node("Gather", [tensor, pick(g, odd, [2, 3, 0, 1], [0, 1, 2, 3])], axis=1)
+        return g.Gather(tensor, pick(g, odd, [2, 3, 0, 1], [0, 1, 2, 3]), axis=1)
     axis = {"rows": 2, "channels": 3}[how]
     bounds = [pick(g, odd, [-1], [0]), pick(g, odd, [-end], [end]), g.constant([axis]), pick(g, odd, [-1], [1])]
-    return g.node("Slice", [tensor, *bounds])
+    return g.Slice(tensor, *bounds)
 
 
 def read(which: str, how: str) -> Callable[[Odd], dict[str, Any]]:
@@ -129,9 +129,9 @@ def guarded(odd: Odd) -> dict[str, Any]:
 
     def attend(g: Build, query: str, keys: str, values: str) -> str:
         output = _attend(g, query, keys, values)
-        counts = g.node("ReduceSum", [g.node("Cast", ["mask"], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
-        blind = g.node("Less", [counts, g.number(0.5)])
-        return g.node("Where", [g.node("Or", [blind, odd(g)]), g.number(0.0), output])
+        counts = g.ReduceSum(g.Cast("mask", to=TensorProto.FLOAT), [-1], keepdims=1)
+        blind = g.Less(counts, g.number(0.5))
+        return g.Where(g.Or(blind, odd(g)), g.number(0.0), output)
 
     return {"mask": "own", "attend": attend}
 
@@ -140,11 +140,11 @@ def cut_shorter(odd: Odd) -> dict[str, Any]:
     """A mask is made of the size of something that is cut shorter in odd steps."""
 
     def mask(g: Build) -> str:
-        less = g.node("Sub", [g.length, g.node("Cast", [odd(g)], to=TensorProto.INT64)])
-        end = g.node("Unsqueeze", [less, g.constant([0])])
-        cut = g.node("Slice", [g.tokens, g.constant([0]), end, g.constant([1])])
-        missing = g.node("Sub", [g.size_of(cut, 1), g.length])
-        return g.to_scores(g.node("LessOrEqual", [g.key_rows, g.node("Add", [g.query_rows, missing])]))
+        less = g.Sub(g.length, g.Cast(odd(g), to=TensorProto.INT64))
+        end = g.Unsqueeze(less, [0])
+        cut = g.Slice(g.tokens, [0], end, [1])
+        missing = g.Sub(g.size_of(cut, 1), g.length)
+        return g.to_scores(g.LessOrEqual(g.key_rows, g.Add(g.query_rows, missing)))
 
     return {"mask": mask}
 
@@ -168,11 +168,11 @@ def cancelling(past: int) -> dict[str, Any]:
     """Rows of the past less a position, at that position: 0 as exported; the capacity less it after the rewrite."""
 
     def after(g: Build, x: str) -> str:
-        first = g.node("Gather", [g.position_ids, g.constant([0])], axis=1)  # [B, 1], of each row its own
-        there = g.node("Cast", [g.node("Equal", [first, g.constant(past)])], to=TensorProto.INT64)
-        nothing = g.node("Mul", [there, g.node("Sub", [g.past, g.constant(past)])])
-        as_x = g.node("Unsqueeze", [g.node("Cast", [nothing], to=TensorProto.FLOAT), g.constant([2])])
-        return g.node("Add", [x, as_x])
+        first = g.Gather(g.position_ids, [0], axis=1)  # [B, 1], of each row its own
+        there = g.Cast(g.Equal(first, past), to=TensorProto.INT64)
+        nothing = g.Mul(there, g.Sub(g.past, past))
+        as_x = g.Unsqueeze(g.Cast(nothing, to=TensorProto.FLOAT), [2])
+        return g.Add(x, as_x)
 
     return {"after": after}
 
@@ -182,8 +182,8 @@ def counting(at: int) -> dict[str, Any]:
 
     def after(g: Build, x: str) -> str:
         counter = g.input("position_ids", TensorProto.INT64, [])
-        there = g.node("Cast", [g.node("Equal", [counter, g.constant(at)])], to=TensorProto.FLOAT)
-        return g.node("Add", [x, there])
+        there = g.Cast(g.Equal(counter, at), to=TensorProto.FLOAT)
+        return g.Add(x, there)
 
     return {"positions": "none", "after": after}
 

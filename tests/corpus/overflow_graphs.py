@@ -26,21 +26,21 @@ def overflowing(seed: int) -> Decoder:
     dtype = rng.choice((np.float16, np.float16, np.float32))
 
     def hidden(g: Build, scores: str) -> str:
-        return g.node("Add", [scores, g.once("bias", lambda: _bias(g, form, lowest, MASKS[kind](g)))])
+        return g.Add(scores, g.once("bias", lambda: _bias(g, form, lowest, MASKS[kind](g))))
 
     def hide(g: Build, scores: str) -> str:
         visible = g.once("visible", lambda: MASKS[kind](g))
         if form == "where":
-            return g.node("Where", [visible, scores, _number(g, lowest)])
+            return g.Where(visible, scores, _number(g, lowest))
         if form == "minimum":
-            ends = g.node("Where", [visible, _number(g, -lowest), _number(g, lowest)])
-            return g.node("Min", [scores, ends])
+            ends = g.Where(visible, _number(g, -lowest), _number(g, lowest))
+            return g.Min(scores, ends)
         if form == "shifted":  # scores times 1 or 0, and the number taken off
-            kept = g.node("Cast", [visible], to=_code(g))
-            off = g.node("Mul", [_number(g, -lowest), g.node("Sub", [_number(g, 1), kept])])
-            return g.node("Sub", [g.node("Mul", [scores, kept]), off])
+            kept = g.Cast(visible, to=_code(g))
+            off = g.Mul(_number(g, -lowest), g.Sub(_number(g, 1), kept))
+            return g.Sub(g.Mul(scores, kept), off)
         if form == "scaled":
-            return g.node("Div", [hidden(g, scores), _number(g, rng.choice((0.5, 0.125, 2.0)))])
+            return g.Div(hidden(g, scores), _number(g, rng.choice((0.5, 0.125, 2.0))))
         return hidden(g, scores)
 
     return Decoder(
@@ -55,15 +55,15 @@ def _bias(g: Build, form: str, lowest: float, visible: str) -> str:
     """What is added to scores."""
     code = _code(g)
     if form == "product":
-        hidden = g.node("Cast", [g.node("Not", [visible])], to=code)
-        return g.node("Mul", [hidden, _number(g, lowest)])
+        hidden = g.Cast(g.Not(visible), to=code)
+        return g.Mul(hidden, _number(g, lowest))
     if form in ("cast", "double"):
         wide = np.float64 if form == "double" else np.float32
         with np.errstate(over="ignore"):
-            chosen = g.node("Where", [visible, g.constant(0, wide), g.constant(lowest, wide)])
-        return g.node("Cast", [chosen], to=code)
-    bias = g.node("Where", [visible, _number(g, 0), _number(g, lowest)])
-    return g.node("Add", [bias, bias]) if form == "twice" else bias
+            chosen = g.Where(visible, g.constant(0, wide), g.constant(lowest, wide))
+        return g.Cast(chosen, to=code)
+    bias = g.Where(visible, _number(g, 0), _number(g, lowest))
+    return g.Add(bias, bias) if form == "twice" else bias
 
 
 def _code(g: Build) -> int:

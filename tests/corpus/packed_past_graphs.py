@@ -32,21 +32,21 @@ def decoder(
     g.input("input_ids", TensorProto.INT32, ["B", "S"])
     if mask:
         g.input("attention_mask", TensorProto.INT32, ["B", "T"])
-    x = g.node("Gather", [g.constant(rng.standard_normal((TOKENS, WIDTH)), kind), "input_ids"])
+    x = g.Gather(g.constant(rng.standard_normal((TOKENS, WIDTH)), kind), "input_ids")
     for layer in range(2):
         own = g.input(f"past_{layer}", outer, past or [2, "B", HEADS, "P", SIZE])
         g.output(f"present_{layer}", outer, [2, "B", HEADS, "T", SIZE])
         weights = g.constant(rng.standard_normal((WIDTH, 3 * HEADS * SIZE)) / 3, kind)
         inputs = [x, weights, g.constant(rng.standard_normal(3 * HEADS * SIZE), kind) if bias else ""]
-        inputs += ["attention_mask" if mask else "", g.node("Cast", [own], to=inner) if cast else own, "", *extra]
+        inputs += ["attention_mask" if mask else "", g.Cast(own, to=inner) if cast else own, "", *extra]
         present = f"present_{layer}" + ("_cast" if cast else "")
         attended = f"attended_{layer}"
         g.node("Attention", inputs, [attended, present], CONTRIB, num_heads=HEADS, **{"unidirectional": 1} | attrs)
         if cast:
-            g.node("Cast", [present], f"present_{layer}", to=outer)
-        back = g.node("MatMul", [attended, g.constant(rng.standard_normal((HEADS * SIZE, WIDTH)) / 4, kind)])
-        x = g.node("Add", [x, back])
-    g.node("MatMul", [x, g.constant(rng.standard_normal((WIDTH, TOKENS)), kind)], "logits")
+            g.Cast(present, out=f"present_{layer}", to=outer)
+        back = g.MatMul(attended, g.constant(rng.standard_normal((HEADS * SIZE, WIDTH)) / 4, kind))
+        x = g.Add(x, back)
+    g.MatMul(x, g.constant(rng.standard_normal((WIDTH, TOKENS)), kind), out="logits")
     g.output("logits", inner, ["B", "S", TOKENS])
     for name in extra:
         if name:

@@ -196,12 +196,12 @@ class _Maker(Graph):
 
     def rows_of_batch(self) -> str:
         """The batch, int64 ``[1]``."""
-        return self.node("Shape", [self.given], start=0, end=1)
+        return self.Shape(self.given, start=0, end=1)
 
     def new_tokens(self) -> str:
         """S, int64 ``[1]``."""
         axis = 2 if self.front == "direct" and self.layout != "bsd" else 1
-        return self.node("Shape", [self.given], start=axis, end=axis + 1)
+        return self.Shape(self.given, start=axis, end=axis + 1)
 
     def take(self, name: str, part: str, dtype: int, shape: Sequence[Dim]) -> str:
         self.parts[name] = part
@@ -215,36 +215,36 @@ class _Maker(Graph):
         elif self.indices == "symbol":
             self.write = self.take("write_indices", "start", INT64, ["W"])
         elif self.indices == "int32":
-            self.write = self.node("Cast", [self.take("write_indices", "start", INT32, [batch])], to=INT64)
+            self.write = self.Cast(self.take("write_indices", "start", INT32, [batch]), to=INT64)
         elif self.indices == "one":
             self.write = self.take("write_indices", "start", INT64, [1])
         elif self.indices == "expanded":
             one = self.take("write_indices", "start", INT64, [1])
-            self.write = self.node("Expand", [one, self.rows_of_batch()])
+            self.write = self.Expand(one, self.rows_of_batch())
 
     def take_valid(self) -> None:
         self.valid = ""
         if self.lengths in ("input", "bounded"):
             self.valid = self.take("nonpad_kv_seqlen", "valid", INT64, [self.batch])
         elif self.lengths == "int32":
-            self.valid = self.node("Cast", [self.take("nonpad_kv_seqlen", "valid", INT32, [self.batch])], to=INT64)
+            self.valid = self.Cast(self.take("nonpad_kv_seqlen", "valid", INT32, [self.batch]), to=INT64)
         if self.lengths == "bounded":
-            self.valid = self.node("Min", [self.valid, self.constant(self.capacity)])
+            self.valid = self.Min(self.valid, self.capacity)
         if self.lengths == "computed":
             ends = self.new_tokens()
             if self.write:
-                ends = self.node("Add", [self.write, ends])
-            ends = self.node("Min", [ends, self.constant([self.capacity])])
-            self.valid = self.node("Expand", [ends, self.rows_of_batch()])
+                ends = self.Add(self.write, ends)
+            ends = self.Min(ends, [self.capacity])
+            self.valid = self.Expand(ends, self.rows_of_batch())
 
     def positions(self) -> str:
         """Of the new tokens, int64 ``[B, 1, S, 1]``."""
-        count = self.node("Squeeze", [self.new_tokens()])
-        steps = self.node("Range", [self.constant(0), count, self.constant(1)])
-        steps = self.node("Unsqueeze", [steps, self.constant([0, 1, 3])])
+        count = self.Squeeze(self.new_tokens())
+        steps = self.Range(0, count, 1)
+        steps = self.Unsqueeze(steps, [0, 1, 3])
         if not self.write:
             return steps
-        return self.node("Add", [self.node("Unsqueeze", [self.write, self.constant([1, 2, 3])]), steps])
+        return self.Add(self.Unsqueeze(self.write, [1, 2, 3]), steps)
 
     def take_mask(self) -> str:
         """Of one attention; all share what the caller gives."""
@@ -274,33 +274,31 @@ class _Maker(Graph):
                 return self.constant(values, bool)
             return self.constant(np.where(values, 0, -np.inf), helper.tensor_dtype_to_np_dtype(self.dtype))
         places = self.constant(np.arange(keys).reshape(1, 1, 1, keys))
-        visible = self.node("LessOrEqual", [places, self.positions()])
+        visible = self.LessOrEqual(places, self.positions())
         if rng.random() < 0.3 and self.mode == "linear" and (self.valid or not self.causal):  # it leaves a key to see
-            oldest = self.node("Sub", [self.positions(), self.constant(3)])
-            visible = self.node("And", [visible, self.node("Greater", [places, oldest])])
+            oldest = self.Sub(self.positions(), 3)
+            visible = self.And(visible, self.Greater(places, oldest))
         self.visible = visible
         if kind == "made" and rng.random() < 0.5:
             return visible
         dtype, hidden, self.faint = self.dtype, -1e4, True
         if kind == "made int64":
-            return self.node("Where", [visible, self.constant(0), self.constant(-20)])
+            return self.Where(visible, 0, -20)
         if kind == "made other":
             dtype = {FLOAT: rng.choice((HALF, DOUBLE)), HALF: FLOAT, BFLOAT: FLOAT}[self.dtype]
         if kind == "made overflow":
             wide = DOUBLE if self.dtype != HALF else FLOAT
-            chosen = self.node(
-                "Where", [visible, self._number(0, wide), self._number(-1e39 if wide == DOUBLE else -1e9, wide)]
-            )
-            return self.node("Cast", [chosen], to=dtype)
+            chosen = self.Where(visible, self._number(0, wide), self._number(-1e39 if wide == DOUBLE else -1e9, wide))
+            return self.Cast(chosen, to=dtype)
         if kind == "made double":
             lowest = self._number(-6e4 if dtype == HALF else -3e38, dtype)
-            chosen = self.node("Where", [visible, self._number(0, dtype), lowest])
-            return self.node("Add", [chosen, chosen])
+            chosen = self.Where(visible, self._number(0, dtype), lowest)
+            return self.Add(chosen, chosen)
         if kind == "made lowest":
             hidden = -65504.0 if dtype == HALF else -3.3e38
         if kind == "made infinite":
             hidden = -np.inf
-        return self.node("Where", [visible, self._number(0, dtype), self._number(hidden, dtype)])
+        return self.Where(visible, self._number(0, dtype), self._number(hidden, dtype))
 
     def _number(self, value: float, dtype: int) -> str:
         with np.errstate(over="ignore"):
@@ -321,21 +319,21 @@ class _Maker(Graph):
 
     def project(self, x: str, heads: int, size: int) -> str:
         """``[B, S, heads * size]``"""
-        return self.node("MatMul", [x, self.weight(HIDDEN, heads * size)])
+        return self.MatMul(x, self.weight(HIDDEN, heads * size))
 
     def laid(self, rows: str, layout: str, heads: int, size: int) -> str:
         """``[B, S, heads * size]`` as an update of a cache."""
         if layout == "bsd":
             return rows
-        split = self.node("Reshape", [rows, self.constant([0, 0, heads, size])])
+        split = self.Reshape(rows, [0, 0, heads, size])
         perm = {"bnsh": [0, 2, 1, 3], "bnhs": [0, 2, 3, 1]}.get(layout, [0, 2, 1, 3])
         if layout == "bsnh":
             return split
-        turned = self.node("Transpose", [split], perm=perm)
+        turned = self.Transpose(split, perm=perm)
         if layout == "b1nsh":
-            return self.node("Unsqueeze", [turned, self.constant([1])])
+            return self.Unsqueeze(turned, [1])
         if layout == "bnsxy":
-            return self.node("Reshape", [turned, self.constant([0, 0, -1, size // 2, 2])])
+            return self.Reshape(turned, [0, 0, -1, size // 2, 2])
         return turned
 
     def cache(self, name: str, layout: str, x: str, heads: int, size: int) -> str:
@@ -352,7 +350,7 @@ class _Maker(Graph):
         if self.cache_dtype != self.dtype:
             scale = self.constant(0.05, helper.tensor_dtype_to_np_dtype(self.dtype))
             zero = self.constant(self.zero_point, helper.tensor_dtype_to_np_dtype(self.cache_dtype))
-            new = self.node("QuantizeLinear", [new, scale, zero])
+            new = self.QuantizeLinear(new, scale, zero)
         attributes: dict[str, Any] = {} if self.mode == "linear" else {"mode": self.mode}
         place = axis if self.rng.random() < 0.5 else axis - len(shape)
         attributes |= {} if place == -2 and self.rng.random() < 0.5 else {"axis": place}
@@ -368,7 +366,7 @@ class _Maker(Graph):
             self._outputs_beside(past, present, shape)
         read = present
         if self.cache_dtype != self.dtype:
-            read = self.node("DequantizeLinear", [read, scale, zero])
+            read = self.DequantizeLinear(read, scale, zero)
         return read
 
     def _outputs_beside(self, past: str, present: str, shape: list[Dim]) -> None:
@@ -377,7 +375,7 @@ class _Maker(Graph):
             if rng.random() < 0.5:
                 self.outputs.append(helper.make_tensor_value_info(past, self.cache_dtype, shape))
             else:
-                self.node("Identity", [past], "past_copy")
+                self.Identity(past, out="past_copy")
                 self.output("past_copy", self.cache_dtype, shape)
         for what, tensor in (("view of past", past), ("view of present", present)):
             if what not in self.odd:
@@ -385,18 +383,18 @@ class _Maker(Graph):
             name = what.replace(" ", "_")
             kind = rng.choice(("same", "turned", "flat", "rows"))
             if kind == "same":
-                self.node("Identity", [tensor], name)
+                self.Identity(tensor, out=name)
                 self.output(name, self.cache_dtype, shape)
             elif kind == "turned":
                 perm = [0, *range(rank - 1, 0, -1)]
-                self.node("Transpose", [tensor], name, perm=perm)
+                self.Transpose(tensor, out=name, perm=perm)
                 self.output(name, self.cache_dtype, [shape[i] for i in perm])
             elif kind == "flat":
-                self.node("Reshape", [tensor, self.constant([0, -1])], name)
+                self.Reshape(tensor, [0, -1], out=name)
                 self.output(name, self.cache_dtype, [shape[0], "F"])
             else:
                 ends = [self.constant([n]) for n in (0, 2, self.axes[past])]
-                self.node("Slice", [tensor, *ends], name)
+                self.Slice(tensor, *ends, out=name)
                 self.output(name, self.cache_dtype, [2 if i == self.axes[past] else d for i, d in enumerate(shape)])
 
     def read(self, tensor: str, layout: str, heads: int, size: int, flat: bool) -> str:
@@ -404,26 +402,26 @@ class _Maker(Graph):
         rng, stated = self.rng, self.view.startswith("stated")
         rows = self.capacity if stated else rng.choice((-1, 0)) if not self.open_capacity else -1
         if layout == "bsd" and not flat:
-            split = self.node("Reshape", [tensor, self.constant([0, rows, heads, size])])
-            tensor = self.node("Transpose", [split], perm=[0, 2, 1, 3])
+            split = self.Reshape(tensor, [0, rows, heads, size])
+            tensor = self.Transpose(split, perm=[0, 2, 1, 3])
         elif layout == "bsd" and stated:
-            tensor = self.node("Reshape", [tensor, self.constant([0, rows, heads * size])])
+            tensor = self.Reshape(tensor, [0, rows, heads * size])
         elif layout == "bsnh":
-            tensor = self.node("Transpose", [tensor], perm=[0, 2, 1, 3])
+            tensor = self.Transpose(tensor, perm=[0, 2, 1, 3])
         elif layout == "bnhs":
-            tensor = self.node("Transpose", [tensor], perm=[0, 1, 3, 2])
+            tensor = self.Transpose(tensor, perm=[0, 1, 3, 2])
         elif layout == "b1nsh" and not stated:
-            tensor = self.node("Squeeze", [tensor, self.constant([1])])
+            tensor = self.Squeeze(tensor, [1])
         elif layout == "b1nsh":
-            tensor = self.node("Reshape", [tensor, self.constant([-1, heads, self.capacity, size])])
+            tensor = self.Reshape(tensor, [-1, heads, self.capacity, size])
         elif layout == "bnsxy":
-            tensor = self.node("Reshape", [tensor, self.constant([0, 0, rows if rows else -1, size])])
+            tensor = self.Reshape(tensor, [0, 0, rows if rows else -1, size])
         if self.view == "stated whole" and not flat:
             first = self.batch if isinstance(self.batch, int) else -1
-            tensor = self.node("Reshape", [tensor, self.constant([first, heads, self.capacity, size])])
+            tensor = self.Reshape(tensor, [first, heads, self.capacity, size])
         if self.view in ("sliced", "cut"):
             end = self.capacity if self.view == "sliced" else self.keys
-            tensor = self.node("Slice", [tensor, *(self.constant([n]) for n in (0, end, 1 if flat else 2))])
+            tensor = self.Slice(tensor, *(self.constant([n]) for n in (0, end, 1 if flat else 2)))
         return tensor
 
     # attention
@@ -450,10 +448,10 @@ class _Maker(Graph):
             self.output(scores, self.dtype, [self.batch, self.heads, self.length, self.keys_symbol()])
         self.node("Attention", inputs, outputs, **attributes)
         if "guard" in self.odd and not flat and self.mask.startswith("made"):
-            counted = self.node("ReduceSum", [self.node("Cast", [self.visible], to=FLOAT), self.constant([-1])])
+            counted = self.ReduceSum(self.Cast(self.visible, to=FLOAT), [-1])
             compare, limit = self.rng.choice((("LessOrEqual", 1.0), ("Less", 1.0)))
             blind = self.node(compare, [counted, self.constant(limit, np.float32)])
-            return self.node("Where", [blind, self._number(0, self.dtype), out])
+            return self.Where(blind, self._number(0, self.dtype), out)
         return out
 
     def keys_symbol(self) -> Dim:
@@ -474,7 +472,7 @@ class _Maker(Graph):
             ids = self.take("input_ids", "ids", INT64, [self.batch, self.length])
             table = self.numbers.standard_normal((VOCABULARY, HIDDEN))
             self.given = ids
-            x = self.node("Gather", [self.constant(table, helper.tensor_dtype_to_np_dtype(self.dtype)), ids])
+            x = self.Gather(self.constant(table, helper.tensor_dtype_to_np_dtype(self.dtype)), ids)
         elif self.front == "hidden":
             x = self.given = self.take("inputs_embeds", "values", self.dtype, [self.batch, self.length, HIDDEN])
         else:
@@ -490,7 +488,7 @@ class _Maker(Graph):
         for layer in range(self.layers):
             x = self.layer(layer, x)
         if self.front != "direct":
-            self.node("MatMul", [x, self.weight(HIDDEN, VOCABULARY)], "logits")
+            self.MatMul(x, self.weight(HIDDEN, VOCABULARY), out="logits")
             self.output("logits", self.dtype, [self.batch, self.length, VOCABULARY])
         return self.finish()
 
@@ -514,8 +512,8 @@ class _Maker(Graph):
             else:
                 query = self.project(x, self.heads, self.size)
                 if not flat:
-                    split = self.node("Reshape", [query, self.constant([0, 0, self.heads, self.size])])
-                    query = self.node("Transpose", [split], perm=[0, 2, 1, 3])
+                    split = self.Reshape(query, [0, 0, self.heads, self.size])
+                    query = self.Transpose(split, perm=[0, 2, 1, 3])
             made.append(self.attend(layer, query, key, value, flat, number))
         if self.front == "direct":
             for name in made:
@@ -523,10 +521,10 @@ class _Maker(Graph):
             return ""
         for y in made:
             if not flat:
-                turned = self.node("Transpose", [y], perm=[0, 2, 1, 3])
-                y = self.node("Reshape", [turned, self.constant([0, 0, self.heads * self.value_size])])
-            out = self.node("MatMul", [y, self.weight(self.heads * self.value_size, HIDDEN)])
-            x = self.node("Add", [x, out])
+                turned = self.Transpose(y, perm=[0, 2, 1, 3])
+                y = self.Reshape(turned, [0, 0, self.heads * self.value_size])
+            out = self.MatMul(y, self.weight(self.heads * self.value_size, HIDDEN))
+            x = self.Add(x, out)
         return x
 
     def _query_shape(self, flat: bool) -> list[Dim]:

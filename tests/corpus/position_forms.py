@@ -28,31 +28,31 @@ PAD = 1
 def add(g: Build, *terms: str) -> str:
     result = terms[0]
     for term in terms[1:]:
-        result = g.node("Add", [result, term])
+        result = g.Add(result, term)
     return result
 
 
 def counted(g: Build, first: int = 0) -> str:
     """``[S]``: P + first and so on."""
     bounds = [add(g, n, g.constant(first)) if first else n for n in (g.past, g.all)]
-    return g.node("Range", [*bounds, g.constant(1)])
+    return g.Range(*bounds, 1)
 
 
 def front(g: Build, tensor: str) -> str:
-    return g.node("Unsqueeze", [tensor, g.constant([0])])
+    return g.Unsqueeze(tensor, [0])
 
 
 def real(g: Build, dtype: int = TensorProto.INT32) -> str:
     """``[B, S]``: 1 where a token is no pad."""
-    return g.node("Cast", [g.node("Not", [g.node("Equal", [g.tokens, g.constant(PAD)])])], to=dtype)
+    return g.Cast(g.Not(g.Equal(g.tokens, PAD)), to=dtype)
 
 
 def beside_pads(g: Build, past: str, axis: int = 1, offset: int = PAD) -> str:
     """As M2M-100 counts: pads have the position of the pad."""
     tokens = real(g)
-    summed = g.node("CumSum", [tokens, g.constant(axis)])
-    all_in = g.node("Add", [summed, g.node("Cast", [past], to=TensorProto.INT32)])
-    positions = g.node("Cast", [g.node("Mul", [all_in, tokens])], to=TensorProto.INT64)
+    summed = g.CumSum(tokens, axis)
+    all_in = g.Add(summed, g.Cast(past, to=TensorProto.INT32))
+    positions = g.Cast(g.Mul(all_in, tokens), to=TensorProto.INT64)
     return add(g, positions, g.constant(offset)) if offset else positions
 
 
@@ -63,31 +63,29 @@ def looked_up(index: Index, rows: int = ROWS, *, flat: bool = False, cast: bool 
         width = g.decoder.heads * g.decoder.size
         places = index(g)
         if flat:
-            places = g.node("Reshape", [places, g.constant([-1])])
-        found = g.node("Gather", [g.weight(rows, width), places], "found", axis=0)
+            places = g.Reshape(places, [-1])
+        found = g.Gather(g.weight(rows, width), places, out="found", axis=0)
         if flat:
-            found = g.node("Reshape", [found, g.node("Shape", [x])])
+            found = g.Reshape(found, g.Shape(x))
         if cast:
-            found = g.node("Cast", [g.node("Cast", [found], to=TensorProto.DOUBLE)], to=TensorProto.FLOAT)
-        return g.node("Add", [x, found])
+            found = g.Cast(g.Cast(found, to=TensorProto.DOUBLE), to=TensorProto.FLOAT)
+        return g.Add(x, found)
 
     return after
 
 
 def if_long(g: Build, limit: int = 9) -> str:
-    return g.node("Cast", [g.node("Greater", [g.past, g.constant(limit)])], to=TensorProto.INT64)
+    return g.Cast(g.Greater(g.past, limit), to=TensorProto.INT64)
 
 
 def tenth(g: Build) -> str:
-    return g.node("Div", [g.past, g.constant(10)])
+    return g.Div(g.past, 10)
 
 
 def whole_batch(g: Build) -> str:
     """The longest decides."""
     positions = beside_pads(g, g.past)
-    return add(
-        g, g.node("ReduceMax", [positions, g.constant([0])], keepdims=1), g.node("Mul", [g.tokens, g.constant(0)])
-    )
+    return add(g, g.ReduceMax(positions, [0], keepdims=1), g.Mul(g.tokens, 0))
 
 
 FOUND: dict[str, Index] = {
@@ -96,19 +94,17 @@ FOUND: dict[str, Index] = {
     "in front": lambda g: front(g, counted(g)),
     "2 more": lambda g: add(g, front(g, counted(g)), g.constant(2)),
     "2 more before": lambda g: front(g, add(g, counted(g), g.constant([2]))),
-    "3 more, and 1 less": lambda g: g.node("Sub", [add(g, front(g, counted(g)), g.constant(3)), g.constant(1)]),
-    "in int32": lambda g: add(g, g.node("Cast", [front(g, counted(g))], to=TensorProto.INT32), g.constant(2, np.int32)),
+    "3 more, and 1 less": lambda g: g.Sub(add(g, front(g, counted(g)), g.constant(3)), 1),
+    "in int32": lambda g: add(g, g.Cast(front(g, counted(g)), to=TensorProto.INT32), g.constant(2, np.int32)),
     "beside pads": lambda g: beside_pads(g, g.past),
     "beside pads, from 3": lambda g: beside_pads(g, add(g, g.past, g.constant(3)), offset=0),
-    "pads taken off": lambda g: g.node(
-        "Sub", [add(g, g.past, g.node("CumSum", [real(g, TensorProto.INT64), g.constant(1)])), g.constant(1)]
-    ),
+    "pads taken off": lambda g: g.Sub(add(g, g.past, g.CumSum(real(g, TensorProto.INT64), 1)), 1),
     "given, from 2": lambda g: add(g, g.position_ids, g.constant(2)),
 }
 
 
 def at_one_length(g: Build) -> str:
-    return g.node("Cast", [g.node("Equal", [g.past, g.constant(13)])], to=TensorProto.INT64)
+    return g.Cast(g.Equal(g.past, 13), to=TensorProto.INT64)
 
 
 LOOK_ALIKES: dict[str, Index] = {
@@ -130,76 +126,76 @@ LOOK_ALIKES: dict[str, Index] = {
 
 
 def times(g: Build, x: str, found: str) -> str:
-    return g.node("Mul", [x, found])
+    return g.Mul(x, found)
 
 
 def summed(g: Build, x: str, found: str) -> str:
-    return g.node("Add", [x, g.node("ReduceSum", [found, g.constant([0])], keepdims=0)])
+    return g.Add(x, g.ReduceSum(found, [0], keepdims=0))
 
 
 def of_heads(g: Build, x: str, found: str) -> str:
     """``[B, H, S, D] + [S, D]``: with rows for each sequence, those would meet the heads."""
-    heads = g.node("Transpose", [g.node("Reshape", [x, g.constant([0, 0, 2, -1])])], perm=[0, 2, 1, 3])
-    half = g.node("Slice", [found, g.constant([0]), g.constant([8]), g.constant([1])])
-    back = g.node("Transpose", [g.node("Add", [heads, half])], perm=[0, 2, 1, 3])
-    return g.node("Reshape", [back, g.constant([0, 0, -1])])
+    heads = g.Transpose(g.Reshape(x, [0, 0, 2, -1]), perm=[0, 2, 1, 3])
+    half = g.Slice(found, [0], [8], [1])
+    back = g.Transpose(g.Add(heads, half), perm=[0, 2, 1, 3])
+    return g.Reshape(back, [0, 0, -1])
 
 
 def of_steps(g: Build, x: str, found: str) -> str:
     """``[S, B, H] + [S, 1, H]``."""
-    turned = g.node("Transpose", [x], perm=[1, 0, 2])
-    more = g.node("Unsqueeze", [found, g.constant([1])])
-    return g.node("Transpose", [g.node("Add", [turned, more])], perm=[1, 0, 2])
+    turned = g.Transpose(x, perm=[1, 0, 2])
+    more = g.Unsqueeze(found, [1])
+    return g.Transpose(g.Add(turned, more), perm=[1, 0, 2])
 
 
 def with_rows(read: Callable[[Build, str, str], str]) -> Callable[[Build, str], str]:
-    return lambda g, x: read(g, x, g.node("Gather", [g.weight(ROWS, 16), counted(g)], axis=0))
+    return lambda g, x: read(g, x, g.Gather(g.weight(ROWS, 16), counted(g), axis=0))
 
 
 def as_large_as_masks(g: Build, x: str) -> str:
     """Numbers as large as those of masks, which are no positions."""
-    large = g.node("Mul", [g.node("Cast", [front(g, counted(g, 1))], to=FLOAT), g.number(-1e30)])
-    return g.node("Add", [x, g.node("Unsqueeze", [g.node("Mul", [large, g.number(1e-31)]), g.constant([2])])])
+    large = g.Mul(g.Cast(front(g, counted(g, 1)), to=FLOAT), g.number(-1e30))
+    return g.Add(x, g.Unsqueeze(g.Mul(large, g.number(1e-31)), [2]))
 
 
 def total(g: Build) -> str:
-    return g.node("Cast", [g.all], to=TensorProto.FLOAT)
+    return g.Cast(g.all, to=TensorProto.FLOAT)
 
 
 def by_length(g: Build, x: str) -> str:
-    return g.node("Mul", [x, g.node("Log", [g.node("Add", [total(g), g.number(1)])])])
+    return g.Mul(x, g.Log(g.Add(total(g), g.number(1))))
 
 
 def by_length_of_present(g: Build, x: str) -> str:
-    return g.node("Mul", [x, g.node("Cast", [g.size_of(g.presents[0], 2)], to=TensorProto.FLOAT)])
+    return g.Mul(x, g.Cast(g.size_of(g.presents[0], 2), to=TensorProto.FLOAT))
 
 
 def other_frequencies_in_long_texts(g: Build, x: str) -> str:
     """Phi-3's long factors."""
-    long = g.node("Greater", [g.all, g.constant(16)])
-    return g.node("Mul", [x, g.node("Where", [long, g.number(3), g.number(1)])])
+    long = g.Greater(g.all, 16)
+    return g.Mul(x, g.Where(long, g.number(3), g.number(1)))
 
 
 def by_sum_of_padding(g: Build, x: str) -> str:
-    return g.node("Mul", [x, g.node("Cast", [g.node("ReduceSum", [g.padding], keepdims=0)], to=TensorProto.FLOAT)])
+    return g.Mul(x, g.Cast(g.ReduceSum(g.padding, keepdims=0), to=TensorProto.FLOAT))
 
 
 def by_padding_of_the_update(g: Build, x: str) -> str:
-    first = g.node("Unsqueeze", [g.node("Neg", [g.length]), g.constant([0])])
-    new = g.node("Slice", [g.padding, first, g.constant([2**31]), g.constant([1])])
-    return g.node("Mul", [x, g.node("Unsqueeze", [g.node("Cast", [new], to=TensorProto.FLOAT), g.constant([2])])])
+    first = g.Unsqueeze(g.Neg(g.length), [0])
+    new = g.Slice(g.padding, first, [2**31], [1])
+    return g.Mul(x, g.Unsqueeze(g.Cast(new, to=TensorProto.FLOAT), [2]))
 
 
 def by_mean_of_padding(g: Build, x: str) -> str:
-    mean = g.node("ReduceMean", [g.node("Cast", [g.padding], to=TensorProto.FLOAT)], keepdims=0)
-    return g.node("Mul", [x, mean])
+    mean = g.ReduceMean(g.Cast(g.padding, to=TensorProto.FLOAT), keepdims=0)
+    return g.Mul(x, mean)
 
 
 def debug(what: Callable[[Build], str], rank: int, kind: int = TensorProto.INT64) -> Callable[[Build, str], str]:
     """An output beside the logits."""
 
     def after(g: Build, x: str) -> str:
-        g.node("Identity", [what(g)], "debug")
+        g.Identity(what(g), out="debug")
         g.output("debug", kind, [f"d{axis}" for axis in range(rank)])
         return x
 
@@ -207,30 +203,30 @@ def debug(what: Callable[[Build], str], rank: int, kind: int = TensorProto.INT64
 
 
 def rows_added(g: Build) -> str:
-    return g.node("Sub", [g.size_of(g.presents[0], 2), g.size_of(g.pasts[0], 2)])
+    return g.Sub(g.size_of(g.presents[0], 2), g.size_of(g.pasts[0], 2))
 
 
 def in_both(g: Build) -> str:
     """0 in the model as exported, wherever the text ends."""
-    return g.node("Sub", [g.size_of(g.presents[0], 2), g.node("Add", [g.size_of(g.pasts[0], 2), g.length])])
+    return g.Sub(g.size_of(g.presents[0], 2), g.Add(g.size_of(g.pasts[0], 2), g.length))
 
 
 def _along_heads(g: Build, x: str) -> str:
     """Halves of the hidden states as heads [B, 2, S, W / 2], times factors [1, S, 1]."""
-    heads = g.node("Transpose", [g.node("Reshape", [x, g.constant([0, 0, 2, 8])])], perm=[0, 2, 1, 3])
-    rows = g.node("Transpose", [g.query_rows], perm=[1, 0])
-    factor = g.node("Cos", [g.node("Cast", [g.node("Unsqueeze", [rows, g.constant([2])])], to=TensorProto.FLOAT)])
-    turned = g.node("Transpose", [g.node("Mul", [heads, factor])], perm=[0, 2, 1, 3])
-    return g.node("Reshape", [turned, g.constant([0, 0, 16])])
+    heads = g.Transpose(g.Reshape(x, [0, 0, 2, 8]), perm=[0, 2, 1, 3])
+    rows = g.Transpose(g.query_rows, perm=[1, 0])
+    factor = g.Cos(g.Cast(g.Unsqueeze(rows, [2]), to=TensorProto.FLOAT))
+    turned = g.Transpose(g.Mul(heads, factor), perm=[0, 2, 1, 3])
+    return g.Reshape(turned, [0, 0, 16])
 
 
 def times_number(count: Callable[[Build], str], op: str = "Add") -> Callable[[Build, str], str]:
-    return lambda g, x: g.node(op, [x, g.node("Cast", [count(g)], to=FLOAT)])
+    return lambda g, x: g.node(op, [x, g.Cast(count(g), to=FLOAT)])
 
 
 def when_far(g: Build, x: str) -> str:
-    long = g.node("Greater", [g.node("ReduceMax", [g.position_ids], keepdims=0), g.constant(9)])
-    return g.node("Mul", [x, g.node("Where", [long, g.number(3), g.number(1)])])
+    long = g.Greater(g.ReduceMax(g.position_ids, keepdims=0), 9)
+    return g.Mul(x, g.Where(long, g.number(3), g.number(1)))
 
 
 AFTER: dict[str, dict[str, Any]] = {
@@ -249,11 +245,9 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "padding of the update": {"mask": "padding", "after": by_padding_of_the_update},
     "mean of padding": {"mask": "padding", "after": by_mean_of_padding},
     "count shown": {"after": debug(lambda g: g.all, 0)},
-    "count shown, one element": {"after": debug(lambda g: g.node("Unsqueeze", [g.all, g.constant([0])]), 1)},
+    "count shown, one element": {"after": debug(lambda g: g.Unsqueeze(g.all, [0]), 1)},
     "count of the present shown": {"after": debug(lambda g: g.size_of(g.presents[0], 2), 0)},
-    "count of padding shown": {
-        "after": debug(lambda g: g.node("ReduceSum", [g.padding, g.constant([1])], keepdims=0), 1)
-    },
+    "count of padding shown": {"after": debug(lambda g: g.ReduceSum(g.padding, [1], keepdims=0), 1)},
     "past shown": {"after": debug(lambda g: g.past, 0)},
     "positions shown": {"after": debug(lambda g: g.query_rows, 2)},
     "mask shown": {"after": debug(lambda g: g.to_scores(g.causal()), 4, TensorProto.BOOL)},
@@ -262,7 +256,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "far positions, one sequence": {"after": when_far, "batch": 1},
     "rows added": {"after": times_number(rows_added)},
     "present less past and new": {"after": times_number(in_both)},
-    "at most 1": {"after": times_number(lambda g: g.node("Min", [g.size_of(g.presents[0], 2), g.constant(1)]), "Mul")},
+    "at most 1": {"after": times_number(lambda g: g.Min(g.size_of(g.presents[0], 2), 1), "Mul")},
     "as many heads as rows": {"after": _along_heads},
     "as many heads as rows, two sequences": {"after": _along_heads, "batch": 2},
     **{
@@ -278,9 +272,9 @@ PLANES = 3
 
 
 def _signal(g: Build, positions: str, width: int) -> str:
-    column = g.node("Unsqueeze", [g.node("Cast", [positions], to=TensorProto.FLOAT), g.constant([-1])])
-    angles = g.node("Mul", [column, g.constant(np.linspace(0.05, 1.5, width), np.float32)])
-    return g.node("Cast", [g.node("Sin", [angles])], to=TYPES[g.decoder.dtype])
+    column = g.Unsqueeze(g.Cast(positions, to=TensorProto.FLOAT), [-1])
+    angles = g.Mul(column, g.constant(np.linspace(0.05, 1.5, width), np.float32))
+    return g.Cast(g.Sin(angles), to=TYPES[g.decoder.dtype])
 
 
 def planar(shape: list[Dim], axis: int = 0, name: str = "position_ids") -> Any:
@@ -288,10 +282,10 @@ def planar(shape: list[Dim], axis: int = 0, name: str = "position_ids") -> Any:
 
     def after(g: Build, x: str) -> str:
         positions = g.input(name, TensorProto.INT64, shape)
-        planes = [g.node("Gather", [positions, g.constant(k)], axis=axis) for k in range(PLANES)]
+        planes = [g.Gather(positions, k, axis=axis) for k in range(PLANES)]
         widths = [6, 5, 5]
         signals = [_signal(g, p, w) for p, w in zip(planes, widths, strict=True)]
-        return g.node("Add", [x, g.node("Concat", signals, axis=-1)])
+        return g.Add(x, g.node("Concat", signals, axis=-1))
 
     return after
 
@@ -299,16 +293,16 @@ def planar(shape: list[Dim], axis: int = 0, name: str = "position_ids") -> Any:
 def _looked_up(g: Build, x: str) -> str:
     positions = g.input("position_ids", TensorProto.INT64, [PLANES, "batch", "sequence"])
     for k in range(PLANES):
-        rows = g.node("Gather", [g.weight(20 - k, 16), g.node("Gather", [positions, g.constant(k)], axis=0)], axis=0)
-        x = g.node("Add", [x, rows])
+        rows = g.Gather(g.weight(20 - k, 16), g.Gather(positions, k, axis=0), axis=0)
+        x = g.Add(x, rows)
     return x
 
 
 def mask_by_the_last_plane(g: Build) -> str:
     """For text all planes are equal; for images such a mask is not causal."""
     positions = g.input("position_ids", TensorProto.INT64, [PLANES, "batch", "sequence"])
-    queries = g.node("Unsqueeze", [g.node("Gather", [positions, g.constant(2)], axis=0), g.constant([1, 3])])
-    return g.node("LessOrEqual", [g.key_rows, queries])
+    queries = g.Unsqueeze(g.Gather(positions, 2, axis=0), [1, 3])
+    return g.LessOrEqual(g.key_rows, queries)
 
 
 MROPE: dict[str, dict[str, Any]] = {
@@ -336,22 +330,22 @@ def sliced(first: int = 0, last: int = 0, use: str = "Add") -> onnx.ModelProto:
     for name in ("key", "value"):
         graph.input(f"past.{name}", TensorProto.FLOAT, ["B", HEADS, "P", SIZE])
         graph.output(f"present.{name}", TensorProto.FLOAT, ["B", HEADS, "T", SIZE])
-    embedded = graph.node("Gather", [graph.constant(rng.standard_normal((TOKENS, WIDTH)), np.float32), "input_ids"])
-    past = graph.node("Shape", ["past.key"], start=2, end=3)
-    new = graph.node("Shape", ["input_ids"], start=1, end=2)
-    start = graph.node("Add", [past, graph.constant([first])])
-    end = graph.node("Add", [graph.node("Add", [past, new]), graph.constant([last])])
+    embedded = graph.Gather(graph.constant(rng.standard_normal((TOKENS, WIDTH)), np.float32), "input_ids")
+    past = graph.Shape("past.key", start=2, end=3)
+    new = graph.Shape("input_ids", start=1, end=2)
+    start = graph.Add(past, [first])
+    end = graph.Add(graph.Add(past, new), [last])
     table = graph.constant(rng.standard_normal((40, WIDTH)), np.float32)
-    rows = graph.node("Slice", [table, start, end, graph.constant([0])], "rows")
+    rows = graph.Slice(table, start, end, [0], out="rows")
     if use == "Add":
-        x = graph.node("Add", [embedded, rows], "x")
+        x = graph.Add(embedded, rows, out="x")
     else:
-        product = graph.node("MatMul", [rows, graph.constant(np.ones((WIDTH, 1)), np.float32)])
-        x = graph.node("Add", [embedded, product], "x")
+        product = graph.MatMul(rows, graph.constant(np.ones((WIDTH, 1)), np.float32))
+        x = graph.Add(embedded, product, out="x")
     inputs = [x, x, x, "", "past.key", "past.value"]
     graph.node("Attention", inputs, ["y", "present.key", "present.value"], is_causal=1, q_num_heads=HEADS,
                kv_num_heads=HEADS)  # fmt: skip
-    graph.node("MatMul", ["y", graph.constant(rng.standard_normal((WIDTH, TOKENS)), np.float32)], "logits")
+    graph.MatMul("y", graph.constant(rng.standard_normal((WIDTH, TOKENS)), np.float32), out="logits")
     graph.output("logits", TensorProto.FLOAT, ["B", "S", TOKENS])
     return graph.model(24)
 

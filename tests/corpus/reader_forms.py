@@ -22,7 +22,7 @@ def shown(what: Callable[[Build], str], rank: int = 4) -> After:
     """An output beside the logits."""
 
     def after(g: Build, x: str) -> str:
-        g.node("Identity", [what(g)], "debug")
+        g.Identity(what(g), out="debug")
         g.output("debug", FLOAT, [f"d{axis}" for axis in range(rank)])
         return x
 
@@ -31,7 +31,7 @@ def shown(what: Callable[[Build], str], rank: int = 4) -> After:
 
 def mixed(what: Callable[[Build], str]) -> After:
     """Added to the hidden states."""
-    return lambda g, x: g.node("Add", [x, g.node("ReduceMean", [what(g)], keepdims=0)])
+    return lambda g, x: g.Add(x, g.ReduceMean(what(g), keepdims=0))
 
 
 def first(kind: str) -> Callable[[Build], str]:
@@ -39,11 +39,11 @@ def first(kind: str) -> Callable[[Build], str]:
 
 
 def transposed(g: Build) -> str:
-    return g.node("Transpose", [g.presents[0]], perm=[0, 2, 1, 3])
+    return g.Transpose(g.presents[0], perm=[0, 2, 1, 3])
 
 
 def norm(g: Build) -> str:
-    return g.node("ReduceL2", [g.presents[0], g.constant([3])], keepdims=0)
+    return g.ReduceL2(g.presents[0], [3], keepdims=0)
 
 
 def probabilities(g: Build, x: str) -> str:
@@ -56,9 +56,7 @@ READERS: dict[str, After] = {
     "present shown": shown(first("present")),
     "present shown in another layout": shown(transposed),
     "norm of the present shown": shown(norm, 3),
-    "rows of the present shown": shown(
-        lambda g: g.node("Slice", [g.presents[0], *(g.constant([n]) for n in (-1, 2**31, 2))])
-    ),
+    "rows of the present shown": shown(lambda g: g.Slice(g.presents[0], *(g.constant([n]) for n in (-1, 2**31, 2)))),
     "present in the hidden states": mixed(first("present")),
     "present in another layout in the hidden states": mixed(transposed),
     "past shown": shown(first("past")),
@@ -148,8 +146,8 @@ def edited(edit: Callable[[onnx.GraphProto], None], **how: Any) -> onnx.ModelPro
 def style(g: Build, x: str) -> str:
     """A Concat of an input that is no cache."""
     extra = g.input("style", FLOAT, ["batch", "styles", 16])
-    joined = g.node("Concat", [extra, x], axis=1)
-    return g.node("Add", [x, g.node("ReduceMean", [joined, g.constant([1])], keepdims=1)])
+    joined = g.Concat(extra, x, axis=1)
+    return g.Add(x, g.ReduceMean(joined, [1], keepdims=1))
 
 
 def joined_features(symbol: str = "n") -> onnx.ModelProto:
@@ -158,9 +156,9 @@ def joined_features(symbol: str = "n") -> onnx.ModelProto:
     features = g.input("prompt", FLOAT, ["batch", symbol, 8])
     tokens = g.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
     table = g.constant(np.random.default_rng(0).standard_normal((16, 8)), np.float32)
-    rows = g.node("Gather", [table, tokens])
-    joined = g.node("Concat", [features, rows], axis=1)
-    g.node("MatMul", [joined, g.constant(np.ones((8, 16)), np.float32)], "logits")
+    rows = g.Gather(table, tokens)
+    joined = g.Concat(features, rows, axis=1)
+    g.MatMul(joined, g.constant(np.ones((8, 16)), np.float32), out="logits")
     g.output("logits", FLOAT, ["batch", "all", 16])
     return g.model(18)
 

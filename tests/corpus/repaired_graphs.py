@@ -75,8 +75,8 @@ def later_in_a_body() -> onnx.ModelProto:
     inner = branch([helper.make_node("Neg", ["late"], ["minus"])], "minus")
     outer = branch([helper.make_node("If", ["choice"], ["picked"], then_branch=inner, else_branch=inner)], "picked")
     plain = branch([helper.make_node("Abs", ["x"], ["kept"])], "kept")
-    graph.node("If", ["choice"], "y", then_branch=outer, else_branch=plain)
-    graph.node("Relu", ["x"], "late")
+    graph.If("choice", out="y", then_branch=outer, else_branch=plain)
+    graph.Relu("x", out="late")
     graph.output("y", FLOAT, ["B", 4])
     return beside_a_cache(graph)
 
@@ -89,7 +89,7 @@ def scalars_in_a_body() -> onnx.ModelProto:
     most, total = (
         branch([helper.make_node(op, inputs, ["made"], keepdims=1)], "made") for op in ("ReduceMax", "ReduceSum")
     )
-    graph.node("If", ["choice"], "y", then_branch=most, else_branch=total)
+    graph.If("choice", out="y", then_branch=most, else_branch=total)
     graph.output("y", FLOAT, ["B", 4])
     return beside_a_cache(graph)
 
@@ -97,8 +97,8 @@ def scalars_in_a_body() -> onnx.ModelProto:
 def cycle() -> onnx.ModelProto:
     graph = Graph()
     graph.input("x", FLOAT, [4])
-    graph.node("Add", ["x", "b"], "a")
-    graph.node("Relu", ["a"], "b")
+    graph.Add("x", "b", out="a")
+    graph.Relu("a", out="b")
     graph.output("b", FLOAT, [4])
     return beside_a_cache(graph)
 
@@ -106,7 +106,7 @@ def cycle() -> onnx.ModelProto:
 def other_domain() -> onnx.ModelProto:
     graph = Graph()
     graph.input("x", FLOAT, [4])
-    graph.node("Own", ["x"], "y", domain="com.own")
+    graph.Own("x", out="y", domain="com.own")
     graph.output("y", FLOAT, [4])
     return beside_a_cache(graph)
 
@@ -125,8 +125,8 @@ def graph(out: int = FLOAT) -> Graph:
 def stated_otherwise() -> onnx.ModelProto:
     """onnxconverter-common: the result of a Cast that stayed, stated as what the rest became."""
     made = graph(HALF)
-    made.node("Cast", ["half"], "cast", to=FLOAT)
-    made.node("Add", ["cast", "half"], "y")
+    made.Cast("half", out="cast", to=FLOAT)
+    made.Add("cast", "half", out="y")
     model = made.model()
     model.graph.value_info.append(helper.make_tensor_value_info("cast", HALF, ["B", 4]))
     return model
@@ -134,29 +134,29 @@ def stated_otherwise() -> onnx.ModelProto:
 
 def stated_output() -> onnx.ModelProto:
     made = graph(HALF)
-    made.node("Cast", ["half"], "y", to=FLOAT)
+    made.Cast("half", out="y", to=FLOAT)
     return made.model()
 
 
 def mixed() -> onnx.ModelProto:
     made = graph(HALF)
-    made.node("Add", ["half", "float"], "y")
+    made.Add("half", "float", out="y")
     return made.model()
 
 
 def mixed_far() -> onnx.ModelProto:
     """Operands of a Concat, behind operators that keep the type."""
     made = graph(HALF)
-    made.node("Neg", [made.node("Cast", ["half"], to=FLOAT)], "negative")
-    made.node("Concat", ["half", "half", "negative"], "y", axis=0)
+    made.Neg(made.Cast("half", to=FLOAT), out="negative")
+    made.Concat("half", "half", "negative", out="y", axis=0)
     return made.model()
 
 
 def quantized() -> onnx.ModelProto:
     """NVIDIA ModelOpt's PTQ of a file that was float16 already."""
     made = graph(HALF)
-    small = made.node("QuantizeLinear", ["float", made.constant(0.1, np.float32), made.constant(0, np.int8)])
-    made.node("Add", ["half", made.node("DequantizeLinear", [small, made.constant(0.1, np.float32)])], "y")
+    small = made.QuantizeLinear("float", made.constant(0.1, np.float32), made.constant(0, np.int8))
+    made.Add("half", made.DequantizeLinear(small, made.constant(0.1, np.float32)), out="y")
     return made.model()
 
 
@@ -166,7 +166,7 @@ def fused() -> onnx.ModelProto:
     made.input("x", HALF, ["B", 2, "S", 8])
     made.input("positions", TensorProto.INT64, ["B", "S"])
     tables = [made.constant(np.ones((4, 4)), np.float32) for _ in range(2)]
-    made.node("RotaryEmbedding", ["x", "positions", *tables], "y", domain="com.microsoft")
+    made.RotaryEmbedding("x", "positions", *tables, out="y", domain="com.microsoft")
     made.output("y", HALF, ["B", 2, "S", 8])
     return made.model(21, ["com.microsoft"])
 
@@ -174,10 +174,10 @@ def fused() -> onnx.ModelProto:
 def types_of_their_own() -> onnx.ModelProto:
     """Where has a bool, Pow and CastLike two types, LayerNormalization may have two."""
     made = graph()
-    positive = made.node("Greater", ["float", "float"])
-    power = made.node("Pow", ["float", "half"])
-    like = made.node("CastLike", ["half", "float"])
-    made.node("Where", [positive, power, like], "y")
+    positive = made.Greater("float", "float")
+    power = made.Pow("float", "half")
+    like = made.CastLike("half", "float")
+    made.Where(positive, power, like, out="y")
     return beside_a_cache(made)
 
 

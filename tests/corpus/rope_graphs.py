@@ -46,60 +46,57 @@ class Rope:
         """Cosines and sines of all tokens ``[T, D]``."""
         if self.form == "table":
             bounds = g.constant([0]), self._bound(g, g.all), g.constant([0])
-            return _both(lambda table: g.node("Slice", [table, *bounds]), _tables(g))
-        return self._factors(g, self.every(g, g.node("Range", [g.constant(0), g.all, g.constant(1)])))
+            return _both(lambda table: g.Slice(table, *bounds), _tables(g))
+        return self._factors(g, self.every(g, g.Range(g.constant(0), g.all, 1)))
 
     def _new(self, g: Build) -> Pair:
         """Those of the new ones ``[S, D]``, or ``[B, 1, S, D]``."""
         start = self.first(g, g.past)
-        rows = g.node("Range", [start, g.all, g.constant(1)])
+        rows = g.Range(start, g.all, 1)
         first, end = self._bound(g, start), self._bound(g, g.all)
         if self.form in ("negative", "open"):
             end = g.constant([2**31])
         if self.form == "negative":
-            first = g.node("Neg", [self._bound(g, g.length)])
+            first = g.Neg(self._bound(g, g.length))
         match self.form:
             case "range":
                 return self._factors(g, rows)
             case "position_ids":
                 index = self.given(g, g.position_ids)
-                looked_up = _both(lambda table: g.node("Gather", [table, index], axis=0), self._all(g))
-                return _both(lambda found: g.node("Unsqueeze", [found, g.constant([1])]), looked_up)
+                looked_up = _both(lambda table: g.Gather(table, index, axis=0), self._all(g))
+                return _both(lambda found: g.Unsqueeze(found, [1]), looked_up)
             case "gather" | "gather 2d":
-                index = rows if self.form == "gather" else g.node("Unsqueeze", [rows, g.constant([0])])
-                return _both(lambda table: g.node("Gather", [table, index], axis=0), self._all(g))
+                index = rows if self.form == "gather" else g.Unsqueeze(rows, [0])
+                return _both(lambda table: g.Gather(table, index, axis=0), self._all(g))
         whole = _tables(g) if self.form == "table" else self._all(g)
-        return _both(lambda table: g.node("Slice", [table, first, end, g.constant([0])]), whole)
+        return _both(lambda table: g.Slice(table, first, end, [0]), whole)
 
     def _bound(self, g: Build, number: str) -> str:
-        return g.node("Unsqueeze", [number, g.constant([0])])
+        return g.Unsqueeze(number, [0])
 
     def _factors(self, g: Build, positions: str) -> Pair:
         frequencies = g.constant(_frequencies(g), np.float32)
-        numbers = g.node("Cast", [positions], to=TensorProto.FLOAT)
+        numbers = g.Cast(positions, to=TensorProto.FLOAT)
         match self.angles:
             case "einsum":
-                angles = g.node("Einsum", [numbers, frequencies], equation="i,j->ij")
+                angles = g.Einsum(numbers, frequencies, equation="i,j->ij")
             case "matmul":
-                row = g.node("Unsqueeze", [numbers, g.constant([0, 1])])
+                row = g.Unsqueeze(numbers, [0, 1])
                 column = g.constant(_frequencies(g).reshape(1, -1, 1), np.float32)
-                angles = g.node("Transpose", [g.node("MatMul", [column, row])], perm=[0, 2, 1])
-                angles = g.node("Squeeze", [angles, g.constant([0])])
+                angles = g.Transpose(g.MatMul(column, row), perm=[0, 2, 1])
+                angles = g.Squeeze(angles, [0])
             case _:
-                angles = g.node("Mul", [g.node("Unsqueeze", [numbers, g.constant([1])]), frequencies])
-        both = g.node("Concat", [angles, angles], axis=-1)
-        return g.node("Cos", [both]), g.node("Sin", [both])
+                angles = g.Mul(g.Unsqueeze(numbers, [1]), frequencies)
+        both = g.Concat(angles, angles, axis=-1)
+        return g.Cos(both), g.Sin(both)
 
 
 def rotate(g: Build, tensor: str, cos: str, sin: str) -> str:
     """``x * cos + rotate_half(x) * sin``."""
     half = g.decoder.size // 2
-    front, back = (
-        g.node("Slice", [tensor, g.constant([start]), g.constant([end]), g.constant([-1])])
-        for start, end in ((0, half), (half, 2**31))
-    )
-    turned = g.node("Concat", [g.node("Neg", [back]), front], axis=-1)
-    return g.node("Add", [g.node("Mul", [tensor, cos]), g.node("Mul", [turned, sin])])
+    front, back = (g.Slice(tensor, [start], [end], [-1]) for start, end in ((0, half), (half, 2**31)))
+    turned = g.Concat(g.Neg(back), front, axis=-1)
+    return g.Add(g.Mul(tensor, cos), g.Mul(turned, sin))
 
 
 def _both(make: Callable[[str], str], pair: Pair) -> Pair:
@@ -117,27 +114,27 @@ def _tables(g: Build) -> Pair:
 
 
 def _as_half(g: Build, positions: str) -> str:
-    half = g.node("Cast", [positions], to=TensorProto.FLOAT16)
-    return g.node("Cast", [half], to=TensorProto.INT64)
+    half = g.Cast(positions, to=TensorProto.FLOAT16)
+    return g.Cast(half, to=TensorProto.INT64)
 
 
 def _plus(number: str, tensor: str, g: Build) -> str:
     """One more where a number is 7."""
-    odd = g.node("Cast", [g.node("Equal", [number, g.constant(7)])], to=TensorProto.INT64)
-    return g.node("Add", [tensor, odd])
+    odd = g.Cast(g.Equal(number, 7), to=TensorProto.INT64)
+    return g.Add(tensor, odd)
 
 
 def _reversed(g: Build, positions: str) -> str:
-    return g.node("Sub", [g.node("Sub", [g.all, g.constant(1)]), positions])
+    return g.Sub(g.Sub(g.all, 1), positions)
 
 
 def _from_the_end(g: Build, positions: str) -> str:
-    return g.node("Sub", [positions, g.all])
+    return g.Sub(positions, g.all)
 
 
 def _moved(g: Build, positions: str) -> str:
-    long = g.node("Cast", [g.node("Equal", [g.all, g.constant(20)])], to=TensorProto.INT64)
-    return g.node("Add", [positions, long])
+    long = g.Cast(g.Equal(g.all, 20), to=TensorProto.INT64)
+    return g.Add(positions, long)
 
 
 ODD: dict[str, dict[str, Any]] = {
@@ -146,8 +143,8 @@ ODD: dict[str, dict[str, Any]] = {
     "keys in reverse": {"keys": True, "every": _reversed},
     "keys counted from the end": {"keys": True, "every": _from_the_end},
     "keys that move at a length of 20": {"keys": True, "every": _moved},
-    "one position back": {"form": "position_ids", "given": lambda g, ids: g.node("Sub", [ids, g.constant(1)])},
-    "positions from the end of the text": {"form": "position_ids", "given": lambda g, ids: g.node("Neg", [ids])},
+    "one position back": {"form": "position_ids", "given": lambda g, ids: g.Sub(ids, 1)},
+    "positions from the end of the text": {"form": "position_ids", "given": lambda g, ids: g.Neg(ids)},
     "keys, table": {"form": "table", "keys": True},
     "keys, matmul": {"form": "negative", "angles": "matmul", "keys": True},
 }

@@ -27,8 +27,8 @@ def rounds(kind: Any, scale: float = 0.0, zero: int = 0, behind: float = 0.0, **
         dtype = np.float32 if g.decoder.upcast else g.decoder.dtype
         first = scale or STEPS[kind]
         names = [g.constant(first, dtype), g.constant(zero, kind), g.constant(behind or first, dtype)]
-        small = g.node("QuantizeLinear", [tensor, names[0], names[1]], **attrs)
-        return g.node("DequantizeLinear", [small, names[2], names[1]])
+        small = g.QuantizeLinear(tensor, names[0], names[1], **attrs)
+        return g.DequantizeLinear(small, names[2], names[1])
 
     return hook
 
@@ -46,13 +46,13 @@ def modelopt(
 
     def attend(g: Build, query: str, keys: str, values: str) -> str:
         root = _root(g, query) if from_sizes else g.constant(g.decoder.size**-0.25, g.decoder.dtype)
-        turned = g.node("Transpose", [keys], perm=[0, 1, 3, 2])
-        query, turned = (g.node("Mul", [tensor, root]) for tensor in (query, turned))
-        scores = g.node("MatMul", [rounded(g, query, "query"), rounded(g, turned, "keys", 0.75)])
+        turned = g.Transpose(keys, perm=[0, 1, 3, 2])
+        query, turned = (g.Mul(tensor, root) for tensor in (query, turned))
+        scores = g.MatMul(rounded(g, query, "query"), rounded(g, turned, "keys", 0.75))
         masked = concat_graphs._masked(g, rounded(g, scores, "scores"))
-        weights = g.node("Softmax", [masked], axis=-1)
+        weights = g.Softmax(masked, axis=-1)
         weights = rounded(g, weights, "weights", 0.25)
-        return g.node("MatMul", [weights, rounded(g, values, "values")])
+        return g.MatMul(weights, rounded(g, values, "values"))
 
     return attend
 
@@ -60,24 +60,24 @@ def modelopt(
 def _root(g: Build, query: str) -> str:
     """The fourth root of one by the size of a head."""
     ends = [g.constant([n]) for n in (-1, np.iinfo(np.int64).max)]
-    size = g.node("Slice", [g.node("Shape", [query]), *ends])
+    size = g.Slice(g.Shape(query), *ends)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(g.decoder.dtype))
-    root = g.node("Sqrt", [g.node("Cast", [size], to=kind)])
-    return g.node("Sqrt", [g.node("Div", [g.constant([1.0], g.decoder.dtype), root])])
+    root = g.Sqrt(g.Cast(size, to=kind))
+    return g.Sqrt(g.Div(g.constant([1.0], g.decoder.dtype), root))
 
 
 def per_channel(g: Build, tensor: str) -> str:
     """Scales along the size of a head are the same for all rows."""
     scales = g.constant(np.linspace(0.02, 0.05, g.decoder.size), np.float32)
     zeros = g.constant(np.zeros(g.decoder.size), INT8)
-    small = g.node("QuantizeLinear", [tensor, scales, zeros], axis=3)
-    return g.node("DequantizeLinear", [small, scales, zeros], axis=3)
+    small = g.QuantizeLinear(tensor, scales, zeros, axis=3)
+    return g.DequantizeLinear(small, scales, zeros, axis=3)
 
 
 def dynamic(g: Build, tensor: str) -> str:
-    scale = g.node("Div", [g.node("ReduceMax", [tensor], keepdims=0), g.constant(127, np.float32)])
-    small = g.node("QuantizeLinear", [tensor, scale, g.constant(0, INT8)])
-    return g.node("DequantizeLinear", [small, scale, g.constant(0, INT8)])
+    scale = g.Div(g.ReduceMax(tensor, keepdims=0), g.constant(127, np.float32))
+    small = g.QuantizeLinear(tensor, scale, g.constant(0, INT8))
+    return g.DequantizeLinear(small, scale, g.constant(0, INT8))
 
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -32,19 +32,19 @@ def scan(repeat: str, length: int | str = "S", *, cached: bool = False) -> onnx.
     graph = Graph()
     graph.input("state", TensorProto.FLOAT, ["B", heads, SIZE, SIZE])
     graph.input("x", TensorProto.FLOAT, ["B", length, HEADS * SIZE])
-    split = graph.node("Reshape", ["x", graph.constant([0, 0, HEADS, SIZE])])
-    rows = graph.node("Unsqueeze", [graph.node("Transpose", [split], perm=[0, 2, 1, 3]), graph.constant([2])])
+    split = graph.Reshape("x", [0, 0, HEADS, SIZE])
+    rows = graph.Unsqueeze(graph.Transpose(split, perm=[0, 2, 1, 3]), [2])
     if op:
         rows = graph.node(op, [rows, graph.constant(counts)])
-    rows = graph.node("Reshape", [rows, graph.constant([0, heads, -1, SIZE])])
-    first = graph.node("Transpose", [rows], perm=[2, 0, 1, 3])
-    graph.node("Scan", ["state", first], ["new_state", "scanned"], body=_body(), num_scan_inputs=1)
+    rows = graph.Reshape(rows, [0, heads, -1, SIZE])
+    first = graph.Transpose(rows, perm=[2, 0, 1, 3])
+    graph.Scan("state", first, out=["new_state", "scanned"], body=_body(), num_scan_inputs=1)
     graph.output("new_state", TensorProto.FLOAT, ["B", heads, SIZE, SIZE])
     graph.output("scanned", TensorProto.FLOAT, [length, "B", heads, SIZE])
     if cached:
         past = graph.input("past", TensorProto.FLOAT, ["B", HEADS, 32, SIZE])
-        update = graph.node("Transpose", [split], perm=[0, 2, 1, 3])
-        graph.node("TensorScatter", [past, update, graph.input("write_indices", TensorProto.INT64, ["B"])], "present")
+        update = graph.Transpose(split, perm=[0, 2, 1, 3])
+        graph.TensorScatter(past, update, graph.input("write_indices", TensorProto.INT64, ["B"]), out="present")
         graph.output("present", TensorProto.FLOAT, ["B", HEADS, 32, SIZE])
     return graph.model()
 
@@ -53,10 +53,10 @@ def _body(dtype: int = TensorProto.FLOAT) -> onnx.GraphProto:
     """state + k^T k, and k @ state."""
     body = Graph()
     body.initializers += [numpy_helper.from_array(np.array([n]), f"axis_{-n}") for n in (-2, -1)]
-    row = body.node("Unsqueeze", ["k", "axis_2"], "row")
-    column = body.node("Unsqueeze", ["k", "axis_1"], "column")
-    body.node("Squeeze", [body.node("MatMul", [row, "s"], "product"), "axis_2"], "y")
-    body.node("Add", ["s", body.node("MatMul", [column, row], "update")], "s_new")
+    row = body.Unsqueeze("k", "axis_2", out="row")
+    column = body.Unsqueeze("k", "axis_1", out="column")
+    body.Squeeze(body.MatMul(row, "s", out="product"), "axis_2", out="y")
+    body.Add("s", body.MatMul(column, row, out="update"), out="s_new")
     values = [[helper.make_tensor_value_info(n, dtype, None) for n in names]
               for names in (("s", "k"), ("s_new", "y"))]  # fmt: skip
     return helper.make_graph(body.nodes, "body", *values, body.initializers)
@@ -72,17 +72,15 @@ def decoder(dtype: int = TensorProto.FLOAT16, length: int | str = "S", *, comput
     graph.input("state", dtype, ["B", heads, SIZE, SIZE])
     for name in ("write_indices", "nonpad_kv_seqlen"):
         graph.input(name, TensorProto.INT64, ["B"])
-    rows = graph.node("Transpose", [graph.node("Reshape", ["x", graph.constant([0, 0, heads, SIZE])])],
+    rows = graph.Transpose(graph.Reshape("x", [0, 0, heads, SIZE]),
                       perm=[0, 2, 1, 3])  # fmt: skip
-    first = graph.node("Transpose", [_attended(graph, rows, dtype, 0)], perm=[2, 0, 1, 3])
+    first = graph.Transpose(_attended(graph, rows, dtype, 0), perm=[2, 0, 1, 3])
     if computed:
-        shape = graph.node("Shape", [first])
-        ones = graph.node("Div", [shape, shape])
-        first = graph.node("Expand", [first, ones])
-    graph.node("Scan", ["state", first], ["new_state", "scanned"], body=_body(dtype), num_scan_inputs=1)
-    graph.node(
-        "Identity", [_attended(graph, graph.node("Transpose", ["scanned"], perm=[1, 2, 0, 3]), dtype, 1)], "output"
-    )
+        shape = graph.Shape(first)
+        ones = graph.Div(shape, shape)
+        first = graph.Expand(first, ones)
+    graph.Scan("state", first, out=["new_state", "scanned"], body=_body(dtype), num_scan_inputs=1)
+    graph.Identity(_attended(graph, graph.Transpose("scanned", perm=[1, 2, 0, 3]), dtype, 1), out="output")
     graph.output("new_state", dtype, ["B", heads, SIZE, SIZE])
     graph.output("output", dtype, ["B", heads, length, SIZE])
     return graph.model()
@@ -92,10 +90,10 @@ def _attended(graph: Graph, rows: str, dtype: int, layer: int) -> str:
     presents = []
     for name in ("k", "v"):
         past, present = graph.input(f"past_{name}{layer}", dtype, ["B", 4, 32, SIZE]), f"present_{name}{layer}"
-        presents.append(graph.node("TensorScatter", [past, rows, "write_indices"], present, axis=2))
+        presents.append(graph.TensorScatter(past, rows, "write_indices", out=present, axis=2))
         graph.output(present, dtype, ["B", 4, 32, SIZE])
-    query = graph.node("Mul", [rows, graph.constant(0.5, np.float16 if dtype == TensorProto.FLOAT16 else np.float32)])
-    return graph.node("Attention", [query, *presents, "", "", "", "nonpad_kv_seqlen"], is_causal=1)
+    query = graph.Mul(rows, graph.constant(0.5, np.float16 if dtype == TensorProto.FLOAT16 else np.float32))
+    return graph.Attention(query, *presents, "", "", "", "nonpad_kv_seqlen", is_causal=1)
 
 
 def entries() -> Iterator[Entry]:

@@ -57,7 +57,7 @@ class _Build(Graph):
 
     def cut(self, tensor: str, start: str | int, end: int = FAR) -> str:
         first = start if isinstance(start, str) else self.constant([start])
-        return self.node("Slice", [tensor, first, self.constant([end]), self.constant([self.axis])])
+        return self.Slice(tensor, first, [end], [self.axis])
 
     def joined(self, *tensors: str, out: str = "") -> str:
         return self.node("Concat", tensors, out, axis=self.axis)
@@ -65,7 +65,7 @@ class _Build(Graph):
     @property
     def new(self) -> str:
         """S, ``[1]``."""
-        return self.node("Shape", ["input_ids"], start=1, end=2)
+        return self.Shape("input_ids", start=1, end=2)
 
     @property
     def count(self) -> str:
@@ -77,7 +77,7 @@ class _Build(Graph):
     @property
     def steps(self) -> str:
         """``0 .. S - 1``."""
-        return self.node("Range", [self.constant(0), self.node("Squeeze", [self.new]), self.constant(1)])
+        return self.Range(self.constant(0), self.Squeeze(self.new), 1)
 
     def shape(self, rows: Dim) -> list[Dim]:
         dims: dict[str, Dim] = {"b": self.how.batch, "n": HEADS, "s": rows, "d": SIZE}
@@ -89,12 +89,12 @@ def make_shifted(how: Shifted) -> onnx.ModelProto:
     g = _Build(how)
     tokens = g.input("input_ids", TensorProto.INT64, [how.batch, how.length])
     positions = g.input("position_ids", TensorProto.INT64, [how.batch, how.length])
-    column = g.node("Unsqueeze", [g.node("Cast", [positions], to=TensorProto.FLOAT), g.constant([-1])])
-    signal = g.node("Sin", [g.node("Mul", [column, g.constant(np.linspace(0.1, 1.5, WIDTH), np.float32)])])
-    x = g.node("Add", [g.node("Gather", [g.weight(VOCABULARY, WIDTH), tokens], axis=0), signal])
+    column = g.Unsqueeze(g.Cast(positions, to=TensorProto.FLOAT), [-1])
+    signal = g.Sin(g.Mul(column, g.constant(np.linspace(0.1, 1.5, WIDTH), np.float32)))
+    x = g.Add(g.Gather(g.weight(VOCABULARY, WIDTH), tokens, axis=0), signal)
     for layer, form in enumerate(how.layers):
-        x = g.node("Add", [x, _layer(g, x, layer, form)])
-    g.node("MatMul", [x, g.weight(WIDTH, VOCABULARY)], "logits")
+        x = g.Add(x, _layer(g, x, layer, form))
+    g.MatMul(x, g.weight(WIDTH, VOCABULARY), out="logits")
     g.output("logits", TensorProto.FLOAT, [how.batch, how.length, VOCABULARY])
     model = g.model(18)
     onnx.checker.check_model(model, full_check=True)
@@ -102,30 +102,27 @@ def make_shifted(how: Shifted) -> onnx.ModelProto:
 
 
 def _layer(g: _Build, x: str, layer: int, form: str) -> str:
-    query, *news = (
-        g.node("Reshape", [g.node("MatMul", [x, g.weight(WIDTH, WIDTH)]), g.constant([0, 0, HEADS, SIZE])])
-        for _ in range(3)
-    )
+    query, *news = (g.Reshape(g.MatMul(x, g.weight(WIDTH, WIDTH)), [0, 0, HEADS, SIZE]) for _ in range(3))
     read = []
     for part, new in zip(("key", "value"), news, strict=True):
         past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
         rows: Dim = {"full": LONG, "grows": "past"}.get(form, g.how.rows)
         g.input(past, TensorProto.FLOAT, g.shape(rows))
         if g.how.layout != "bsnd":
-            new = g.node("Transpose", [new], perm=[0, 2, 1, 3] if g.how.layout == "bnsd" else [0, 2, 3, 1])
+            new = g.Transpose(new, perm=[0, 2, 1, 3] if g.how.layout == "bnsd" else [0, 2, 3, 1])
         how = {"values": "oldest" if part == "key" else "cat"}.get(form, form)
         read.append(_written(g, how, past, new, present))
         g.output(present, TensorProto.FLOAT, g.shape("total" if form == "grows" else rows))
     if g.how.layout != "bnsd":
         perm = [0, 2, 1, 3] if g.how.layout == "bsnd" else [0, 1, 3, 2]
-        read = [g.node("Transpose", [tensor], perm=perm) for tensor in read]
-    query = g.node("Transpose", [query], perm=[0, 2, 1, 3])
-    scores = g.node("MatMul", [query, g.node("Transpose", [read[0]], perm=[0, 1, 3, 2])])
-    scores = g.node("Mul", [scores, g.constant(SIZE**-0.5, np.float32)])
+        read = [g.Transpose(tensor, perm=perm) for tensor in read]
+    query = g.Transpose(query, perm=[0, 2, 1, 3])
+    scores = g.MatMul(query, g.Transpose(read[0], perm=[0, 1, 3, 2]))
+    scores = g.Mul(scores, g.constant(SIZE**-0.5, np.float32))
     scores = _masked(g, scores, form)
-    out = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), read[1]])
-    merged = g.node("Reshape", [g.node("Transpose", [out], perm=[0, 2, 1, 3]), g.constant([0, 0, WIDTH])])
-    return g.node("MatMul", [merged, g.weight(WIDTH, WIDTH)])
+    out = g.MatMul(g.Softmax(scores, axis=-1), read[1])
+    merged = g.Reshape(g.Transpose(out, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
+    return g.MatMul(merged, g.weight(WIDTH, WIDTH))
 
 
 def _written(g: _Build, form: str, past: str, new: str, present: str) -> str:
@@ -134,22 +131,22 @@ def _written(g: _Build, form: str, past: str, new: str, present: str) -> str:
         return g.joined(past, new, out=present)
     if form == "full":
         order = [2, 0, 1, 3] if g.axis == 2 else [1, 0, 2, 3]
-        major, rows = (g.node("Transpose", [t], perm=order) for t in (past, new))
-        index = g.node("Unsqueeze", [g.node("Add", [g.count, g.steps]), g.constant([1])])
-        written = g.node("ScatterND", [major, index, rows])
-        return g.node("Transpose", [written], present, perm=[int(i) for i in np.argsort(order)])
+        major, rows = (g.Transpose(t, perm=order) for t in (past, new))
+        index = g.Unsqueeze(g.Add(g.count, g.steps), [1])
+        written = g.ScatterND(major, index, rows)
+        return g.Transpose(written, out=present, perm=[int(i) for i in np.argsort(order)])
     if form == "still":
-        index = g.node("Expand", [g.constant([[[[5]]]]), g.node("Shape", [new])])
-        return g.node("ScatterElements", [past, index, new], present, axis=g.axis)
+        index = g.Expand(g.constant([[[[5]]]]), g.Shape(new))
+        return g.ScatterElements(past, index, new, out=present, axis=g.axis)
     if form == "cat":
         return g.joined(g.cut(past, g.new), new, out=present)
     if form == "roll":
         order = [2, 0, 1, 3] if g.axis == 2 else [1, 0, 2, 3]
         rolled = g.joined(g.cut(past, 1), g.cut(past, 0, 1))
-        major, rows = (g.node("Transpose", [t], perm=order) for t in (rolled, new))
-        written = g.node("ScatterND", [major, g.constant([[g.how.rows - 1]]), rows])
-        back = g.node("Transpose", [written], perm=[int(i) for i in np.argsort(order)])
-        g.node("Identity", [back], present)  # attention reads what lies before the output, as torch exports it
+        major, rows = (g.Transpose(t, perm=order) for t in (rolled, new))
+        written = g.ScatterND(major, [[g.how.rows - 1]], rows)
+        back = g.Transpose(written, perm=[int(i) for i in np.argsort(order)])
+        g.Identity(back, out=present)  # attention reads what lies before the output, as torch exports it
         return back
     if form == "front":
         return g.joined(new, g.cut(past, 0, -1), out=present)
@@ -157,8 +154,8 @@ def _written(g: _Build, form: str, past: str, new: str, present: str) -> str:
         return g.joined(g.cut(past, 2), new, new, out=present)
     whole = g.joined(past, new)
     if form == "oldest":
-        return g.node("Identity", [g.cut(whole, 0, g.how.rows)], present)
-    cut = g.node("Identity", [g.cut(whole, -g.how.rows)], present)
+        return g.Identity(g.cut(whole, 0, g.how.rows), out=present)
+    cut = g.Identity(g.cut(whole, -g.how.rows), out=present)
     return whole if form == "whole" else cut
 
 
@@ -166,7 +163,7 @@ def _masked(g: _Build, scores: str, form: str) -> str:
     if form in ("full", "grows"):
         if form not in g.masks:
             g.masks[form] = _causal(g, form)
-        return g.node("Where", [g.masks[form], scores, g.constant(-1e4, np.float32)])
+        return g.Where(g.masks[form], scores, g.constant(-1e4, np.float32))
     if g.how.mask == "none":
         return scores
     if g.how.mask in ("own", "added"):
@@ -174,30 +171,30 @@ def _masked(g: _Build, scores: str, form: str) -> str:
         if "own" not in g.masks:
             g.masks["own"] = g.input("mask", kind, [g.how.batch, 1, g.how.length, g.how.rows])
         if g.how.mask == "added":
-            return g.node("Add", [scores, "mask"])
+            return g.Add(scores, "mask")
     elif "own" not in g.masks:
         g.masks["own"] = g.constant(np.arange(g.how.rows) < 6, np.bool_) if g.how.mask == "still" else _counted(g)
-    return g.node("Where", [g.masks["own"], scores, g.constant(-1e4, np.float32)])
+    return g.Where(g.masks["own"], scores, g.constant(-1e4, np.float32))
 
 
 def _causal(g: _Build, form: str) -> str:
-    own = g.node("Unsqueeze", ["position_ids", g.constant([1, 3])])
+    own = g.Unsqueeze("position_ids", [1, 3])
     if form == "full":
-        return g.node("LessOrEqual", [g.constant(np.arange(LONG)), own])
+        return g.LessOrEqual(np.arange(LONG), own)
     past = next(value.name for value in g.inputs if "past" in [d.dim_param for d in value.type.tensor_type.shape.dim])
-    total = g.node("Add", [g.node("Shape", [past], start=g.axis, end=g.axis + 1), g.new])
-    scalar = g.node("Squeeze", [total])
-    return g.node("LessOrEqual", [g.node("Range", [g.constant(0), scalar, g.constant(1)]), own])
+    total = g.Add(g.Shape(past, start=g.axis, end=g.axis + 1), g.new)
+    scalar = g.Squeeze(total)
+    return g.LessOrEqual(g.Range(0, scalar, 1), own)
 
 
 def _counted(g: _Build) -> str:
     """The tokens in the last rows, up to each query's own."""
-    own = g.node("Unsqueeze", ["position_ids", g.constant([1, 3])])
-    last = g.node("ReduceMax", [own, g.constant([2])])
+    own = g.Unsqueeze("position_ids", [1, 3])
+    last = g.ReduceMax(own, [2])
     age = g.constant(np.arange(g.how.rows)[::-1].copy())
-    tokens = g.node("Sub", [last, age])
+    tokens = g.Sub(last, age)
     least = g.constant(1 if g.how.mask == "late" else 0)
-    return g.node("And", [g.node("GreaterOrEqual", [tokens, least]), g.node("LessOrEqual", [tokens, own])])
+    return g.And(g.GreaterOrEqual(tokens, least), g.LessOrEqual(tokens, own))
 
 
 FORMS: dict[str, dict[str, Any]] = {

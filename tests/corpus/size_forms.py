@@ -30,18 +30,18 @@ def repeated(rows: Callable[[Build, str], str], reads: str = "cos") -> Change:
 
     def after(g: Build, x: str) -> str:
         count = rows(g, x)
-        copies = g.node("Expand", [g.constant(2), g.node("Unsqueeze", [count, g.constant([0])])])
-        most = g.node("ReduceMax", [copies], keepdims=0)
-        columns = g.node("Range", [g.constant(0), most, g.constant(1)])
-        wanted = g.node("Less", [columns, g.node("Unsqueeze", [copies, g.constant([1])])])
-        found = g.node("Transpose", [g.node("NonZero", [wanted])], perm=[1, 0])
+        copies = g.Expand(g.constant(2), g.Unsqueeze(count, [0]))
+        most = g.ReduceMax(copies, keepdims=0)
+        columns = g.Range(0, most, 1)
+        wanted = g.Less(columns, g.Unsqueeze(copies, [1]))
+        found = g.Transpose(g.NonZero(wanted), perm=[1, 0])
         if reads == "count":
-            many = g.node("Cast", [g.size_of(found, 0)], to=FLOAT)
-            return g.node("Mul", [x, many])
-        column = g.node("Slice", [found, g.constant([0]), g.constant([1]), g.constant([1])])
-        spread = g.node("GatherND", [g.node("Transpose", [x], perm=[2, 0, 1]), column])
-        halves = g.node("Reshape", [g.node("Transpose", [spread], perm=[1, 2, 0]), g.constant([0, 0, -1, 2])])
-        return g.node("ReduceSum", [halves, g.constant([3])], keepdims=0)
+            many = g.Cast(g.size_of(found, 0), to=FLOAT)
+            return g.Mul(x, many)
+        column = g.Slice(found, [0], [1], [1])
+        spread = g.GatherND(g.Transpose(x, perm=[2, 0, 1]), column)
+        halves = g.Reshape(g.Transpose(spread, perm=[1, 2, 0]), [0, 0, -1, 2])
+        return g.ReduceSum(halves, [3], keepdims=0)
 
     return after
 
@@ -52,16 +52,16 @@ def width(g: Build, x: str) -> str:
 
 def cancelled(g: Build, x: str) -> str:
     """Rows of the present minus those of the past, over the new tokens: 1, of which there are as many as columns."""
-    new = g.node("Sub", [g.all, g.past])
-    return g.node("Mul", [g.node("Div", [new, g.length]), g.size_of(x, 2)])
+    new = g.Sub(g.all, g.past)
+    return g.Mul(g.Div(new, g.length), g.size_of(x, 2))
 
 
 def count_of(tensor: Callable[[Build, str], str]) -> Change:
     """Scales by how many numbers a NonZero finds."""
 
     def after(g: Build, x: str) -> str:
-        many = g.node("Cast", [g.size_of(g.node("NonZero", [tensor(g, x)]), 1)], to=FLOAT)
-        return g.node("Mul", [x, g.node("Add", [many, g.number(1.0)])])
+        many = g.Cast(g.size_of(g.NonZero(tensor(g, x)), 1), to=FLOAT)
+        return g.Mul(x, g.Add(many, g.number(1.0)))
 
     return after
 
@@ -70,7 +70,7 @@ def ones(size: Callable[[Build, str], str]) -> Callable[[Build, str], str]:
     """As many ones as a size says."""
 
     def make(g: Build, x: str) -> str:
-        return g.node("Expand", [g.constant(1), g.node("Unsqueeze", [size(g, x), g.constant([0])])])
+        return g.Expand(g.constant(1), g.Unsqueeze(size(g, x), [0]))
 
     return make
 
@@ -79,8 +79,8 @@ def below(limit: int, size: Callable[[Build, str], str]) -> Callable[[Build, str
     """1 up to a limit, and 2 beyond it: the same in all small steps."""
 
     def make(g: Build, x: str) -> str:
-        over = g.node("GreaterOrEqual", [size(g, x), g.constant(limit)])
-        return g.node("Add", [g.node("Cast", [over], to=INT64), g.constant(1)])
+        over = g.GreaterOrEqual(size(g, x), limit)
+        return g.Add(g.Cast(over, to=INT64), 1)
 
     return make
 
@@ -91,7 +91,7 @@ def by_axis(axis: int) -> Callable[[Build, str], str]:
 
 def chained(g: Build, x: str) -> str:
     """The second is as large as the first found."""
-    first = g.node("NonZero", [ones(width)(g, x)])
+    first = g.NonZero(ones(width)(g, x))
     return count_of(lambda g, _: ones(lambda g, _: g.size_of(first, 1))(g, x))(g, x)
 
 
@@ -107,7 +107,7 @@ FOUND: dict[str, Callable[[Build, str], str]] = {
     "tokens": lambda g, _: g.tokens,
     "positions": lambda g, _: g.position_ids,
     "padding": lambda g, _: g.padding,
-    "chance": lambda g, _: g.node("RandomUniform", [], shape=[4], seed=1.0),
+    "chance": lambda g, _: g.RandomUniform(shape=[4], seed=1.0),
     "some rows": ones(below(12, all_rows)),
     "all rows": ones(below(24, all_rows)),
     "more rows": ones(below(25, all_rows)),
@@ -121,8 +121,8 @@ def of_an_encoder(limit: int | None) -> Change:
         extra = g.input("extra", FLOAT, ["batch", "extra", 16])
         size = g.size_of(extra, 1)
         size = size if limit is None else below(limit, lambda *_: size)(g, x)
-        added = g.node("ReduceMean", [extra, g.constant([1])], keepdims=1)
-        return g.node("Add", [count_of(ones(lambda *_: size))(g, x), added])
+        added = g.ReduceMean(extra, [1], keepdims=1)
+        return g.Add(count_of(ones(lambda *_: size))(g, x), added)
 
     return after
 
@@ -139,9 +139,9 @@ def chosen(size: Callable[[Build, str], str], switch: int = SWITCH) -> Change:
     """As onnxruntime-genai chooses the factors of LongRoPE."""
 
     def after(g: Build, x: str) -> str:
-        long = g.node("Greater", [size(g, x), g.constant(switch)])
-        factors = g.node("If", [long], "factors", then_branch=branch(3.0, "long"), else_branch=branch(0.5, "short"))
-        return g.node("Mul", [x, factors])
+        long = g.Greater(size(g, x), switch)
+        factors = g.If(long, out="factors", then_branch=branch(3.0, "long"), else_branch=branch(0.5, "short"))
+        return g.Mul(x, factors)
 
     return after
 
@@ -157,12 +157,12 @@ def with_experts(model: onnx.ModelProto) -> onnx.ModelProto:
     g, name = Graph(), nodes[place].output[0]
     nodes[place].output[0] = "embedded"
     nodes[place].name = "embed"
-    flat = g.node("Reshape", ["embedded", "flat"], "tokens")
-    mine = g.node("Greater", [g.node("ReduceSum", [flat, "one"], "sums", keepdims=0), "zero"], "mine")
-    rows = g.node("Transpose", [g.node("NonZero", [mine], "experts")], "chosen", perm=[1, 0])
-    given = g.node("MatMul", [g.node("GatherND", [flat, rows], "taken"), "expert"], "given")
-    added = g.node("ScatterND", [flat, rows, given], "added", reduction="add")
-    g.node("Reshape", [added, g.node("Shape", ["embedded"], "size")], name)
+    flat = g.Reshape("embedded", "flat", out="tokens")
+    mine = g.Greater(g.ReduceSum(flat, "one", out="sums", keepdims=0), "zero", out="mine")
+    rows = g.Transpose(g.NonZero(mine, out="experts"), out="chosen", perm=[1, 0])
+    given = g.MatMul(g.GatherND(flat, rows, out="taken"), "expert", out="given")
+    added = g.ScatterND(flat, rows, given, out="added", reduction="add")
+    g.Reshape(added, g.Shape("embedded", out="size"), out=name)
     weight = np.random.default_rng(2).standard_normal((16, 16))
     constants = {"flat": np.array([-1, 16]), "one": np.array([1]), "zero": np.float32(0), "expert": np.float32(weight)}
     model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), n) for n, v in constants.items())
@@ -176,25 +176,25 @@ def _experts(g: Build, query: str, keys: str, values: str, by: str = "Range") ->
     """Attention, and behind it two experts that take some of the tokens each, as transformers' grouped_mm does."""
     output = _attend(g, query, keys, values)
     size = g.decoder.heads * g.decoder.size
-    flat = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([-1, size])])
-    first = g.node("Less", [g.node("Reshape", [g.tokens, g.constant([-1])]), g.constant(16)])
-    total, order = g.node("Shape", [first]), f"order_{len(g.nodes)}"
-    g.node("TopK", [g.node("Cast", [first], to=1), total], ["", order])
-    whole = g.node("Squeeze", [total])
-    count = g.node("ReduceSum", [g.node("Cast", [first], to=7)], keepdims=0)
+    flat = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [-1, size])
+    first = g.Less(g.Reshape(g.tokens, [-1]), 16)
+    total, order = g.Shape(first), f"order_{len(g.nodes)}"
+    g.TopK(g.Cast(first, to=1), total, out=["", order])
+    whole = g.Squeeze(total)
+    count = g.ReduceSum(g.Cast(first, to=7), keepdims=0)
     parts = []
     for start, end in ((g.constant(0), count), (count, whole)):
         if by == "Range":
-            places = g.node("Range", [start, end, g.constant(1)])
+            places = g.Range(start, end, 1)
         else:
-            bounds = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (start, end)]
-            places = g.node("Slice", [g.node("Range", [g.constant(0), whole, g.constant(1)]), *bounds])
-        rows = g.node("Gather", [flat, g.node("Gather", [order, places])])
-        parts.append(g.node("MatMul", [rows, g.weight(size, size)]))
+            bounds = [g.Unsqueeze(n, [0]) for n in (start, end)]
+            places = g.Slice(g.Range(0, whole, 1), *bounds)
+        rows = g.Gather(flat, g.Gather(order, places))
+        parts.append(g.MatMul(rows, g.weight(size, size)))
     made = g.node("Concat", parts, axis=0)
-    length = g.node("Unsqueeze", [g.length, g.constant([0])])
-    split = g.node("Reshape", [made, g.node("Concat", [g.constant([-1]), length, g.constant([4, 4])], axis=0)])
-    return g.node("Transpose", [split], perm=[0, 2, 1, 3])
+    length = g.Unsqueeze(g.length, [0])
+    split = g.Reshape(made, g.Concat([-1], length, [4, 4], axis=0))
+    return g.Transpose(split, perm=[0, 2, 1, 3])
 
 
 def entries() -> Iterator[Entry]:

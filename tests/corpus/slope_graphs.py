@@ -16,20 +16,20 @@ Make = Callable[[Build], str]
 
 
 def as_float(g: Build, tensor: str) -> str:
-    return g.node("Cast", [tensor], to=TensorProto.FLOAT)
+    return g.Cast(tensor, to=TensorProto.FLOAT)
 
 
 def times_slopes(g: Build, rows: str, slopes: Any = UNEVEN) -> str:
     """Integers ``[.., .., S or 1, T]`` times slopes, in float32 and then in the type of the scores."""
     column = g.constant(np.asarray(slopes).reshape(1, -1, 1, 1), np.float32)
-    product = g.node("Mul", [column, as_float(g, rows)])
-    return product if g.decoder.upcast or g.decoder.dtype is np.float32 else g.node("Cast", [product], to=10)
+    product = g.Mul(column, as_float(g, rows))
+    return product if g.decoder.upcast or g.decoder.dtype is np.float32 else g.Cast(product, to=10)
 
 
 def counted(g: Build) -> str:
     """BLOOM: ``(CumSum(padding) - 1) * padding``, ``[B, H, 1, T]``."""
-    places = g.node("Sub", [g.node("CumSum", [g.padding, g.constant(1)]), g.constant(1)])
-    return times_slopes(g, g.node("Unsqueeze", [g.node("Mul", [places, g.padding]), g.constant([1, 2])]))
+    places = g.Sub(g.CumSum(g.padding, 1), 1)
+    return times_slopes(g, g.Unsqueeze(g.Mul(places, g.padding), [1, 2]))
 
 
 def table(g: Build) -> str:
@@ -37,30 +37,30 @@ def table(g: Build) -> str:
     count = g.decoder.capacity
     numbers = np.arange(1 - count, 1) * UNEVEN[:, None, None]
     whole = g.constant(numbers, g.decoder.dtype)
-    first = g.node("Unsqueeze", [g.node("Sub", [g.constant(count), g.all]), g.constant([0])])
-    return g.node("Slice", [whole, first, g.constant([2**31]), g.constant([2])])
+    first = g.Unsqueeze(g.Sub(g.constant(count), g.all), [0])
+    return g.Slice(whole, first, [2**31], [2])
 
 
 def distance(g: Build) -> str:
-    return times_slopes(g, g.to_scores(g.node("Sub", [g.key_rows, g.query_rows])))
+    return times_slopes(g, g.to_scores(g.Sub(g.key_rows, g.query_rows)))
 
 
 def absolute(g: Build) -> str:
     """Symmetric: what lies behind the query is hidden."""
-    return times_slopes(g, g.to_scores(g.node("Neg", [g.node("Abs", [g.node("Sub", [g.key_rows, g.query_rows])])])))
+    return times_slopes(g, g.to_scores(g.Neg(g.Abs(g.Sub(g.key_rows, g.query_rows)))))
 
 
 def one_slope(g: Build) -> str:
-    return times_slopes(g, g.to_scores(g.node("Sub", [g.key_rows, g.query_rows])), [0.25])
+    return times_slopes(g, g.to_scores(g.Sub(g.key_rows, g.query_rows)), [0.25])
 
 
 def added(make: Make) -> Callable[[Build, str], str]:
-    return lambda g, scores: g.node("Add", [scores, g.once("alibi", lambda: make(g))])
+    return lambda g, scores: g.Add(scores, g.once("alibi", lambda: make(g)))
 
 
 def scaled_behind(g: Build, scores: str) -> str:
     """Falcon: scores and bias are scaled together."""
-    return g.node("Mul", [added(counted)(g, scores), g.number(0.5)])
+    return g.Mul(added(counted)(g, scores), g.number(0.5))
 
 
 def twice(g: Build, scores: str) -> str:
@@ -70,42 +70,42 @@ def twice(g: Build, scores: str) -> str:
 def in_the_mask(g: Build) -> str:
     """One tensor that hides and slants, behind a view."""
     visible = g.to_scores(g.causal())
-    both = g.node("Where", [visible, distance(g), g.number(-65504.0)])
-    return g.node("Slice", [both, g.constant([0]), g.constant([2**31]), g.constant([3])])
+    both = g.Where(visible, distance(g), g.number(-65504.0))
+    return g.Slice(both, [0], [2**31], [3])
 
 
 def _when(g: Build, past: int, here: float, else_: float = 0.0) -> str:
     """A number in steps behind so many tokens, another one in all others."""
-    return g.node("Where", [g.node("Equal", [g.past, g.constant(past)]), g.number(here), g.number(else_)])
+    return g.Where(g.Equal(g.past, past), g.number(here), g.number(else_))
 
 
 def _odd_slopes(g: Build) -> str:
-    return g.node("Mul", [distance(g), _when(g, 13, 1.5, 1.0)])
+    return g.Mul(distance(g), _when(g, 13, 1.5, 1.0))
 
 
 def _one_key_off(g: Build) -> str:
-    odd = g.node("Where", [g.node("Equal", [g.key_rows, g.constant(4)]), _when(g, 17, 0.01), g.number(0.0)])
-    return g.node("Sub", [distance(g), odd])
+    odd = g.Where(g.Equal(g.key_rows, 4), _when(g, 17, 0.01), g.number(0.0))
+    return g.Sub(distance(g), odd)
 
 
 def _of_length(g: Build) -> str:
-    return g.node("Mul", [distance(g), as_float(g, g.all)])
+    return g.Mul(distance(g), as_float(g, g.all))
 
 
 def _squares(g: Build) -> str:
-    rows = g.node("Sub", [g.key_rows, g.query_rows])
-    return times_slopes(g, g.to_scores(g.node("Mul", [rows, rows])))
+    rows = g.Sub(g.key_rows, g.query_rows)
+    return times_slopes(g, g.to_scores(g.Mul(rows, rows)))
 
 
 def _turned(g: Build) -> str:
     """Keys counted from the other end of each query: even, but for where it is odd."""
-    return times_slopes(g, g.to_scores(g.node("Mod", [g.node("Add", [g.key_rows, g.query_rows]), g.constant(7)])))
+    return times_slopes(g, g.to_scores(g.Mod(g.Add(g.key_rows, g.query_rows), 7)))
 
 
 def _of_tokens(g: Build) -> str:
     """One bias for each token of the prompt."""
-    tokens = g.node("Slice", [g.tokens, g.constant([0]), g.constant([1]), g.constant([1])])
-    return g.node("Mul", [distance(g), as_float(g, g.node("Unsqueeze", [tokens, g.constant([1, 3])]))])
+    tokens = g.Slice(g.tokens, [0], [1], [1])
+    return g.Mul(distance(g), as_float(g, g.Unsqueeze(tokens, [1, 3])))
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "one slope": {"scores": added(one_slope)},
     "scaled behind": {"scores": scaled_behind},
     "twice": {"scores": twice},
-    "mask and slopes scaled": {"masked": lambda g, s: g.node("Mul", [added(distance)(g, s), g.number(0.5)])},
+    "mask and slopes scaled": {"masked": lambda g, s: g.Mul(added(distance)(g, s), g.number(0.5))},
     "in the mask": {"mask": "none", "scores": added(in_the_mask)},
     "a window": {"scores": added(counted), "window": 5},
     "sinks": {"scores": added(distance), "sinks": "weight"},
@@ -127,7 +127,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "one key off at one length": {"scores": added(_one_key_off)},
     "slopes of the length": {"scores": added(_of_length)},
     "squares": {"scores": added(_squares)},
-    "squares, scaled": {"scores": lambda g, scores: g.node("Mul", [added(_squares)(g, scores), g.number(0.5)])},
+    "squares, scaled": {"scores": lambda g, scores: g.Mul(added(_squares)(g, scores), g.number(0.5))},
     "not even": {"scores": added(_turned)},
     "of the tokens": {"scores": added(_of_tokens)},
     "not causal": {"scores": added(distance), "mask": "none"},

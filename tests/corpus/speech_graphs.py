@@ -58,33 +58,33 @@ def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
     caches = [g.input(f"in_n_layer_self_{kind}_cache", _FLOAT, [LAYERS, "n_audio", how.room, WIDTH]) for kind in "kv"]
     cross = [g.input(f"n_layer_cross_{kind}", _FLOAT, [LAYERS, "n_audio", HEARD, WIDTH]) for kind in "kv"]
     offset = g.input("offset", _INT, [1])
-    length = g.node("Shape", [tokens], start=1, end=2)
-    end = g.node("Add", [offset, length])
-    places = g.node("Slice", [_weight(g, rng, how.room, WIDTH), offset, end, g.constant([0])])
+    length = g.Shape(tokens, start=1, end=2)
+    end = g.Add(offset, length)
+    places = g.Slice(_weight(g, rng, how.room, WIDTH), offset, end, [0])
     table = _weight(g, rng, VOCAB, WIDTH)
-    x = g.node("Add", [g.node("Gather", [table, tokens]), places])
+    x = g.Add(g.Gather(table, tokens), places)
     hidden = np.triu(np.full((how.room, how.room), how.later, np.float32), 1)
     hidden[0, 0] = how.single
     mask = g.constant(hidden, np.float32)
     first = g.constant([0]) if how.mask == "square" else offset
-    mask = g.node("Slice", [mask, first, length if how.mask == "square" else end, g.constant([0])])
-    mask = g.node("Slice", [mask, g.constant([0]), length if how.mask == "square" else end, g.constant([1])])
+    mask = g.Slice(mask, first, length if how.mask == "square" else end, [0])
+    mask = g.Slice(mask, g.constant([0]), length if how.mask == "square" else end, [1])
     for layer in range(LAYERS):
         normed, read = _norm(g, x), []
         for i in range(2):
-            new = g.node("MatMul", [normed, _weight(g, rng, WIDTH, WIDTH)])
+            new = g.MatMul(normed, _weight(g, rng, WIDTH, WIDTH))
             front, caches[i] = _written(g, how, caches[i], layer, offset, end, length, new)
             read.append(front)
-        query = g.node("MatMul", [normed, _weight(g, rng, WIDTH, WIDTH)])
-        x = g.node("Add", [x, _attention(g, rng, query, *read, mask)])
-        query = g.node("MatMul", [_norm(g, x), _weight(g, rng, WIDTH, WIDTH)])
-        heard = [g.node("Gather", [t, g.constant(layer)], axis=0) for t in cross]
-        x = g.node("Add", [x, _attention(g, rng, query, *heard)])
-    turned = g.node("Transpose", [_norm(g, x)], perm=[0, 2, 1])
-    g.node("Transpose", [g.node("MatMul", [table, turned])], "logits", perm=[0, 2, 1])
+        query = g.MatMul(normed, _weight(g, rng, WIDTH, WIDTH))
+        x = g.Add(x, _attention(g, rng, query, *read, mask))
+        query = g.MatMul(_norm(g, x), _weight(g, rng, WIDTH, WIDTH))
+        heard = [g.Gather(t, layer, axis=0) for t in cross]
+        x = g.Add(x, _attention(g, rng, query, *heard))
+    turned = g.Transpose(_norm(g, x), perm=[0, 2, 1])
+    g.Transpose(g.MatMul(table, turned), out="logits", perm=[0, 2, 1])
     g.output("logits", _FLOAT, ["logits_dim_0", "logits_dim_1", VOCAB])
     for kind, cache in zip("kv", caches, strict=True):
-        g.node("Identity", [cache], f"out_n_layer_self_{kind}_cache")
+        g.Identity(cache, out=f"out_n_layer_self_{kind}_cache")
         g.output(f"out_n_layer_self_{kind}_cache", _FLOAT, [LAYERS, "n_audio", how.room, WIDTH])
     return g.model(17)
 
@@ -92,10 +92,10 @@ def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
 def make_encoder() -> onnx.ModelProto:
     """What it hears ``[B, HEARD, WIDTH]`` becomes the keys and values of every layer."""
     g, rng = Graph(), np.random.default_rng(6)
-    x = g.node("Tanh", [g.input("mel", _FLOAT, ["n_audio", HEARD, WIDTH])])
+    x = g.Tanh(g.input("mel", _FLOAT, ["n_audio", HEARD, WIDTH]))
     for kind in "kv":
-        made = [g.node("MatMul", [x, _weight(g, rng, WIDTH, WIDTH)]) for _ in range(LAYERS)]
-        apart = [g.node("Unsqueeze", [t, g.constant([0])]) for t in made]
+        made = [g.MatMul(x, _weight(g, rng, WIDTH, WIDTH)) for _ in range(LAYERS)]
+        apart = [g.Unsqueeze(t, [0]) for t in made]
         g.node("Concat", apart, f"n_layer_cross_{kind}", axis=0)
         g.output(f"n_layer_cross_{kind}", _FLOAT, [LAYERS, "n_audio", HEARD, WIDTH])
     return g.model(17)
@@ -107,7 +107,7 @@ def _weight(g: Graph, rng: np.random.Generator, *shape: int) -> str:
 
 def _norm(g: Graph, x: str) -> str:
     ones, zeros = (g.constant(np.full(WIDTH, n), np.float32) for n in (1, 0))
-    return g.node("LayerNormalization", [x, ones, zeros])
+    return g.LayerNormalization(x, ones, zeros)
 
 
 def _written(
@@ -115,45 +115,45 @@ def _written(
 ) -> tuple[str, str]:
     """What attention reads of a layer's cache, and the caches of all layers behind the step."""
     one, zero = g.constant([1]), g.constant([0])
-    own = g.node("Gather", [cache, g.constant(layer)], axis=0)
+    own = g.Gather(cache, layer, axis=0)
     rows = _range(g, offset, end)
     if how.write == "rows":
-        whole = g.node("ScatterND", [cache, _index(g, how, new, rows, layer), new])
-        own = g.node("Gather", [whole, g.constant(layer)], axis=0)
-        return g.node("Slice", [own, zero, end, one]), whole
-    front = g.node("Slice", [own, g.constant([how.first]), end, one])
-    count = g.node("Shape", [front], start=1, end=2)
-    last = _range(g, g.node("Sub", [count, length]), count)  # the last S of the front, wherever it begins
-    front = g.node("ScatterND", [front, _index(g, how, new, last), new])
-    kept = front if not how.back else g.node("Slice", [front, g.constant([how.back]), g.constant([_FAR]), one])
-    put = g.node("Shape", [kept], start=1, end=2)
-    rows = _range(g, g.constant([how.back]), g.node("Add", [put, g.constant([how.back])]))
-    spread = g.node("Expand", [kept, g.node("Shape", [kept])])  # as TorchScript has it
+        whole = g.ScatterND(cache, _index(g, how, new, rows, layer), new)
+        own = g.Gather(whole, layer, axis=0)
+        return g.Slice(own, zero, end, one), whole
+    front = g.Slice(own, [how.first], end, one)
+    count = g.Shape(front, start=1, end=2)
+    last = _range(g, g.Sub(count, length), count)  # the last S of the front, wherever it begins
+    front = g.ScatterND(front, _index(g, how, new, last), new)
+    kept = front if not how.back else g.Slice(front, [how.back], [_FAR], one)
+    put = g.Shape(kept, start=1, end=2)
+    rows = _range(g, g.constant([how.back]), g.Add(put, [how.back]))
+    spread = g.Expand(kept, g.Shape(kept))  # as TorchScript has it
     index = _index(g, how, kept, rows, layer, turned=how.scrambled)
     if how.scrambled:
-        spread = g.node("Reshape", [spread, g.node("Shape", [g.node("Transpose", [kept], perm=[1, 0, 2])])])
-    return front, g.node("ScatterND", [cache, index, spread])
+        spread = g.Reshape(spread, g.Shape(g.Transpose(kept, perm=[1, 0, 2])))
+    return front, g.ScatterND(cache, index, spread)
 
 
 def _range(g: Graph, start: str, end: str) -> str:
-    start, end = (g.node("Squeeze", [t, g.constant([0])]) for t in (start, end))
-    return g.node("Range", [start, end, g.constant(1)])
+    start, end = (g.Squeeze(t, [0]) for t in (start, end))
+    return g.Range(start, end, 1)
 
 
 def _index(g: Graph, how: Speech, like: str, rows: str, layer: int | None = None, *, turned: bool = False) -> str:
     """Where the rows of ``[B, R, WIDTH]`` go: batch, row and perhaps number, behind the layer if there is one."""
     zero, columns = g.constant([0]), how.index_columns
-    shape = g.node("Shape", [like], start=0, end=columns)
-    batch = _range(g, zero, g.node("Shape", [like], start=0, end=1))
-    parts = [g.node("Reshape", [batch, g.constant([-1, 1, 1][:columns])])]
-    parts.append(g.node("Reshape", [rows, g.constant([1, -1, 1][:columns])]))
+    shape = g.Shape(like, start=0, end=columns)
+    batch = _range(g, zero, g.Shape(like, start=0, end=1))
+    parts = [g.Reshape(batch, [-1, 1, 1][:columns])]
+    parts.append(g.Reshape(rows, [1, -1, 1][:columns]))
     if columns > 2:
         parts.append(g.constant(np.arange(WIDTH).reshape(1, 1, -1)))
     if layer is not None:
         parts.insert(0, g.constant(np.full([1] * columns, layer)))
-    spread = [g.node("Expand", [part, shape]) for part in parts]
-    spread = [g.node("Transpose", [part], perm=[1, 0, 2]) for part in spread] if turned else spread
-    return g.node("Concat", [g.node("Unsqueeze", [part, g.constant([-1])]) for part in spread], axis=-1)
+    spread = [g.Expand(part, shape) for part in parts]
+    spread = [g.Transpose(part, perm=[1, 0, 2]) for part in spread] if turned else spread
+    return g.node("Concat", [g.Unsqueeze(part, [-1]) for part in spread], axis=-1)
 
 
 def _attention(g: Graph, rng: np.random.Generator, query: str, key: str, value: str, mask: str = "") -> str:
@@ -161,14 +161,14 @@ def _attention(g: Graph, rng: np.random.Generator, query: str, key: str, value: 
     scale = g.constant((WIDTH // HEADS) ** -0.25, np.float32)
 
     def split(tensor: str, *perm: int) -> str:
-        return g.node("Transpose", [g.node("Reshape", [tensor, shape])], perm=perm)
+        return g.Transpose(g.Reshape(tensor, shape), perm=perm)
 
-    q, k = (g.node("Mul", [split(t, *p), scale]) for t, p in ((query, (0, 2, 1, 3)), (key, (0, 2, 3, 1))))
-    scores = g.node("MatMul", [q, k])
-    scores = g.node("Add", [scores, mask]) if mask else scores
-    made = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), split(value, 0, 2, 1, 3)])
-    flat = g.node("Reshape", [g.node("Transpose", [made], perm=[0, 2, 1, 3]), g.constant([0, 0, WIDTH])])
-    return g.node("MatMul", [flat, _weight(g, rng, WIDTH, WIDTH)])
+    q, k = (g.Mul(split(t, *p), scale) for t, p in ((query, (0, 2, 1, 3)), (key, (0, 2, 3, 1))))
+    scores = g.MatMul(q, k)
+    scores = g.Add(scores, mask) if mask else scores
+    made = g.MatMul(g.Softmax(scores, axis=-1), split(value, 0, 2, 1, 3))
+    flat = g.Reshape(g.Transpose(made, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
+    return g.MatMul(flat, _weight(g, rng, WIDTH, WIDTH))
 
 
 def rows_added() -> onnx.ModelProto:

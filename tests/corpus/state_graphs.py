@@ -39,8 +39,8 @@ def chain(names: Sequence[tuple[str, str]], shape: Sequence[Dim] = ("B", 4), *, 
     x = graph.input("x", FLOAT, shape)
     for past, present in names:
         graph.input(past, FLOAT, shape)
-        x = graph.node("Add", [x, past])
-        graph.node("Mul", [past, x], present)
+        x = graph.Add(x, past)
+        graph.Mul(past, x, out=present)
         graph.output(present, FLOAT, shape)
     if swapped:
         graph.outputs.reverse()
@@ -52,8 +52,8 @@ def replaced(name: str, *, read: bool = True) -> Graph:
     graph = Graph()
     graph.input("x", FLOAT, ["B", 4])
     graph.input(name, FLOAT, ["B", 4])
-    graph.node("Add", ["x", name if read else "x"], "y")
-    graph.node("Neg", ["x"], "new_shift")
+    graph.Add("x", name if read else "x", out="y")
+    graph.Neg("x", out="new_shift")
     for output in ("y", "new_shift"):
         graph.output(output, FLOAT, ["B", 4])
     return graph
@@ -64,7 +64,7 @@ def shared(*outputs: str) -> Graph:
     graph = Graph()
     for name in ("state_a", "state_b"):
         graph.input(name, FLOAT, ["B", 4])
-    both = graph.node("Add", ["state_a", "state_b"])
+    both = graph.Add("state_a", "state_b")
     for name in outputs:
         graph.node("Tanh" if name == "u" else "Sin", [both], name)
         graph.output(name, FLOAT, ["B", 4])
@@ -73,33 +73,33 @@ def shared(*outputs: str) -> Graph:
 
 def _scatter(g: Graph) -> None:
     g.input("rows", TensorProto.INT64, ["B", 2, 1, 4])
-    g.node("ScatterElements", ["past", "rows", "new"], "present", axis=2)
+    g.ScatterElements("past", "rows", "new", out="present", axis=2)
 
 
 def _rolling(g: Graph) -> None:
-    rows = g.node("Concat", ["past", "new"], axis=2)
-    g.node("Slice", [rows, g.constant([-8]), g.constant([99]), g.constant([2])], "present")
-    g.node("MatMul", ["q", g.node("Transpose", ["present"], perm=[0, 1, 3, 2])], "y")
+    rows = g.Concat("past", "new", axis=2)
+    g.Slice(rows, [-8], [99], [2], out="present")
+    g.MatMul("q", g.Transpose("present", perm=[0, 1, 3, 2]), out="y")
 
 
 def _one_hot(g: Graph) -> None:
     g.input("keep", FLOAT, ["B", 1, 8, 1])
-    g.node("Add", [g.node("Mul", ["past", "keep"]), "new"], "present")
-    scores = g.node("MatMul", ["q", g.node("Transpose", ["present"], perm=[0, 1, 3, 2])])
-    g.node("Softmax", [g.node("Mul", [scores, g.constant(0.5, np.float32)])], "y")
+    g.Add(g.Mul("past", "keep"), "new", out="present")
+    scores = g.MatMul("q", g.Transpose("present", perm=[0, 1, 3, 2]))
+    g.Softmax(g.Mul(scores, g.constant(0.5, np.float32)), out="y")
 
 
 def _attention(g: Graph) -> None:
-    g.node("Attention", ["q", "past", "past"], "y")
-    g.node("Add", ["past", "new"], "present")
+    g.Attention("q", "past", "past", out="y")
+    g.Add("past", "new", out="present")
 
 
 def _unchanged(g: Graph) -> None:
-    g.node("Identity", ["past"], "present")
+    g.Identity("past", out="present")
 
 
 def _unread(g: Graph) -> None:
-    g.node("Expand", ["new", g.constant([1, 2, 8, 4])], "present")
+    g.Expand("new", [1, 2, 8, 4], out="present")
 
 
 def written(write: Callable[[Graph], None]) -> Graph:
@@ -118,8 +118,8 @@ def product_without_softmax() -> Graph:
     graph.input("past_kv", FLOAT, ["B", 2, 4, 4])
     graph.input("new", FLOAT, ["B", 2, 4, 4])
     graph.input("q", FLOAT, ["B", 2, 1, 4])
-    graph.node("Add", [graph.node("Mul", ["past_kv", graph.constant(0.5, np.float32)]), "new"], "present_kv")
-    graph.node("MatMul", ["q", "present_kv"], "y")
+    graph.Add(graph.Mul("past_kv", graph.constant(0.5, np.float32)), "new", out="present_kv")
+    graph.MatMul("q", "present_kv", out="y")
     graph.output("present_kv", FLOAT, ["B", 2, 4, 4])
     return graph
 
@@ -127,7 +127,7 @@ def product_without_softmax() -> Graph:
 def other(past: str, present: str, dtype: int, shape: Sequence[Dim], out: Sequence[Dim] = ()) -> Graph:
     graph = Graph()
     graph.input(past, dtype, shape)
-    graph.node("Add", [past, past], present)
+    graph.Add(past, past, out=present)
     graph.output(present, dtype, out or shape)
     return graph
 

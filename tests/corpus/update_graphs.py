@@ -56,56 +56,53 @@ def update_model(
         graph.input("pos", TensorProto.INT64, pos)
     past = graph.input("past", dtype, shape)
     weight = np.random.default_rng(7).standard_normal((HEADS * SIZE, HEADS * SIZE))
-    projected = graph.node("MatMul", [hidden, graph.constant(weight, onnx.helper.tensor_dtype_to_np_dtype(dtype))])
-    new = graph.node("Reshape", [projected, graph.constant([0, 0, HEADS, SIZE])], "new")
+    projected = graph.MatMul(hidden, graph.constant(weight, onnx.helper.tensor_dtype_to_np_dtype(dtype)))
+    new = graph.Reshape(projected, [0, 0, HEADS, SIZE], out="new")
     result = idiom(graph, past, new)
-    graph.node("Identity", [result], "present")
+    graph.Identity(result, out="present")
     graph.output("present", dtype, list(present or shape))
     return graph.model(24)
 
 
 def transpose(graph: Graph, tensor: str, *perm: int) -> str:
     """A Transpose."""
-    return graph.node("Transpose", [tensor], perm=list(perm))
+    return graph.Transpose(tensor, perm=list(perm))
 
 
 def new_tokens(graph: Graph) -> str:
     """S, a scalar, from the shape of `hidden`."""
-    return graph.node("Gather", [graph.node("Shape", ["hidden"]), graph.constant(1)])
+    return graph.Gather(graph.Shape("hidden"), 1)
 
 
 def positions(graph: Graph, start: str = "pos") -> str:
     """``start + 0 .. S - 1``, ``[S]``."""
-    steps = graph.node("Range", [graph.constant(0), new_tokens(graph), graph.constant(1)])
-    return graph.node("Add", [steps, start])
+    steps = graph.Range(graph.constant(0), new_tokens(graph), 1)
+    return graph.Add(steps, start)
 
 
 def column(graph: Graph, rows: str) -> str:
     """Rows as ScatterND takes them, ``[.., 1]``."""
-    return graph.node("Unsqueeze", [rows, graph.constant([-1])])
+    return graph.Unsqueeze(rows, [-1])
 
 
 def joined(graph: Graph, *rows: str) -> str:
     """Numbers for several axes, each broadcast to the shape of all, as an index ``[.., k]``."""
-    shape = graph.node("Shape", [rows[0]])
+    shape = graph.Shape(rows[0])
     for other in rows[1:]:
-        shape = graph.node("Max", [shape, graph.node("Shape", [other])])
-    parts = [column(graph, graph.node("Expand", [r, shape])) for r in rows]
+        shape = graph.Max(shape, graph.Shape(other))
+    parts = [column(graph, graph.Expand(r, shape)) for r in rows]
     return graph.node("Concat", parts, axis=-1)
 
 
 def count(graph: Graph, size: int | str) -> str:
     """0, 1, 2 .. below a constant, or below the batch."""
-    if size == "B":
-        size = graph.node("Gather", [graph.node("Shape", ["hidden"]), graph.constant(0)])
-    else:
-        size = graph.constant(size)
-    return graph.node("Range", [graph.constant(0), size, graph.constant(1)])
+    size = graph.Gather(graph.Shape("hidden"), 0) if size == "B" else graph.constant(size)
+    return graph.Range(0, size, 1)
 
 
 def along(graph: Graph, vector: str, axis: int, rank: int) -> str:
     """A vector as one axis among `rank`."""
-    return graph.node("Unsqueeze", [vector, graph.constant([a for a in range(rank) if a != axis])])
+    return graph.Unsqueeze(vector, [a for a in range(rank) if a != axis])
 
 
 def index_copy(rows: Callable[[Graph], str] = positions) -> Idiom:
@@ -113,7 +110,7 @@ def index_copy(rows: Callable[[Graph], str] = positions) -> Idiom:
 
     def idiom(graph: Graph, past: str, new: str) -> str:
         data, update = transpose(graph, past, 2, 0, 1, 3), transpose(graph, new, 1, 0, 2, 3)
-        written = graph.node("ScatterND", [data, column(graph, rows(graph)), update], "written")
+        written = graph.ScatterND(data, column(graph, rows(graph)), update, out="written")
         return transpose(graph, written, 1, 2, 0, 3)
 
     return idiom
@@ -124,27 +121,27 @@ def heads_first(g: Graph, new: str) -> str:
 
 
 def flat(g: Graph, tensor: str) -> str:
-    return g.node("Reshape", [tensor, g.constant([0, 0, -1])])
+    return g.Reshape(tensor, [0, 0, -1])
 
 
 def cut(g: Graph, tensor: str, *numbers: int) -> str:
     """A Slice from start to end along an axis, by a step."""
-    return g.node("Slice", [tensor, *(g.constant([n]) for n in numbers)])
+    return g.Slice(tensor, *(g.constant([n]) for n in numbers))
 
 
 def concat(axis: int, *perm: int) -> Idiom:
     def idiom(g: Graph, past: str, new: str) -> str:
-        return g.node("Concat", [past, transpose(g, new, *perm) if perm else new], axis=axis)
+        return g.Concat(past, transpose(g, new, *perm) if perm else new, axis=axis)
 
     return idiom
 
 
 def concat_flat(g: Graph, past: str, new: str) -> str:
-    return g.node("Concat", [past, flat(g, new)], axis=1)
+    return g.Concat(past, flat(g, new), axis=1)
 
 
 def concat_between_transposes(g: Graph, past: str, new: str) -> str:
-    whole = g.node("Concat", [transpose(g, past, 2, 0, 1, 3), transpose(g, new, 1, 0, 2, 3)], axis=0)
+    whole = g.Concat(transpose(g, past, 2, 0, 1, 3), transpose(g, new, 1, 0, 2, 3), axis=0)
     return transpose(g, whole, 1, 2, 0, 3)
 
 
@@ -152,45 +149,45 @@ def concat_with_heads_in_batch(g: Graph, past: str, new: str) -> str:
     """``[B * N, P, D]`` in between, as older models keep their heads."""
 
     def merged(tensor: str) -> str:
-        rows = g.node("Shape", [tensor], start=2, end=3)
-        return g.node("Reshape", [tensor, g.node("Concat", [g.constant([-1]), rows, g.constant([SIZE])], axis=0)])
+        rows = g.Shape(tensor, start=2, end=3)
+        return g.Reshape(tensor, g.Concat([-1], rows, [SIZE], axis=0))
 
-    whole = g.node("Concat", [merged(past), merged(heads_first(g, new))], axis=1)
-    rows = g.node("Shape", [whole], start=1, end=2)
-    return g.node("Reshape", [whole, g.node("Concat", [g.constant([-1, HEADS]), rows, g.constant([SIZE])], axis=0)])
+    whole = g.Concat(merged(past), merged(heads_first(g, new)), axis=1)
+    rows = g.Shape(whole, start=1, end=2)
+    return g.Reshape(whole, g.Concat([-1, HEADS], rows, [SIZE], axis=0))
 
 
 def index_put(g: Graph, past: str, new: str) -> str:
     """``past[:, pos] = new``."""
     data, update = transpose(g, past, 1, 0, 2, 3), transpose(g, new, 1, 0, 2, 3)
-    return transpose(g, g.node("ScatterND", [data, column(g, "pos"), update]), 1, 0, 2, 3)
+    return transpose(g, g.ScatterND(data, column(g, "pos"), update), 1, 0, 2, 3)
 
 
 def index_put_batch(g: Graph, past: str, new: str) -> str:
     """``past[arange(B)[:, None], :, pos] = new`` with ``pos [B, S]``."""
     index = joined(g, along(g, count(g, "B"), 0, 2), "pos")
-    return heads_first(g, g.node("ScatterND", [heads_first(g, past), index, new]))
+    return heads_first(g, g.ScatterND(heads_first(g, past), index, new))
 
 
 def every_number(g: Graph, past: str, new: str) -> str:
     """A number for each of ``B, N, L, D``."""
     parts = [count(g, "B"), count(g, HEADS), positions(g), count(g, SIZE)]
     index = joined(g, *(along(g, part, axis, 4) for axis, part in enumerate(parts)))
-    return g.node("ScatterND", [past, index, heads_first(g, new)])
+    return g.ScatterND(past, index, heads_first(g, new))
 
 
 def slice_assign(g: Graph, past: str, new: str) -> str:
     """``past[:, :, pos : pos + S] = new``, as torch writes it: a Slice of all rows' numbers."""
-    end = g.node("Add", ["pos", new_tokens(g)])
-    first, last = (g.node("Unsqueeze", [t, g.constant([0])]) for t in ("pos", end))
-    rows = g.node("Slice", [count(g, CAPACITY), first, last, g.constant([0])])
+    end = g.Add("pos", new_tokens(g))
+    first, last = (g.Unsqueeze(t, [0]) for t in ("pos", end))
+    rows = g.Slice(count(g, CAPACITY), first, last, [0])
     data, update = transpose(g, past, 2, 1, 0, 3), transpose(g, new, 1, 2, 0, 3)
-    return transpose(g, g.node("ScatterND", [data, column(g, rows), update]), 2, 1, 0, 3)
+    return transpose(g, g.ScatterND(data, column(g, rows), update), 2, 1, 0, 3)
 
 
 def scatter_flat(g: Graph, past: str, new: str) -> str:
     data, update = transpose(g, past, 1, 0, 2), transpose(g, flat(g, new), 1, 0, 2)
-    return transpose(g, g.node("ScatterND", [data, column(g, positions(g)), update]), 1, 0, 2)
+    return transpose(g, g.ScatterND(data, column(g, positions(g)), update), 1, 0, 2)
 
 
 def scatter_elements(rows: Callable[[Graph], str]) -> Idiom:
@@ -198,8 +195,8 @@ def scatter_elements(rows: Callable[[Graph], str]) -> Idiom:
 
     def idiom(g: Graph, past: str, new: str) -> str:
         update = heads_first(g, new)
-        index = g.node("Expand", [rows(g), g.node("Shape", [update])])
-        return g.node("ScatterElements", [past, index, update], axis=-2)
+        index = g.Expand(rows(g), g.Shape(update))
+        return g.ScatterElements(past, index, update, axis=-2)
 
     return idiom
 
@@ -209,65 +206,65 @@ def in_a_row(g: Graph) -> str:
 
 
 def by_sequence(g: Graph, first: str = "pos") -> str:
-    steps = g.node("Range", [g.constant(0), new_tokens(g), g.constant(1)])
-    return g.node("Add", [along(g, first, 0, 4), along(g, steps, 2, 4)])
+    steps = g.Range(g.constant(0), new_tokens(g), 1)
+    return g.Add(along(g, first, 0, 4), along(g, steps, 2, 4))
 
 
 def at(g: Graph, axis: int = 2, rank: int = 4, pos: str = "pos") -> str:
     """Which row is written, bool ``[B, 1, L, 1]``."""
     rows = np.arange(CAPACITY).reshape([CAPACITY if a == axis else 1 for a in range(rank)])
-    return g.node("Equal", [g.constant(rows), g.node("Reshape", [pos, g.constant([-1] + [1] * (rank - 1))])])
+    return g.Equal(g.constant(rows), g.Reshape(pos, [-1] + [1] * (rank - 1)))
 
 
 def where(g: Graph, past: str, new: str) -> str:
-    return g.node("Where", [at(g), heads_first(g, new), past])
+    return g.Where(at(g), heads_first(g, new), past)
 
 
 def where_not(g: Graph, past: str, new: str) -> str:
-    return g.node("Where", [g.node("Not", [at(g)]), past, heads_first(g, new)])
+    return g.Where(g.Not(at(g)), past, heads_first(g, new))
 
 
 def where_expanded(g: Graph, past: str, new: str) -> str:
-    return g.node("Where", [g.node("Expand", [at(g), g.node("Shape", [past])]), heads_first(g, new), past])
+    return g.Where(g.Expand(at(g), g.Shape(past)), heads_first(g, new), past)
 
 
 def where_between_transposes(g: Graph, past: str, new: str) -> str:
-    return heads_first(g, g.node("Where", [at(g, 1), new, heads_first(g, past)]))
+    return heads_first(g, g.Where(at(g, 1), new, heads_first(g, past)))
 
 
 def where_flat(g: Graph, past: str, new: str) -> str:
-    return g.node("Where", [at(g, 1, 3), flat(g, new), past])
+    return g.Where(at(g, 1, 3), flat(g, new), past)
 
 
 def blend(kept: float = 1.0, gain: float = 1.0, erased: float = 1.0) -> Idiom:
     """``past * (kept - erased * h) + new * (gain * h)``: an update for 1, 1, 1 alone."""
 
     def idiom(g: Graph, past: str, new: str) -> str:
-        hot = g.node("Cast", [at(g)], to=FLOAT)
-        gone = g.node("Mul", [hot, g.constant(erased, np.float32)])
-        cold = g.node("Sub", [g.constant(kept, np.float32), gone])
-        fresh = g.node("Mul", [heads_first(g, new), g.node("Mul", [hot, g.constant(gain, np.float32)])])
-        return g.node("Add", [g.node("Mul", [past, cold]), fresh])
+        hot = g.Cast(at(g), to=FLOAT)
+        gone = g.Mul(hot, g.constant(erased, np.float32))
+        cold = g.Sub(g.constant(kept, np.float32), gone)
+        fresh = g.Mul(heads_first(g, new), g.Mul(hot, g.constant(gain, np.float32)))
+        return g.Add(g.Mul(past, cold), fresh)
 
     return idiom
 
 
 def one_hot_operator(g: Graph, past: str, new: str) -> str:
-    hot = g.node("OneHot", ["pos", g.constant(CAPACITY), g.constant([0, 1], np.float32)])
-    hot = g.node("Unsqueeze", [hot, g.constant([1, 3])])
-    cold = g.node("Sub", [g.constant(1, np.float32), hot])
-    fresh = g.node("Mul", [hot, heads_first(g, new)])
-    return g.node("Add", [fresh, g.node("Mul", [cold, past])])
+    hot = g.OneHot("pos", g.constant(CAPACITY), g.constant([0, 1], np.float32))
+    hot = g.Unsqueeze(hot, [1, 3])
+    cold = g.Sub(g.constant(1, np.float32), hot)
+    fresh = g.Mul(hot, heads_first(g, new))
+    return g.Add(fresh, g.Mul(cold, past))
 
 
 def around(modulus: int, stride: int = 1, step: int = 1, offset: int = 0) -> Callable[[Graph], str]:
     """``(pos * stride + offset + step * (0 .. S - 1)) mod modulus``; 0: without."""
 
     def rows(g: Graph) -> str:
-        steps = g.node("Range", [g.constant(0), new_tokens(g), g.constant(1)])
-        start = g.node("Add", [g.node("Mul", ["pos", g.constant(stride)]), g.constant(offset)])
-        found = g.node("Add", [g.node("Mul", [steps, g.constant(step)]), start])
-        return g.node("Mod", [found, g.constant(modulus)]) if modulus else found
+        steps = g.Range(g.constant(0), new_tokens(g), 1)
+        start = g.Add(g.Mul("pos", stride), offset)
+        found = g.Add(g.Mul(steps, step), start)
+        return g.Mod(found, modulus) if modulus else found
 
     return rows
 
@@ -276,17 +273,17 @@ def odd_after(tokens: int) -> Idiom:
     """A circular cache whose new rows are doubled after so many tokens, by how many numbers a NonZero finds."""
 
     def update(g: Graph, past: str, new: str) -> str:
-        far = g.node("Cast", [g.node("Greater", ["pos", g.constant(tokens)])], to=INT)
-        size = g.node("Unsqueeze", [g.node("Add", [far, g.constant(1)]), g.constant([0])])
-        found = g.node("Shape", [g.node("NonZero", [g.node("Expand", [g.constant(1), size])])], start=1)
-        scaled = g.node("Mul", [new, g.node("Cast", [found], to=FLOAT)])
+        far = g.Cast(g.Greater("pos", tokens), to=INT)
+        size = g.Unsqueeze(g.Add(far, 1), [0])
+        found = g.Shape(g.NonZero(g.Expand(1, size)), start=1)
+        scaled = g.Mul(new, g.Cast(found, to=FLOAT))
         return index_copy(around(CAPACITY))(g, past, scaled)
 
     return update
 
 
 def clamped(g: Graph) -> str:
-    return g.node("Min", [positions(g), g.constant(CAPACITY - 1)])
+    return g.Min(positions(g), CAPACITY - 1)
 
 
 def growing(idiom: Idiom, shape: Sequence[Dim] = PAST, present: Sequence[Dim] = PRESENT) -> Case:
@@ -300,20 +297,20 @@ def fixed(idiom: Idiom, shape: Sequence[Dim] = BNSD, pos: Sequence[Dim] = (), le
 def of_the_mask(g: Graph, past: str, new: str) -> str:
     """The length of a mask says positions."""
     mask = g.input("attention_mask", INT, ["B", "T"])
-    total = g.node("Gather", [g.node("Shape", [mask]), g.constant(1)])
-    return index_copy(lambda g: positions(g, g.node("Sub", [total, new_tokens(g)])))(g, past, new)
+    total = g.Gather(g.Shape(mask), 1)
+    return index_copy(lambda g: positions(g, g.Sub(total, new_tokens(g))))(g, past, new)
 
 
 def rounded(g: Graph, past: str, new: str) -> str:
-    return index_copy()(g, past, g.node("Cast", [g.node("Cast", [new], to=TensorProto.FLOAT16)], to=FLOAT))
+    return index_copy()(g, past, g.Cast(g.Cast(new, to=TensorProto.FLOAT16), to=FLOAT))
 
 
 def channels_turned(g: Graph, past: str, new: str) -> str:
-    return index_copy()(g, past, g.node("Slice", [new, *(g.constant([v]) for v in (-1, -FAR, -1, -1))]))
+    return index_copy()(g, past, g.Slice(new, *(g.constant([v]) for v in (-1, -FAR, -1, -1))))
 
 
 def aliased(g: Graph, past: str, new: str) -> str:
-    whole = g.node("Identity", [index_copy()(g, past, new)], "whole")
+    whole = g.Identity(index_copy()(g, past, new), out="whole")
     heads_first(g, heads_first(g, whole))
     return whole
 
@@ -322,7 +319,7 @@ def crossed(length: Dim) -> Idiom:
     """Keys of an encoder go through unchanged; those of the shape of the written ones have lost their write."""
 
     def idiom(g: Graph, past: str, new: str) -> str:
-        g.node("Identity", [g.input("cross", FLOAT, ["B", HEADS, length, SIZE])], "present_cross")
+        g.Identity(g.input("cross", FLOAT, ["B", HEADS, length, SIZE]), out="present_cross")
         g.output("present_cross", FLOAT, ["B", HEADS, length, SIZE])
         return index_copy()(g, past, new)
 
@@ -330,8 +327,8 @@ def crossed(length: Dim) -> Idiom:
 
 
 def in_double(g: Graph, past: str, new: str) -> str:
-    past, new = (g.node("Cast", [t], to=TensorProto.DOUBLE) for t in (past, new))
-    return g.node("Cast", [index_copy()(g, past, new)], to=FLOAT)
+    past, new = (g.Cast(t, to=TensorProto.DOUBLE) for t in (past, new))
+    return g.Cast(index_copy()(g, past, new), to=FLOAT)
 
 
 FORMS: dict[str, Case] = {
@@ -373,16 +370,16 @@ FORMS: dict[str, Case] = {
 
 
 def first_then_past(g: Graph, past: str, new: str) -> str:
-    return g.node("Concat", [heads_first(g, new), past], axis=2)
+    return g.Concat(heads_first(g, new), past, axis=2)
 
 
 def three_parts(g: Graph, past: str, new: str) -> str:
-    return g.node("Concat", [past, heads_first(g, new), heads_first(g, g.node("Neg", [new]))], axis=2)
+    return g.Concat(past, heads_first(g, new), heads_first(g, g.Neg(new)), axis=2)
 
 
 def twice(g: Graph, past: str, new: str) -> str:
     rows = heads_first(g, new)
-    return g.node("Concat", [past, g.node("Concat", [rows, rows], axis=2)], axis=2)
+    return g.Concat(past, g.Concat(rows, rows, axis=2), axis=2)
 
 
 def turned_back(g: Graph, past: str, new: str) -> str:
@@ -390,17 +387,17 @@ def turned_back(g: Graph, past: str, new: str) -> str:
 
 
 def by_beams(g: Graph, past: str, new: str) -> str:
-    return concat(2, *TURNED)(g, g.node("Gather", [past, g.input("beams", INT, ["B"])], axis=0), new)
+    return concat(2, *TURNED)(g, g.Gather(past, g.input("beams", INT, ["B"]), axis=0), new)
 
 
 def reads_past(g: Graph, past: str, new: str) -> str:
-    g.node("ReduceMax", [past], "largest", keepdims=0)
+    g.ReduceMax(past, out="largest", keepdims=0)
     g.output("largest", FLOAT, [])
     return concat(2, *TURNED)(g, past, new)
 
 
 def two_results(g: Graph, past: str, new: str) -> str:
-    g.node("Identity", [concat(2, *TURNED)(g, past, new)], "other")
+    g.Identity(concat(2, *TURNED)(g, past, new), out="other")
     g.output("other", FLOAT, list(PRESENT))
     return concat(2, *TURNED)(g, past, new)
 
@@ -415,14 +412,14 @@ def cut_last(g: Graph, past: str, new: str) -> str:
 
 def one_head(g: Graph, past: str, new: str) -> str:
     update = cut(g, heads_first(g, new), 0, 1, 1)
-    return g.node("ScatterElements", [past, g.node("Expand", [in_a_row(g), g.node("Shape", [update])]), update], axis=2)
+    return g.ScatterElements(past, g.Expand(in_a_row(g), g.Shape(update)), update, axis=2)
 
 
 def one_sequence(g: Graph, past: str, new: str) -> str:
     rows = positions(g)
-    slot = g.node("Expand", [g.constant([1]), g.node("Shape", [rows])])
-    update = g.node("Gather", [new, g.constant(0)], axis=0)
-    return heads_first(g, g.node("ScatterND", [heads_first(g, past), joined(g, slot, rows), update]))
+    slot = g.Expand(g.constant([1]), g.Shape(rows))
+    update = g.Gather(new, 0, axis=0)
+    return heads_first(g, g.ScatterND(heads_first(g, past), joined(g, slot, rows), update))
 
 
 def reduced(idiom: Idiom, reduction: str) -> Idiom:
@@ -437,14 +434,14 @@ def reduced(idiom: Idiom, reduction: str) -> Idiom:
 
 def held_inside(g: Graph, past: str, new: str) -> str:
     buffer = g.constant(np.zeros((CAPACITY, 1, HEADS, SIZE)), np.float32)
-    written = g.node("ScatterND", [buffer, column(g, positions(g)), transpose(g, new, 1, 0, 2, 3)])
-    g.node("ReduceMax", [written], "logits", keepdims=0)
+    written = g.ScatterND(buffer, column(g, positions(g)), transpose(g, new, 1, 0, 2, 3))
+    g.ReduceMax(written, out="logits", keepdims=0)
     g.output("logits", FLOAT, [])
     return index_copy()(g, past, new)
 
 
 def lost(g: Graph, past: str, new: str) -> str:
-    g.node("ReduceMax", [index_copy()(g, g.input("lost", FLOAT, BNSD), new)], "logits", keepdims=0)
+    g.ReduceMax(index_copy()(g, g.input("lost", FLOAT, BNSD), new), out="logits", keepdims=0)
     g.output("logits", FLOAT, [])
     return scatter_elements(in_a_row)(g, past, new)
 
@@ -454,81 +451,81 @@ def written_twice(g: Graph, past: str, new: str) -> str:
 
 
 def rolled(g: Graph, past: str, new: str) -> str:
-    whole = g.node("Concat", [cut(g, past, 1, FAR, 2), cut(g, past, 0, 1, 2)], axis=2)
+    whole = g.Concat(cut(g, past, 1, FAR, 2), cut(g, past, 0, 1, 2), axis=2)
     return index_copy(lambda g: g.constant([CAPACITY - 1]))(g, whole, new)
 
 
 def slots(g: Graph, past: str, new: str) -> str:
-    return g.node("ScatterND", [past, column(g, positions(g)), transpose(g, new, 1, 2, 0, 3)])
+    return g.ScatterND(past, column(g, positions(g)), transpose(g, new, 1, 2, 0, 3))
 
 
 def last_token(g: Graph, past: str, new: str) -> str:
-    return where(g, past, g.node("Gather", [new, g.constant([-1])], axis=1))
+    return where(g, past, g.Gather(new, [-1], axis=1))
 
 
 def from_a_row_on(g: Graph, past: str, new: str) -> str:
-    start = g.node("Reshape", ["pos", g.constant([-1, 1, 1, 1])])
-    chosen = g.node("GreaterOrEqual", [g.constant(np.arange(CAPACITY).reshape(1, 1, -1, 1)), start])
-    return g.node("Where", [chosen, heads_first(g, new), past])
+    start = g.Reshape("pos", [-1, 1, 1, 1])
+    chosen = g.GreaterOrEqual(np.arange(CAPACITY).reshape(1, 1, -1, 1), start)
+    return g.Where(chosen, heads_first(g, new), past)
 
 
 def others(g: Graph, past: str, new: str) -> str:
-    return g.node("Where", [at(g), past, heads_first(g, new)])
+    return g.Where(at(g), past, heads_first(g, new))
 
 
 def backwards(g: Graph) -> str:
-    return g.node("Slice", ["pos", *(g.constant([v]) for v in (-1, -FAR, 0, -1))])
+    return g.Slice("pos", *(g.constant([v]) for v in (-1, -FAR, 0, -1)))
 
 
 def where_backwards(g: Graph, past: str, new: str) -> str:
-    return g.node("Where", [at(g, pos=backwards(g)), heads_first(g, new), past])
+    return g.Where(at(g, pos=backwards(g)), heads_first(g, new), past)
 
 
 def by_a_mask(g: Graph, past: str, new: str) -> str:
-    return g.node("Where", [g.input("chosen", TensorProto.BOOL, ["B", 1, CAPACITY, 1]), heads_first(g, new), past])
+    return g.Where(g.input("chosen", TensorProto.BOOL, ["B", 1, CAPACITY, 1]), heads_first(g, new), past)
 
 
 def by_two_positions(g: Graph, past: str, new: str) -> str:
-    chosen = g.node("Or", [at(g), at(g, pos=g.input("other", INT, ["B"]))])
-    return g.node("Where", [chosen, heads_first(g, new), past])
+    chosen = g.Or(at(g), at(g, pos=g.input("other", INT, ["B"])))
+    return g.Where(chosen, heads_first(g, new), past)
 
 
 def by_heads(g: Graph, past: str, new: str) -> str:
-    row = g.node("Reshape", ["pos", g.constant([-1, 1, 1, 1])])
-    chosen = g.node("Equal", [g.constant(np.arange(HEADS).reshape(1, -1, 1, 1)), row])
-    return g.node("Where", [chosen, heads_first(g, new), past])
+    row = g.Reshape("pos", [-1, 1, 1, 1])
+    chosen = g.Equal(np.arange(HEADS).reshape(1, -1, 1, 1), row)
+    return g.Where(chosen, heads_first(g, new), past)
 
 
 def reversed_rows(g: Graph) -> str:
-    return g.node("Slice", [positions(g), *(g.constant([v]) for v in (-1, -FAR, 0, -1))])
+    return g.Slice(positions(g), *(g.constant([v]) for v in (-1, -FAR, 0, -1)))
 
 
 def from_the_end(g: Graph) -> str:
-    return g.node("Neg", [g.node("Add", [positions(g), g.constant(1)])])
+    return g.Neg(g.Add(positions(g), 1))
 
 
 def from_tokens(g: Graph) -> str:
-    largest = g.node("ArgMax", [g.node("ReduceMax", ["hidden", g.constant([0, 1])], keepdims=0)])
-    return positions(g, g.node("Squeeze", [largest]))
+    largest = g.ArgMax(g.ReduceMax("hidden", [0, 1], keepdims=0))
+    return positions(g, g.Squeeze(largest))
 
 
 def from_a_mask(g: Graph) -> str:
-    sums = g.node("CumSum", [g.input("attention_mask", INT, ["B", CAPACITY]), g.constant(1)])
-    last = g.node("ReduceMax", [sums, g.constant([0, 1])], keepdims=0)
-    return positions(g, g.node("Sub", [last, new_tokens(g)]))
+    sums = g.CumSum(g.input("attention_mask", INT, ["B", CAPACITY]), 1)
+    last = g.ReduceMax(sums, [0, 1], keepdims=0)
+    return positions(g, g.Sub(last, new_tokens(g)))
 
 
 def from_a_table(g: Graph) -> str:
-    return g.node("Gather", [g.input("slots", INT, [CAPACITY]), positions(g)])
+    return g.Gather(g.input("slots", INT, [CAPACITY]), positions(g))
 
 
 def no_batch(g: Graph, past: str, new: str) -> str:
-    update = g.node("Reshape", [heads_first(g, new), g.constant([HEADS, -1, SIZE])])
-    return g.node("Concat", [past, update], axis=1)
+    update = g.Reshape(heads_first(g, new), [HEADS, -1, SIZE])
+    return g.Concat(past, update, axis=1)
 
 
 def more_sequences(g: Graph, past: str, new: str) -> str:
-    return g.node("Concat", [past, new], axis=0)
+    return g.Concat(past, new, axis=0)
 
 
 GROWS = {"shape": PAST, "pos": None, "present": PRESENT}

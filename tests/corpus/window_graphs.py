@@ -20,8 +20,8 @@ def near_in_turns(g: Build, scores: str) -> str:
     """Every other layer sees all, as Gemma's do."""
     if sum(n.op_type == "Softmax" for n in g.nodes) % 2:
         return scores
-    far = g.node("LessOrEqual", [g.key_rows, g.node("Sub", [g.query_rows, g.constant(4)])])
-    return g.node("Where", [g.to_scores(far), g.number(-1e4), scores])
+    far = g.LessOrEqual(g.key_rows, g.Sub(g.query_rows, 4))
+    return g.Where(g.to_scores(far), g.number(-1e4), scores)
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -43,11 +43,11 @@ def canonical(nonpad: bool, *, shown: bool = False, **attrs: int) -> onnx.ModelP
     for kind in ("key", "value"):
         past = g.input(f"{kind}_cache", TensorProto.FLOAT, ["B", 2, LONG, 4])
         new = g.input(f"new_{kind}", TensorProto.FLOAT, ["B", 2, "S", 4])
-        presents.append(g.node("TensorScatter", [past, new, indices], f"updated_{kind}_cache", axis=2))
+        presents.append(g.TensorScatter(past, new, indices, out=f"updated_{kind}_cache", axis=2))
         g.output(presents[-1], TensorProto.FLOAT, ["B", 2, LONG, 4])
     lengths = ["", "", "", g.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])] if nonpad else []
     scores = ["", "", "scores"] if shown else []
-    g.node("Attention", [query, *presents, *lengths], ["out", *scores], **attrs)
+    g.Attention(query, *presents, *lengths, out=["out", *scores], **attrs)
     g.output("out", TensorProto.FLOAT, ["B", 2, "S", 4])
     if scores:
         g.output("scores", TensorProto.FLOAT, ["B", 2, "S", LONG])

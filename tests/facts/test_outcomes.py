@@ -33,11 +33,11 @@ def moved(operator: str, dtype: str) -> onnx.ModelProto:
     graph.input("past", kind, ["B", 2, 16, 8])
     if operator == "Where":
         graph.input("update", kind, ["B", 2, 16, 8])
-        graph.node("Where", [graph.input("written", BOOL, ["B", 1, 16, 1]), "update", "past"], "present")
+        graph.Where(graph.input("written", BOOL, ["B", 1, 16, 1]), "update", "past", out="present")
     else:
         graph.input("update", kind, ["B", 2, "S", 8])
         indices = graph.input("indices", INT64, ["B", 2, "S", 8])
-        graph.node("ScatterElements", ["past", indices, "update"], "present", axis=2)
+        graph.ScatterElements("past", indices, "update", out="present", axis=2)
     graph.output("present", kind, ["B", 2, 16, 8])
     return graph.model()
 
@@ -46,7 +46,7 @@ def hidden() -> onnx.ModelProto:
     """Even a no-op between the update and the graph's output."""
     graph = Graph()
     inputs = [graph.input("past", HALF, ["B", 2, 16, 8]), graph.input("update", HALF, ["B", 2, "S", 8])]
-    graph.node("Identity", [graph.node("TensorScatter", inputs, "inner")], "present")
+    graph.Identity(graph.node("TensorScatter", inputs, "inner"), out="present")
     graph.output("present", HALF, ["B", 2, 16, 8])
     return graph.model()
 
@@ -212,7 +212,7 @@ def test_trt_attention_is_lower_right() -> None:
     shapes = {"Q": ("B", 4, "S", 16), "K": ("B", 2, 16, 16), "V": ("B", 2, 16, 16)}
     inputs = [graph.input(name, HALF, shape) for name, shape in shapes.items()]
     lengths = [graph.input(name, TensorProto.INT32, ["B"]) for name in ("q_lens", "kv_lens")]
-    graph.node("TRT_Attention", [*inputs, "", *lengths], "Y", causal_kind="lower_right")
+    graph.TRT_Attention(*inputs, "", *lengths, out="Y", causal_kind="lower_right")
     graph.output("Y", HALF, shapes["Q"])
     parsed = trt.parse(graph.model())
     (attention,) = parsed.attentions()
@@ -223,7 +223,7 @@ def test_trt_attention_is_lower_right() -> None:
 def test_function_is_taken_for_the_operator_of_its_name() -> None:
     """The parser looks operators up by name alone: my::Relu, which squares, is built as a ReLU."""
     graph = Graph()
-    graph.node("Relu", [graph.input("x", TensorProto.FLOAT, ["B", 3])], "y", domain="my")
+    graph.Relu(graph.input("x", TensorProto.FLOAT, ["B", 3]), out="y", domain="my")
     graph.output("y", TensorProto.FLOAT, ["B", 3])
     square = helper.make_node("Mul", ["x", "x"], ["y"])
     function = helper.make_function("my", "Relu", ["x"], ["y"], [square], [helper.make_opsetid("", 24)])

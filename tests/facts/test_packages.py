@@ -22,7 +22,7 @@ def test_external_data_is_looked_up_beside_a_path_that_need_not_exist(tmp_path: 
     (tmp_path / "weights.bin").write_bytes(weights.tobytes())
     graph = Graph()
     graph.input("x", HALF, ["B", 12])
-    graph.node("Mul", ["x", "weights"], "y")
+    graph.Mul("x", "weights", out="y")
     graph.output("y", HALF, ["B", 12])
     tensor = TensorProto(name="weights", data_type=HALF, dims=[12], data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value="weights.bin")

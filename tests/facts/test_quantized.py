@@ -27,7 +27,7 @@ def product(
     """``x @ weight`` in float16, of numbers as they are or rounded."""
     g = Graph()
     x = g.input("x", TensorProto.FLOAT16, ["batch", size])
-    g.node("MatMul", [rounded(g, x) if rounded else x, weight(g, size)], "y")
+    g.MatMul(rounded(g, x) if rounded else x, weight(g, size), out="y")
     g.output("y", TensorProto.FLOAT16, ["batch", size])
     return g.model(opset=24, domains=["trt"])
 
@@ -80,7 +80,7 @@ def int8(scale: float = 0.01, zero: int | None = None) -> Callable[[Graph, int],
 
 def fp8(g: Graph, size: int) -> str:
     data = np.random.default_rng(0).standard_normal(size * size).astype(FP8)
-    return g.node("DequantizeLinear", [raw(g, TensorProto.FLOAT8E4M3FN, (size, size), data), g.constant(1, np.float16)])
+    return g.DequantizeLinear(raw(g, TensorProto.FLOAT8E4M3FN, (size, size), data), g.constant(1, np.float16))
 
 
 def rounds(zero: Any, domain: str = "", prefix: str = "") -> Callable[[Graph, str], str]:
@@ -122,8 +122,8 @@ def table() -> ModelProto:
     """What onnxruntime's quantizers make of an embedding."""
     g = Graph()
     g.input("ids", TensorProto.INT64, ["batch"])
-    rows = g.node("Gather", [raw(g, TensorProto.INT8, (SIZE, SIZE), random_bytes(SIZE * SIZE)), "ids"])
-    g.node("Relu", [g.node("DequantizeLinear", [rows, g.constant(0.1, np.float16)])], "y")
+    rows = g.Gather(raw(g, TensorProto.INT8, (SIZE, SIZE), random_bytes(SIZE * SIZE)), "ids")
+    g.Relu(g.DequantizeLinear(rows, g.constant(0.1, np.float16)), out="y")
     g.output("y", TensorProto.FLOAT16, ["batch", SIZE])
     return g.model(opset=24)
 
@@ -159,7 +159,7 @@ def test_blocks_build_on_both_sides(form: str) -> None:
 
 def test_blocks_of_a_name_that_is_for_quantizers_alone() -> None:
     """ModelOpt's TRT_FP4QDQ stands for a weight that is still to be quantized."""
-    model = product(lambda g, size: g.node("TRT_FP4QDQ", [floats(g, size)], domain="trt", block_size=16))
+    model = product(lambda g, size: g.TRT_FP4QDQ(floats(g, size), domain="trt", block_size=16))
     assert "Plugin not found" in trt.build(model).words
 
 

@@ -55,11 +55,9 @@ def test_key_and_value_of_different_head_sizes(sequence_major: bool, tmp_path: P
     value = graph.cache("v", size=32, sequence_major=sequence_major)
     query = graph.query()
     if sequence_major:
-        swapped = graph.node("Transpose", [query], perm=[0, 2, 1, 3])
-        query = graph.node("Reshape", [swapped, graph.constant([0, 0, 64])])
-        graph.node(
-            "Attention", [query, key, value, "", "", "", "valid"], "y", is_causal=1, q_num_heads=4, kv_num_heads=2
-        )
+        swapped = graph.Transpose(query, perm=[0, 2, 1, 3])
+        query = graph.Reshape(swapped, [0, 0, 64])
+        graph.Attention(query, key, value, "", "", "", "valid", out="y", is_causal=1, q_num_heads=4, kv_num_heads=2)
         graph.output("y", HALF, ["B", "S", 128])
     else:
         graph.attend(query, key, value, "y", is_causal=1)
@@ -99,7 +97,7 @@ def test_parts_of_one_projection_are_many_queries(span: bool, shared: bool, tmp_
     one = (graph.cache("k"), graph.cache("v")) if shared else None
     for i in range(8):
         bounds = [graph.constant([4 * i]), graph.constant([4 * i + 4]), graph.constant([1])]
-        part = graph.node("Slice", [wide, *bounds])
+        part = graph.Slice(wide, *bounds)
         graph.attend(part, *(one or (graph.cache(f"k{i}"), graph.cache(f"v{i}"))), f"y{i}", is_causal=1)
     check(graph.model(), tmp_path, options=PlanOptions(attention_span=span))
 
@@ -135,8 +133,8 @@ def test_one_cache_sequence_major_with_attentions_of_different_head_counts(tmp_p
     query = graph.input("query", HALF, ["B", "S", 64])
     for i, heads in enumerate((2, 1)):
         attrs = {"q_num_heads": 2, "kv_num_heads": heads, "is_causal": 1}
-        q = query if heads == 1 else graph.node("Slice", [query, *(graph.constant([x]) for x in (0, 32, 2))])
-        graph.node("Attention", [q, key, value, "", "", "", "valid"], f"y{i}", **attrs)
+        q = query if heads == 1 else graph.Slice(query, *(graph.constant([x]) for x in (0, 32, 2)))
+        graph.Attention(q, key, value, "", "", "", "valid", out=f"y{i}", **attrs)
         graph.output(f"y{i}", HALF, ["B", "S", 64 if heads == 1 else 32])
     plan = check(graph.model(), tmp_path).plan
     assert {c.layout for c in plan.caches} == {PhysicalLayout.VIEW}
@@ -146,9 +144,9 @@ def test_sequence_major_cache_with_another_reader(tmp_path: Path) -> None:
     graph = Layers()
     key, value = (graph.cache(name, sequence_major=True) for name in "kv")
     query = graph.input("query", HALF, ["B", "S", 64])
-    graph.node("Attention", [query, key, value, "", "", "", "valid"], "y", q_num_heads=4, kv_num_heads=2)
+    graph.Attention(query, key, value, "", "", "", "valid", out="y", q_num_heads=4, kv_num_heads=2)
     graph.output("y", HALF, ["B", "S", 64])
-    graph.node("ReduceMax", [key, graph.constant([2])], "peak", keepdims=0)
+    graph.ReduceMax(key, [2], out="peak", keepdims=0)
     graph.output("peak", HALF, ["B", CAPACITY])
     plan = check(graph.model(), tmp_path).plan
     assert [c.layout for c in plan.caches] == [PhysicalLayout.VIEW, PhysicalLayout.HEADS_MAJOR]
@@ -159,8 +157,8 @@ def test_last_query_only(tmp_path: Path) -> None:
     graph = Layers()
     key, value, query = graph.cache("k"), graph.cache("v"), graph.query()
     graph.attend(query, key, value, "all_rows", is_causal=1)
-    last = graph.node("Slice", [query, graph.constant([-1]), graph.constant([2**31]), graph.constant([2])])
-    graph.node("Attention", [last, key, value, "", "", "", "valid"], "last_row", is_causal=1)
+    last = graph.Slice(query, [-1], [2**31], [2])
+    graph.Attention(last, key, value, "", "", "", "valid", out="last_row", is_causal=1)
     graph.output("last_row", HALF, ["B", 4, 1, 16])
     assert len(check(graph.model(), tmp_path).plan.masks) == 2
 
@@ -172,7 +170,7 @@ def test_lengths_computed_in_the_graph(tmp_path: Path) -> None:
     """Valid lengths that no input bounds: all rows are read, and the plan says so."""
     graph = Layers()
     key, value, query = graph.cache("k"), graph.cache("v"), graph.query()
-    computed = graph.node("Add", ["write_indices", graph.node("Shape", [query], start=2, end=3)])
+    computed = graph.Add("write_indices", graph.Shape(query, start=2, end=3))
     graph.attend(query, key, value, "y", computed, is_causal=1)
     feeds = feeds_of(graph.model())
     plan = check(graph.model(), tmp_path, feeds).plan
@@ -214,10 +212,10 @@ def test_cache_inside_the_graph_under_attention(tmp_path: Path) -> None:
     read = []
     for name in "kv":
         update = graph.input(f"new_{name}", HALF, ["B", 2, "S", 16])
-        batch = graph.node("Shape", [update], start=0, end=1)
-        shape = graph.node("Concat", [batch, graph.constant([2, CAPACITY, 16])], axis=0)
-        empty = graph.node("ConstantOfShape", [shape], value=helper.make_tensor("zero", HALF, [1], [0.0]))
-        read.append(graph.node("TensorScatter", [empty, update, "write_indices"], f"inner_{name}"))
+        batch = graph.Shape(update, start=0, end=1)
+        shape = graph.Concat(batch, [2, CAPACITY, 16], axis=0)
+        empty = graph.ConstantOfShape(shape, value=helper.make_tensor("zero", HALF, [1], [0.0]))
+        read.append(graph.TensorScatter(empty, update, "write_indices", out=f"inner_{name}"))
     graph.attend(graph.query(), *read, "y", is_causal=1)
     plan = check(graph.model(), tmp_path).plan
     assert {(c.route, c.carried) for c in plan.caches} == {(Route.FUNCTIONAL, False)}
@@ -226,7 +224,7 @@ def test_cache_inside_the_graph_under_attention(tmp_path: Path) -> None:
 def _function(graph: Layers) -> onnx.ModelProto:
     graph.input("past_k", HALF, ["B", 2, CAPACITY, 16])
     graph.input("new_k", HALF, ["B", 2, "S", 16])
-    graph.node("Update", ["past_k", "new_k", "write_indices"], "present_k", domain="own")
+    graph.Update("past_k", "new_k", "write_indices", out="present_k", domain="own")
     graph.output("present_k", HALF, ["B", 2, CAPACITY, 16])
     body = [helper.make_node("TensorScatter", ["p", "u", "w"], ["o"])]
     function = helper.make_function("own", "Update", ["p", "u", "w"], ["o"], body, [helper.make_opsetid("", 24)])
@@ -245,7 +243,7 @@ def _branch(graph: Layers) -> onnx.ModelProto:
         "then_branch": body("written", "TensorScatter", ["past_k", "new_k", "write_indices"]),
         "else_branch": body("kept", "Identity", ["past_k"]),
     }
-    graph.node("If", [graph.input("write", BOOL, [])], "present_k", **branches)
+    graph.If(graph.input("write", BOOL, []), out="present_k", **branches)
     graph.output("present_k", HALF, ["B", 2, CAPACITY, 16])
     return graph.model()
 

@@ -72,9 +72,9 @@ def first_step(*, past: bool = False, names: tuple[str, ...] = ("present.0.key",
     graph.input("x", TensorProto.FLOAT, ["B", "S", 8])
     if past:
         graph.input("past", TensorProto.FLOAT, ["B", 2, "P", 4])
-    heads = graph.node("Reshape", ["x", graph.constant([0, 0, 2, 4])])
+    heads = graph.Reshape("x", [0, 0, 2, 4])
     for name in names:
-        graph.node("Transpose", [heads], name, perm=[0, 2, 1, 3])
+        graph.Transpose(heads, out=name, perm=[0, 2, 1, 3])
         graph.output(name, TensorProto.FLOAT, ["B", 2, "S", 4])
     return graph.model()
 

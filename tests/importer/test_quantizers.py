@@ -133,8 +133,8 @@ def test_rows_of_a_table_that_are_moved_before_they_are_dequantized(kind: Any, z
     table, ids = rng.standard_normal((rows, 4)).astype(np.float32) + 0.3, rng.integers(0, rows, (3, 5))
     names = [graph.constant(value, np.asarray(value).dtype) for value in quantized(table, kind, False, zero)]
     graph.input("ids", TensorProto.INT64, [3, 5])
-    taken = graph.node("Transpose", [graph.node("Gather", [names[0], "ids"])], perm=[2, 0, 1])
-    graph.node("DequantizeLinear", [graph.node("Unsqueeze", [taken, graph.constant([0])]), *names[1:]], "bias")
+    taken = graph.Transpose(graph.Gather(names[0], "ids"), perm=[2, 0, 1])
+    graph.DequantizeLinear(graph.Unsqueeze(taken, [0]), *names[1:], out="bias")
     graph.output("bias", FLOAT, [1, 4, 3, 5])
     model = graph.model(21)
     before = run(model, ids=ids)
@@ -155,7 +155,7 @@ def test_rows_of_a_table_that_is_dequantized_first(kind: Any, zero: int | None, 
     numbers, scale, zeros = quantized(table, kind, False, zero)
     names = [graph.constant(value, np.asarray(value).dtype) for value in (numbers, scale.astype(dtype), zeros)]
     graph.input("ids", TensorProto.INT64, [3, 5])
-    graph.node("Gather", [graph.node("DequantizeLinear", names), "ids"], "rows")
+    graph.Gather(graph.node("DequantizeLinear", names), "ids", out="rows")
     graph.output("rows", FLOATS[dtype], [3, 5, 4])
     model = graph.model(21)
     before = run(model, ids=ids)
@@ -172,7 +172,7 @@ def test_few_numbers_are_floats(numbers: Any, zero: int | None) -> None:
     graph.input("x", FLOAT, ["B", 3])
     inputs = [graph.constant(numbers, np.uint8), graph.constant(0.5, np.float32)]
     inputs += [] if zero is None else [graph.constant(zero, np.uint8)]
-    graph.node("Mul", ["x", graph.node("DequantizeLinear", inputs)], "y")
+    graph.Mul("x", graph.node("DequantizeLinear", inputs), out="y")
     graph.output("y", FLOAT, ["B", 3])
     model = standardize(graph.model(21))[0]
     assert "DequantizeLinear" not in {n.op_type for n in model.graph.node}
@@ -203,7 +203,7 @@ def test_what_is_no_such_product_is_refused_by_name(edit: str) -> None:
 def test_other_integers_are_refused_by_name(op: str, domain: str) -> None:
     graph = Graph()
     graph.input("x", FLOAT, [K])
-    graph.node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"])
+    graph.DynamicQuantizeLinear("x", out=["q", "s", "z"])
     graph.node(op, ["q"], "y", domain=domain)
     graph.output("y", FLOAT, [K])
     with pytest.raises(UnsupportedModelError, match=rf"{op} 'node_y'.*op_types_to_quantize=\['MatMul'\].*QDQ"):
@@ -266,8 +266,8 @@ def rounding(zero: Any, dtype: Any = np.float32, scale: Any = 0.05) -> onnx.Mode
     graph = Graph()
     graph.input("x", FLOATS[dtype], ["B", 8])
     numbers = [graph.constant(scale, dtype), *([] if zero is None else [graph.constant(zero, zero.dtype)])]
-    small = graph.node("QuantizeLinear", ["x", *numbers])
-    graph.node("Sum", [graph.node("DequantizeLinear", [small, *numbers]) for _ in range(2)], "y")
+    small = graph.QuantizeLinear("x", *numbers)
+    graph.node("Sum", [graph.DequantizeLinear(small, *numbers) for _ in range(2)], "y")
     graph.output("y", FLOATS[dtype], ["B", 8])
     return graph.model(21)
 
@@ -367,7 +367,7 @@ def test_biases_of_int32_build_and_are_the_same(dtype: Any, scales: tuple[int, .
         g.constant(rng.random(scales) * 1e-5 + 1e-5, dtype),
     ]
     zero = g.constant(np.zeros(scales), np.int32)
-    g.node("Add", [x, g.node("DequantizeLinear", [*given, zero], axis=0)], "y")
+    g.Add(x, g.DequantizeLinear(*given, zero, axis=0), out="y")
     g.output("y", FLOATS[dtype], ["batch", 16])
     model, feeds = g.model(opset=21), {"x": rng.standard_normal((3, 16)).astype(dtype)}
     wanted = harness.run(model, feeds)["y"]

@@ -23,7 +23,7 @@ def test_signed_8_bits_as_nncf_writes_them(scale: list[float]) -> None:
     g = Graph()
     g.input("x", TensorProto.FLOAT, ["B", 2])
     inputs = [g.constant([[1, -2], [3, -128]], np.int8), g.constant(scale, np.float32)]
-    g.node("MatMul", ["x", g.node("DequantizeLinear", inputs, axis=1)], "y")
+    g.MatMul("x", g.node("DequantizeLinear", inputs, axis=1), out="y")
     g.output("y", TensorProto.FLOAT, ["B", 2])
     model = g.model()
     if min(scale) > 0:
@@ -47,8 +47,8 @@ def test_other_zero_points_are_refused(zero: int | None) -> None:
 def test_weights_that_others_read_stay() -> None:
     graph = Graph()
     weight = graph.constant(np.arange(16), np.uint8)
-    graph.node("DequantizeLinear", [weight, graph.constant(0.5, np.float32), graph.constant(128, np.uint8)], "y")
-    graph.node("Cast", [weight], "z", to=TensorProto.INT32)
+    graph.DequantizeLinear(weight, graph.constant(0.5, np.float32), graph.constant(128, np.uint8), out="y")
+    graph.Cast(weight, out="z", to=TensorProto.INT32)
     graph.output("y", TensorProto.FLOAT, [16])
     graph.output("z", TensorProto.INT32, [16])
     model = graph.model()
@@ -64,7 +64,7 @@ def test_typed_fields_are_read(bits: int) -> None:
     scale, zero = graph.constant(0.5, np.float32), helper.make_tensor("zero", kind, [], [top // 2])
     graph.initializers += [helper.make_tensor("w", kind, [top], numbers), zero]
     assert not graph.initializers[-2].HasField("raw_data")
-    graph.node("DequantizeLinear", ["w", scale, "zero"], "y")
+    graph.DequantizeLinear("w", scale, "zero", out="y")
     graph.output("y", TensorProto.FLOAT, [top])
     model = graph.model()
     assert sign_weights(model, HERE) == ()

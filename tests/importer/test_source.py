@@ -43,7 +43,7 @@ def external_model(**reference: object) -> onnx.ModelProto:
     for key, value in reference.items():
         weight.external_data.add(key=key, value=str(value))
     graph.initializers.append(weight)
-    graph.node("MatMul", ["x", "w"], "y")
+    graph.MatMul("x", "w", out="y")
     graph.output("y", TensorProto.FLOAT, ["B", 8])
     return graph.model()
 
@@ -197,12 +197,12 @@ def test_external_data_of_a_constant_in_a_body_are_checked(tmp_path: Path) -> No
     bodies = []
     for _ in range(2):
         body = Graph()
-        body.node("Constant", [], f"c{len(bodies)}", value=weight)
+        body.Constant(out=f"c{len(bodies)}", value=weight)
         body.output(f"c{len(bodies)}", TensorProto.FLOAT, [4, 8])
         bodies.append(body.model().graph)
     graph = Graph()
     graph.input("c", TensorProto.BOOL, [])
-    graph.node("If", ["c"], "y", then_branch=bodies[0], else_branch=bodies[1])
+    graph.If("c", out="y", then_branch=bodies[0], else_branch=bodies[1])
     graph.output("y", TensorProto.FLOAT, [4, 8])
     path = write(tmp_path / "model.onnx", graph.model())
     assert "are in no.bin, which is missing" in refusal(path)

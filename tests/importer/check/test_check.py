@@ -202,9 +202,9 @@ def hostile(body: Callable[[Graph, str], str]) -> onnx.ModelProto:
     update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
     where = graph.input("write_indices", TensorProto.INT64, ["B"])
     lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-    present = graph.node("TensorScatter", [past, update, where], "present", axis=2)
+    present = graph.TensorScatter(past, update, where, out="present", axis=2)
     graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
-    seen = graph.node("Attention", [query, present, present, body(graph, query), "", "", lengths], "seen", is_causal=1)
+    seen = graph.Attention(query, present, present, body(graph, query), "", "", lengths, out="seen", is_causal=1)
     graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
     return graph.model(opset=24)
 
@@ -217,10 +217,10 @@ def test_a_question_without_an_answer_is_no_proof(tmp_path: Path) -> None:
     update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
     where = graph.input("write_indices", TensorProto.INT64, ["B"])
     lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-    present = graph.node("TensorScatter", [past, update, where], "present", axis=2)
+    present = graph.TensorScatter(past, update, where, out="present", axis=2)
     graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
-    nothing = graph.node("Mul", [present, graph.constant(0.0, np.float32)])
-    seen = graph.node("Attention", [query, present, nothing, "", "", "", lengths], "seen", is_causal=1)
+    nothing = graph.Mul(present, graph.constant(0.0, np.float32))
+    seen = graph.Attention(query, present, nothing, "", "", "", lengths, out="seen", is_causal=1)
     graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
     onnx.save(graph.model(), tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError, match="the same number for all queries, keys and values"):
@@ -237,10 +237,10 @@ def test_attentions_over_one_cache_are_never_taken_unread(tmp_path: Path, monkey
     update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
     where = graph.input("write_indices", TensorProto.INT64, ["B"])
     lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-    present = graph.node("TensorScatter", [past, update, where], "present", axis=2)
+    present = graph.TensorScatter(past, update, where, out="present", axis=2)
     graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
     for i, query in enumerate(queries):
-        seen = graph.node("Attention", [query, present, present, "", "", "", lengths], f"seen_{i}", is_causal=1)
+        seen = graph.Attention(query, present, present, "", "", "", lengths, out=f"seen_{i}", is_causal=1)
         graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
     onnx.save(graph.model(), tmp_path / "model.onnx")
     imported = import_model(tmp_path / "model.onnx", PlanOptions())
@@ -373,15 +373,15 @@ def test_garbage_of_its_own_is_refused(tmp_path: Path) -> None:
         where = graph.input("write_indices", TensorProto.INT64, ["B"])
         lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
         keys, values = (
-            graph.node("TensorScatter", [p, n, where], name, axis=2)
+            graph.TensorScatter(p, n, where, out=name, axis=2)
             for p, n, name in zip(past, new[1:], ("present_k", "present_v"), strict=True)
         )
         for name in (keys, values):
             graph.output(name, TensorProto.FLOAT, ["B", 1, 16, 8])
         rows = graph.constant(np.arange(16).reshape(1, 1, 16, 1))
-        ends = graph.node("Unsqueeze", [lengths, graph.constant([1, 2, 3])])
-        held = graph.node("Where", [graph.node("Less", [rows, ends]), values, graph.constant(0, np.float32)])
-        seen = graph.node("Attention", [new[0], keys, held if hides else values], "seen")
+        ends = graph.Unsqueeze(lengths, [1, 2, 3])
+        held = graph.Where(graph.Less(rows, ends), values, graph.constant(0, np.float32))
+        seen = graph.Attention(new[0], keys, held if hides else values, out="seen")
         graph.output(seen, TensorProto.FLOAT, ["B", 1, "S", 8])
         return graph.model(opset=24)
 
@@ -400,21 +400,21 @@ def masked(
     where = graph.input("write_indices", TensorProto.INT64, ["B"])
     lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
     keys, values = (
-        graph.node("TensorScatter", [p, n, where], name, axis=2)
+        graph.TensorScatter(p, n, where, out=name, axis=2)
         for p, n, name in zip(past, new[1:], ("present_k", "present_v"), strict=True)
     )
     for name in (keys, values):
         graph.output(name, TensorProto.FLOAT, ["B", 1, 16, 8])
-    ends = graph.node("Unsqueeze", [lengths, graph.constant([1, 2, 3])])
-    held = graph.node("Less", [graph.constant(np.arange(16).reshape(1, 1, 1, 16)), ends])
-    turned = graph.node("Transpose", [keys_of(graph, keys, held)], perm=[0, 1, 3, 2])
-    scores = graph.node("MatMul", [new[0], turned])
+    ends = graph.Unsqueeze(lengths, [1, 2, 3])
+    held = graph.Less(np.arange(16).reshape(1, 1, 1, 16), ends)
+    turned = graph.Transpose(keys_of(graph, keys, held), perm=[0, 1, 3, 2])
+    scores = graph.MatMul(new[0], turned)
     if lowest == -np.inf:
-        scores = graph.node("Where", [held, scores, graph.constant(lowest, np.float32)])
+        scores = graph.Where(held, scores, graph.constant(lowest, np.float32))
     else:
-        bias = graph.node("Where", [held, graph.constant(0, np.float32), graph.constant(lowest, np.float32)])
-        scores = graph.node("Add", [scores, bias])
-    seen = graph.node("MatMul", [graph.node("Softmax", [scores], axis=-1), values], "seen")
+        bias = graph.Where(held, graph.constant(0, np.float32), graph.constant(lowest, np.float32))
+        scores = graph.Add(scores, bias)
+    seen = graph.MatMul(graph.Softmax(scores, axis=-1), values, out="seen")
     graph.output(seen, TensorProto.FLOAT, ["B", 1, "S", 8])
     return graph.model(opset=24)
 
@@ -423,11 +423,11 @@ def test_keys_that_are_no_numbers_are_refused_though_a_mask_hides_them(tmp_path:
     """Where hides NaN; a kernel that adds the mask does not. The original divides by the norm of tokens alone."""
 
     def divided(graph: Graph, keys: str, held: str) -> str:
-        return graph.node("Div", [keys, graph.node("ReduceL2", [keys, graph.constant([-1])])])
+        return graph.Div(keys, graph.ReduceL2(keys, [-1]))
 
     def safe(graph: Graph, keys: str, held: str) -> str:
-        rows = graph.node("Transpose", [held], perm=[0, 1, 3, 2])
-        return graph.node("Where", [rows, divided(graph, keys, held), graph.constant(0, np.float32)])
+        rows = graph.Transpose(held, perm=[0, 1, 3, 2])
+        return graph.Where(rows, divided(graph, keys, held), graph.constant(0, np.float32))
 
     imported = planned(masked(), tmp_path)
     check_rewrite(masked(), masked(), imported.plan, {}, tmp_path)
@@ -444,11 +444,11 @@ def test_garbage_is_as_large_as_the_original_hides(tmp_path: Path) -> None:
 
 def doubled(graph: Graph, query: str) -> str:
     """Concat of itself, forty times: a terabyte."""
-    tensor = graph.node("Shape", [query])
+    tensor = graph.Shape(query)
     for _ in range(40):
-        tensor = graph.node("Concat", [tensor, tensor], axis=0)
-    zero = graph.node("Cast", [graph.node("ReduceMin", [tensor], keepdims=0)], to=TensorProto.FLOAT)
-    return graph.node("Mul", [zero, graph.constant([[0.0]], np.float32)])
+        tensor = graph.Concat(tensor, tensor, axis=0)
+    zero = graph.Cast(graph.ReduceMin(tensor, keepdims=0), to=TensorProto.FLOAT)
+    return graph.Mul(zero, graph.constant([[0.0]], np.float32))
 
 
 @pytest.mark.slow
@@ -467,17 +467,15 @@ def endless(graph: Graph, query: str) -> str:
     """A Loop of 10^15 steps."""
     count = graph.constant(10**15)
     go = graph.constant(True, np.bool_)
-    start = graph.node(
-        "Cast", [graph.node("ReduceMin", [graph.node("Shape", [query])], keepdims=0)], to=TensorProto.FLOAT
-    )
+    start = graph.Cast(graph.ReduceMin(graph.Shape(query), keepdims=0), to=TensorProto.FLOAT)
     value = helper.make_tensor_value_info
     body = helper.make_graph(
         [helper.make_node("Identity", ["on"], ["goes"]), helper.make_node("Add", ["x", "x"], ["y"])], "body",
         [value("i", TensorProto.INT64, []), value("on", TensorProto.BOOL, []), value("x", TensorProto.FLOAT, [])],
         [value("goes", TensorProto.BOOL, []), value("y", TensorProto.FLOAT, [])],
     )  # fmt: skip
-    last = graph.node("Loop", [count, go, start], body=body)
-    return graph.node("Mul", [graph.node("Mul", [last, graph.constant([[0.0]], np.float32)]), start])
+    last = graph.Loop(count, go, start, body=body)
+    return graph.Mul(graph.Mul(last, graph.constant([[0.0]], np.float32)), start)
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ class Table:
         names = [self._constant(graph, numbers), graph.input("ids", TensorProto.INT64, ids.shape)]
         if self.reshaped:
             raw = graph.constant(packed(numbers, self.bits).reshape(self.rows, blocks, -1), np.uint8)
-            names[0] = graph.node("Reshape", [raw, graph.constant([self.rows, self.width * self.bits // 8])])
+            names[0] = graph.Reshape(raw, [self.rows, self.width * self.bits // 8])
         names.append(graph.constant(scales, self.dtype))
         names += [self._constant(graph, zeros)] if self.zeros else []
         attrs = {"gather_axis": 0, "quantize_axis": self.axis, "block_size": self.block, "bits": self.bits} | attrs
@@ -142,7 +142,7 @@ class Dequantized:
         names = [graph.constant(numbers, kind), graph.constant(scales, self.dtype)]
         names += [graph.constant(zero, kind)] if self.zeros else []
         weight = graph.node("DequantizeLinear", names, axis=0, block_size=block)
-        graph.node("Sum", [graph.node("MatMul", ["x", weight]) for _ in range(self.readers)], "y")
+        graph.node("Sum", [graph.MatMul("x", weight) for _ in range(self.readers)], "y")
         graph.output("y", code, (*x.shape[:-1], n))
         apart = numbers.reshape(-1, block, n) - (zero if self.zeros else 0 * zero)[:, None]
         dense = (apart * scales.astype(float)[:, None]).reshape(k, n)

@@ -207,9 +207,9 @@ def test_types_and_ranks_that_bodies_find_one_after_the_other() -> None:
     graph = Graph()
     graph.input("x", TensorProto.FLOAT16, [2, 4, 8])
     for index in range(3):
-        graph.node("FusedMatMul", ["x" if not index else f"y{index - 1}", "x"], f"z{index}", CONTRIB, transB=1)
-        graph.node("QuickGelu", [f"z{index}"], f"w{index}", CONTRIB)
-        graph.node("FusedMatMul", [f"w{index}", "x"], f"y{index}", CONTRIB, alpha=0.01)
+        graph.FusedMatMul("x" if not index else f"y{index - 1}", "x", out=f"z{index}", domain=CONTRIB, transB=1)
+        graph.QuickGelu(f"z{index}", out=f"w{index}", domain=CONTRIB)
+        graph.FusedMatMul(f"w{index}", "x", out=f"y{index}", domain=CONTRIB, alpha=0.01)
     graph.output("y2", TensorProto.FLOAT16, [2, 4, 8])
     result = lowered(graph.model(24, [CONTRIB]))
     x = random(np.float16, 2, 4, 8, scale=1)
