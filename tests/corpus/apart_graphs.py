@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import onnx
-import onnx_graphsurgeon as gs
 from concat_graphs import MASKS, Build, Decoder, make_decoder
 
 from corpus import Entry, built
-from trt_kvcache.importer.graph import replace_uses
 
 
 def _attended(g: Build, query: str, keys: list[str], values: list[str]) -> str:
@@ -46,26 +44,6 @@ def _one_by_one(g: Build, query: str, keys: str, values: str) -> str:
     return g.node("Concat", found, axis=1)
 
 
-def _written_one_by_one() -> onnx.ModelProto:
-    """Each head of a cache has a Concat of its own, which its attention reads."""
-    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(_decoder(_one_by_one)))
-    for present in graph.outputs[1:]:
-        (whole,) = present.inputs
-        past, new = whole.inputs
-        cuts = {r.name: r for r in present.outputs if r.op == "Slice"}
-        written = []
-        for reader in sorted(cuts.values(), key=lambda r: int(r.inputs[1].values[0])):
-            made = [gs.Variable(f"{t.name}_{reader.name}", t.dtype) for t in (past, new, present)]
-            for tensor, part in zip((past, new), made, strict=False):
-                graph.nodes.append(gs.Node("Slice", part.name, {}, [tensor, *reader.inputs[1:]], [part]))
-            graph.nodes.append(gs.Node("Concat", made[2].name, {"axis": 2}, made[:2], [made[2]]))
-            replace_uses(reader.outputs[0], made[2])
-            written.append(made[2])
-        whole.attrs, whole.inputs = {"axis": 1}, written
-    graph.cleanup().toposort()
-    return gs.export_onnx(graph)
-
-
 def _decoder(attend: Callable[[Build, str, str, str], str]) -> onnx.ModelProto:
     return make_decoder(Decoder(kv_heads=4, attend=attend))
 
@@ -73,7 +51,6 @@ def _decoder(attend: Callable[[Build, str, str, str], str]) -> onnx.ModelProto:
 FORMS: dict[str, Callable[[], onnx.ModelProto]] = {
     "scores apart": lambda: _decoder(_scores_apart),
     "heads one by one": lambda: _decoder(_one_by_one),
-    "heads written one by one": _written_one_by_one,
 }
 
 

@@ -107,7 +107,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "guard of another type": {"weights": _guarded, "softcap": 5.0},
     "less the largest": {"masked": _without_largest},
     "keys capped and upcast": {"softcap": 5.0, "scale": "k", "dtype": np.float16, "upcast": True},
-    "upcast, guard": {"dtype": np.float16, "upcast": True, "guard": True},
     "one head, broadcast": {"kv_heads": 1, "repeat": "none"},
     "bsnd, positions from the past": {"layout": "bsnd", "positions": "past"},
     "two sequences, always": {"batch": 2, "positions": "past"},
@@ -118,7 +117,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "guard of empty rows": {"attend": partial(_guard_empty_rows, fewer="Less")},
     "guard of empty rows, own mask": {"attend": partial(_guard_empty_rows, fewer="Less"), "mask": "own"},
     "guard of rows of one key": {"attend": partial(_guard_empty_rows, fewer="LessOrEqual")},
-    "guard of rows of one key, own mask": {"attend": partial(_guard_empty_rows, fewer="LessOrEqual"), "mask": "own"},
     "tanh": {"scores": tanh, "positions": "none"},
     "tanh, no mask": {"scores": tanh, "positions": "none", "mask": "none"},
     "a floor below all scores": {"scores": at_least(-1e4)},
@@ -127,27 +125,16 @@ FORMS: dict[str, dict[str, Any]] = {
         "layout": "bsnd",
     },
     "a choice between branches": {"scores": _chosen},
-    "keys grow with the text": {"keys": of_length},
     "scores grow with the text": {"scores": of_length},
-    "values grow with the text": {"values": of_length},
-    "values scaled": {"values": times(2)},
     "scores negated": {"scores": times(-1)},
-    "scores cut to integers": {"scores": _integers},
     "keys times 0": {"keys": times(0)},
     "a temperature that lifts the mask": {"masked": times(3e-4), "lowest": -1e4},
-    "two caps": {"softcap": 3.0, "scores": tanh},
     "a cap after the mask": {"masked": tanh},
     "Relu": {"scores": lambda g, t: g.Relu(t)},
     "heads reversed": {"keys": heads(3, 2, 1, 0)},
     "last 6 rows": {"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"},
-    "last 16 rows": {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none"},
-    "last 16 rows, one token": {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none", "sequence": 1},
     "repeated keys cut to integers": {"keys": _integers},
-    "repeated values cut to integers": {"values": _integers},
-    "values in turn": {"repeat": "none", "keys": heads(0, 0, 1, 1), "values": heads(0, 1, 0, 1)},
-    "norm of repeated keys": {"keys": lambda g, t: g.LpNormalization(t, axis=-1)},
     "keys repeated by the batch": {"repeat": "none", "keys": _repeated_by_batch, "values": heads(0, 0, 1, 1)},
-    "values repeated by the batch": {"repeat": "none", "values": _repeated_by_batch, "keys": heads(0, 0, 1, 1)},
     "more repeats than axes": {"keys": _tiled_by_shape},
 }
 
@@ -168,7 +155,6 @@ def _late(g: Build, scores: str) -> str:
 
 SCALED: dict[str, dict[str, Any]] = {
     "half": {"masked": times(0.5, "Div")},
-    "half, Where": {"masked": times(0.5, "Div"), "apply": "where", "scale": "scores"},
     "half precision": {"dtype": np.float16, "masked": times(1 / 16), "lowest": -65504.0},
     "twice": {"masked": lambda g, s: times(0.5)(g, times(0.5, "Div")(g, s))},
     "a floor as well": {"masked": lambda g, s: times(0.5)(g, at_least(-1e5)(g, s)), "lowest": -65504.0},
@@ -176,31 +162,14 @@ SCALED: dict[str, dict[str, Any]] = {
         "masked": lambda g, s: g.Add(times(0.5)(g, s), _zeros_and_low(g, -1e4)),
         "lowest": -65504.0,
     },
-    "masked again, by less": {
-        "masked": lambda g, s: times(0.05)(g, g.Add(s, _zeros_and_low(g, -1e4))),
-        "lowest": -65504.0,
-    },
     "heads in batch": {"kv_heads": 4, "attend": Merged("none", scale="none"), "scores": times(0.5), "lowest": -65504.0},
     "-1e4 over 4": {"lowest": -1e4, "masked": times(0.25)},
-    "-1e4 over 4, Where": {"lowest": -1e4, "masked": times(0.25), "apply": "where"},
-    "one number for all": {
-        "masked": lambda g, s: times(0.5)(g, g.Add(s, g.number(-3.0))),
-        "lowest": -65504.0,
-    },
-    "-1e4 beside larger scores": {"lowest": -1e4, "scores": times(40.0)},
     "-1e4 over 20": {"lowest": -1e4, "masked": times(0.05)},
-    "-1e4 over 20, Where": {"lowest": -1e4, "masked": times(0.05), "apply": "where"},
-    "-1e4 over 20, in two steps": {
-        "lowest": -1e4,
-        "masked": lambda g, s: times(0.1)(g, times(0.5)(g, s)),
-        "apply": "where",
-    },
     "a floor that comes up": {"masked": lambda g, s: times(0.05)(g, at_least(-1e4)(g, s))},
     "a mask that is high for long texts": {"masked": _late, "mask": "none"},
     "negative": {"masked": times(-0.5)},
     "own numbers": {"mask": "own", "own_type": np.float32, "masked": times(0.5, "Div")},
     "capped after": {"masked": lambda g, s: tanh(g, times(0.5)(g, s))},
-    "scores as large as the mask": {"lowest": -1e4, "scores": times(1e5)},
 }
 
 # Sinks: a logit for each head beside the scores.
@@ -222,22 +191,6 @@ def _of_length(g: Build, scores: str) -> str:
     return g.Mul(sink_column(g, scores), g.Cast(g.all, to=FLOAT))
 
 
-def _odd_at(past: int) -> Callable[[Build, str], str]:
-    """Another number with one length of the past."""
-
-    def column(g: Build, scores: str) -> str:
-        odd = g.Cast(g.Equal(g.past, past), to=TensorProto.FLOAT)
-        return g.Add(sink_column(g, scores), odd)
-
-    return column
-
-
-def _of_query(g: Build, scores: str) -> str:
-    """Another logit for each query of a step."""
-    steps = g.Cast(g.query_rows, to=TensorProto.FLOAT)
-    return g.Add(sink_column(g, scores), g.Unsqueeze(steps, [0, 1]))
-
-
 def _heads_turned(g: Build, scores: str) -> str:
     """A weight whose logits are not in the order of the heads."""
     rows = g.Unsqueeze(g.size_of(scores, 2), [0])
@@ -252,11 +205,6 @@ def _heads_turned(g: Build, scores: str) -> str:
 def _zero_row(g: Build, values: str) -> str:
     """One row more, so that a column of sinks that is not dropped has something to weigh."""
     return g.Pad(values, [0, 0, 0, 0, 0, 0, 1, 0])
-
-
-def _two_columns(g: Build, scores: str) -> str:
-    column = sink_column(g, scores)
-    return g.Concat(column, column, axis=-1)
 
 
 def _near_in_turns(g: Build, scores: str) -> str:
@@ -284,19 +232,11 @@ SINKS: dict[str, dict[str, Any]] = {
     "in another order than their weight": _beside(_heads_turned),
     "of the scores": _beside(_of_tokens),
     "of the length": _beside(_of_length),
-    "odd at one length": _beside(_odd_at(13)),
-    "of the query": _beside(_of_query),
-    "two columns": {**_beside(_two_columns), "weights": lambda g, w: without_sinks(g, w, 0, -2)},
     "not dropped": {**_beside(sink_column), "weights": lambda g, w: w, "values": _zero_row},
-    "the first column dropped": {**_beside(sink_column), "weights": lambda g, w: without_sinks(g, w, 1, 2**31)},
-    "dropped before the softmax": {
-        "masked": lambda g, scores: without_sinks(g, beside_sinks(g, scores, sink_column(g, scores)))
-    },
     "before the scores": {
         "masked": lambda g, scores: g.Concat(sink_column(g, scores), scores, axis=-1),
         "weights": lambda g, w: without_sinks(g, w, 1, 2**31),
     },
-    "less the largest of all queries": {"masked": lambda g, s: g.Sub(s, g.ReduceMax(s, [2], keepdims=1))},
 }
 
 # Softmax in five operators.
@@ -336,10 +276,7 @@ APART: dict[str, Callable[[list[NodeProto]], object] | None] = {
     "as it is": None,
     "the sum along rows": _edit(3, 1, "rows"),
     "the largest along rows": _edit(0, 1, "rows"),
-    "the sum of what is no power": _edit(3, 0, "1"),
-    "the smallest": lambda parts: setattr(parts[0], "op_type", "ReduceMin"),
     "the mean": lambda parts: setattr(parts[3], "op_type", "ReduceMean"),
-    "divided the other way round": lambda parts: parts[4].input.reverse(),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,6 @@ def by_the_longest(g: Build, x: str) -> str:
 
 def by_the_shortest(g: Build, x: str) -> str:
     return _scaled(g, x, g.ReduceMin(g.position_ids, keepdims=0))
-
-
-def by_the_first(g: Build, x: str) -> str:
-    rows = g.Unsqueeze(g.position_ids, [2])
-    return _scaled(g, x, g.Gather(rows, [0], axis=0))
-
-
-def by_the_last(g: Build, x: str) -> str:
-    rows = g.Unsqueeze(g.position_ids, [2])
-    return _scaled(g, x, g.Gather(rows, [-1], axis=0))
 
 
 def by_a_row_of_a_table(g: Build, x: str) -> str:
@@ -77,29 +67,11 @@ def _rows(g: Build, x: str, *bounds: int) -> str:
     return g.Slice(x, start, end, [0], *step)
 
 
-def _flat(g: Build, x: str, change: Callable[[str], str]) -> str:
-    """``[B * S, D]`` on the way."""
-    return g.Reshape(change(g.Reshape(x, [-1, 16])), g.Shape(x))
-
-
-def _beside_others(g: Build, x: str) -> str:
-    """Sums over the sequences ``[S, B, D]``, each weighted by how much it is like the others."""
-    return g.MatMul(g.MatMul(x, g.Transpose(x, perm=[0, 2, 1])), x)
-
-
 MIXES = {
     "roll": lambda g, x: _beside(g, _rows(g, x, 1, FAR), _rows(g, x, 0, 1)),
-    "roll of all tokens": lambda g, x: _flat(g, x, lambda y: _beside(g, _rows(g, y, 1, FAR), _rows(g, y, 0, 1))),
-    "softmax of all tokens": lambda g, x: _flat(g, x, lambda y: g.Softmax(y, axis=0)),
-    "reversed": lambda g, x: _rows(g, x, -1, -FAR, -1),
-    "the first": lambda g, x: g.Sub(x, g.Gather(x, [0], axis=0)),
     "mean": lambda g, x: g.Sub(x, g.ReduceMean(x, [0])),
-    "mean of all": lambda g, x: g.Sub(x, g.ReduceMean(x)),
     "softmax": lambda g, x: g.Softmax(x, axis=0),
     "sum": lambda g, x: g.CumSum(x, 0),
-    "norm": lambda g, x: g.LayerNormalization(x, g.weight(1), axis=0),
-    "product": lambda g, x: g.Transpose(_beside_others(g, g.Transpose(x, perm=[1, 0, 2])),
-                                   perm=[1, 0, 2]),
     "reshape": lambda g, x: g.Reshape(g.Transpose(g.Reshape(x, g.node("Concat", [
             g.Unsqueeze(n, [0]) for n in (g.size_of(x, 1), g.size_of(x, 0), g.constant(16))
         ], axis=0)), perm=[1, 0, 2]), [0, -1, 16]),
@@ -148,7 +120,7 @@ def one_sequence(g: Build, x: str) -> str:
 
 
 def entries() -> Iterator[Entry]:
-    by = (by_the_longest, by_the_shortest, by_the_first, by_the_last, by_a_row_of_a_table, each_by_itself,
+    by = (by_the_longest, by_the_shortest, by_a_row_of_a_table, each_by_itself,
           by_a_table_cut_to_the_longest, whole, one_sequence)  # fmt: skip
     forms: dict[str, dict[str, Any]] = {f.__name__: {"after": f} for f in by}
     forms |= {f"{f.__name__}, one": {"after": f, "batch": 1} for f in (by_the_longest, one_sequence)}

@@ -21,12 +21,11 @@ Mask = Callable[[Graph, str, str], str]
 
 def decoder(
     mask: Mask,
-    factor: Callable[[Graph], str] | None = None,
     repeat: Callable[[Graph, str], str] | None = None,
 ) -> onnx.ModelProto:
     """One layer; `mask` makes a bool ``[S, L]`` or ``[L]`` from the rows of the new tokens and their number.
 
-    `factor` makes that of the scores; `repeat` is given a cache of half as many heads.
+    `repeat` is given a cache of half as many heads.
     """
     g = Graph()
     rng = np.random.default_rng(3)
@@ -50,7 +49,7 @@ def decoder(
         presents.append(repeat(g, present) if repeat else present)
     query = g.Transpose(heads(), perm=[0, 2, 1, 3])
     scores = g.MatMul(query, g.Transpose(presents[0], perm=[0, 2, 3, 1]))
-    scores = g.Mul(scores, factor(g) if factor else g.constant(0.5, np.float32))
+    scores = g.Mul(scores, g.constant(0.5, np.float32))
     if visible := mask(g, rows, new_tokens):
         scores = g.Where(visible, scores, g.constant(-1e9, np.float32))
     values = g.Transpose(presents[1], perm=[0, 2, 1, 3])
@@ -88,20 +87,6 @@ def one_row_more(g: Graph, rows: str, new: str) -> str:
 
 def nothing(g: Graph, rows: str, new: str) -> str:
     return ""
-
-
-def by_length(g: Graph) -> str:
-    return g.Log(g.Cast(g.Add("cur_len", 3), to=FLOAT))
-
-
-def by_batch(g: Graph, present: str) -> str:
-    """``[B, L, 2, D]``: one sequence has its heads one after the other twice, two have each of them twice."""
-    batch, rows = (g.Shape(present, start=i, end=i + 1) for i in (0, 1))
-    heads = g.Transpose(present, perm=[0, 2, 1, 3])
-    shape = g.Concat(batch, [2, 2], rows, [SIZE], axis=0)
-    spread = g.Expand(g.Unsqueeze(heads, batch), shape)
-    merged = g.Reshape(spread, [0, HEADS, -1, SIZE])
-    return g.Transpose(merged, perm=[0, 2, 1, 3])
 
 
 def in_turn(g: Graph, present: str) -> str:
@@ -178,9 +163,7 @@ def ring(mask: Mask, length: int | str = "S", *, guard: bool = False) -> onnx.Mo
 def entries() -> Iterator[Entry]:
     masks = (causal, window, written, nothing, one_row_more)
     models = {f.__name__: partial(decoder, f) for f in masks}
-    models |= {"scores by length": partial(decoder, causal, by_length)}
-    models |= {f"heads {f.__name__}": partial(decoder, causal, repeat=f) for f in (in_turn, by_batch)}
-    yield from built("fixed cache", models)
+    yield from built("fixed cache", models | {"heads in_turn": partial(decoder, causal, repeat=in_turn)})
     rings = (rows_up_to_own, rows_by_age, rows_by_number, no_later_token)
     models = {f"{f.__name__}, {n}": partial(ring, f, n) for f in rings for n in ("S", 1)}
     yield from built("ring", models | {"guard": partial(ring, rows_up_to_own, guard=True)})

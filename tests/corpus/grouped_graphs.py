@@ -27,9 +27,6 @@ class Grouped:
         mask: rank of the mask: 2, 3, 4 or 5.
         apply: "add" or "where".
         rolled: keys are those of other heads.
-        crossed: values of the form "flat" are spread over the group, which fits one sequence with heads as many as
-            queries in a group: each then reads values of another head than keys.
-        swapped: sinks stand in front of the scores.
         computed: the batch is computed, so that nothing but numbers says that it is that of the caches.
     """
 
@@ -37,8 +34,6 @@ class Grouped:
     mask: int = 2
     apply: str = "add"
     rolled: bool = False
-    crossed: bool = False
-    swapped: bool = False
     computed: bool = False
 
     def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
@@ -102,7 +97,7 @@ class Grouped:
                 rows = shaped(weights, batch, numbers(heads, -1), g.Unsqueeze(g.all, numbers(0)))
                 output = g.MatMul(rows, values)
             case _:
-                apart = shaped(values, numbers(-1, heads if self.crossed else 1), g.Unsqueeze(g.all, numbers(0)), last)
+                apart = shaped(values, numbers(-1, 1), g.Unsqueeze(g.all, numbers(0)), last)
                 output = g.MatMul(weights, apart)
         return shaped(output, batch, numbers(heads * group), length, last)
 
@@ -121,9 +116,7 @@ class Grouped:
         if not decoder.sinks:
             return g.Softmax(scores, axis=-1)
         both = beside_sinks(g, scores, self._sinks(g, scores))
-        if self.swapped:
-            both = g.Concat(self._sinks(g, scores), scores, axis=-1)
-        return without_sinks(g, g.Softmax(both, axis=4), *((1, 2**31) if self.swapped else (0, -1)))
+        return without_sinks(g, g.Softmax(both, axis=4))
 
     def _sinks(self, g: Build, scores: str) -> str:
         """``[B, N, G, S, 1]`` or ``[B, G, N, S, 1]``."""
@@ -166,23 +159,13 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one token, padding": ({"sequence": 1, "mask": "padding"}, {"form": "one", "mask": 4}),
     "one token, one key head": ({"sequence": 1, "kv_heads": 1, "window": 5}, {"form": "one", "apply": "where"}),
     "sinks": ({"heads": 6, "sinks": "weight"}, {}),
-    "sinks before the scores": ({"sinks": "weight"}, {"swapped": True}),
     "batch and heads": ({"scores": lambda g, s: g.Tanh(s)}, {"form": "flat", "mask": 3}),
-    "values of other heads": ({"batch": 1}, {"form": "flat", "crossed": True}),
     "groups after the queries of two tokens": ({"sequence": 2, "positions": "past"}, {"form": "folded back"}),
     **{
         f"rolled, {form}": ({"sequence": 1} if form == "one" else {}, {"form": form, "rolled": True})
         for form in ("rows", "flat", "folded", "one")
     },
 }
-
-
-def _one_token(g: Build, query: str, keys: str, values: str) -> str:
-    few, other = (g.Slice(t, [0], [2], [1]) for t in (keys, values))
-    shaped = g.Reshape(query, [0, 2, 2, 4])
-    scores = g.MatMul(shaped, g.Transpose(few, perm=[0, 1, 3, 2]))
-    output = g.MatMul(g.Softmax(scores, axis=-1), other)
-    return g.Reshape(output, [0, 4, 1, 4])
 
 
 def groups_first(heads: int, place: int) -> onnx.ModelProto:
@@ -198,14 +181,6 @@ def groups_first(heads: int, place: int) -> onnx.ModelProto:
     return model
 
 
-def no_sequence() -> onnx.ModelProto:
-    """Keys are counted backwards, so that the mask has no column."""
-    model = make_decoder(Decoder(repeat="none", scale="none", attend=Grouped(form="folded")))
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(-1), "back"))
-    next(node for node in model.graph.node if node.op_type == "Range").input[2] = "back"
-    return model
-
-
 def entries() -> Iterator[Entry]:
     forms = (
         "broadcast", "einsum", "rows", "flat", "front", "tiled", "folded", "folded back",
@@ -217,8 +192,7 @@ def entries() -> Iterator[Entry]:
         n: Decoder(**{"repeat": "none", "scale": "none", **s}, attend=Grouped(**grouped))
         for n, (s, grouped) in FORMS.items()
     }
-    named["half of the keys"] = Decoder(heads=4, kv_heads=4, sequence=1, mask="none", attend=_one_token)
     named["two tokens, two heads"] = Decoder(heads=2, kv_heads=2, sequence=2, positions="past")
     yield from decoders("grouped", named)
-    models = {f"groups first, {h}, {p}": (lambda h=h, p=p: groups_first(h, p)) for h in (4, 6) for p in (0, 1)}
-    yield from built("grouped", models | {"no column": no_sequence}, capacity=24)
+    models = {f"groups first, 4, {p}": (lambda p=p: groups_first(4, p)) for p in (0, 1)}
+    yield from built("grouped", models, capacity=24)

@@ -342,16 +342,6 @@ def later_rows(model: onnx.ModelProto) -> None:
     node.input[5] = "fewer"
 
 
-def odd_positions(model: onnx.ModelProto) -> None:
-    """The same position for every token."""
-    node = next(n for n in model.graph.node if n.op_type == "GroupQueryAttention")
-    value = helper.make_tensor("", TensorProto.INT64, [1], [3])
-    model.graph.node.insert(0, helper.make_node("ConstantOfShape", ["two"], ["odd"], value=value))
-    model.graph.node.insert(0, helper.make_node("Shape", ["x"], ["two"], start=0, end=2))
-    node.input.extend([""] * (10 - len(node.input)))
-    node.input[9] = "odd"
-
-
 def own_mask(model: onnx.ModelProto) -> None:
     """A bool mask of the caller over all keys."""
     next(n for n in model.graph.node if n.op_type == "Attention").input[3] = "mask"
@@ -371,7 +361,7 @@ WINDOWS: list[dict[str, Any]] = [
 EDITED: list[tuple[Make, dict[str, Any], Callable[[onnx.ModelProto], None]]] = [
     (of_onnx, {"is_causal": 1}, own_mask), (of_onnx, {"is_causal": 1}, computed_past),
     (of_onnx, {"is_causal": 1}, lost_write), (grouped, {}, one_past), (multi, {}, one_past),
-    (grouped, {}, past_read_twice), (grouped, {}, later_rows), (grouped, {"rotary": SIZE}, odd_positions),
+    (grouped, {}, past_read_twice), (grouped, {}, later_rows),
 ]  # fmt: skip
 
 

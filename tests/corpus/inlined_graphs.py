@@ -113,21 +113,6 @@ def loop(trips: int | None) -> onnx.ModelProto:
     return graph.model()
 
 
-def scan() -> onnx.ModelProto:
-    graph, inputs = cache_graph()
-    info = helper.make_tensor_value_info
-    nodes = [
-        helper.make_node("TensorScatter", ["carried", inputs[1]], ["written"], axis=2),
-        helper.make_node("Identity", ["x"], ["y"]),
-    ]
-    pairs = (("carried", "x"), ("written", "y"))
-    ends = [[info(cache, F32, SHAPE), info(value, F32, [])] for cache, value in pairs]
-    graph.Scan(inputs[0], graph.input("xs", F32, [4]), out=["present", "ys"],
-               body=helper.make_graph(nodes, "body", *ends), num_scan_inputs=1)  # fmt: skip
-    graph.output("ys", F32, [4])
-    return graph.model()
-
-
 def without_caches() -> onnx.ModelProto:
     """Control flow that stays, in a branch of which another one lies that captures a constant."""
     graph, inputs = cache_graph()
@@ -220,7 +205,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "functions of another opset": partial(functions, 1, 25),
     "functions of another local opset": partial(functions, 1, domain="local"),
     "endless functions": partial(functions, 1, endless=True),
-    **{f.__name__: f for f in (named_as_an_operator, scan, without_caches)},
+    **{f.__name__: f for f in (named_as_an_operator, without_caches)},
     **{f"If {taken}": partial(condition, taken) for taken in ("then_branch", "else_branch")},
     "If in If": partial(condition, nested=True),
     "If computed": partial(condition, computed=True),

@@ -79,13 +79,6 @@ class Joined:
         return g.Transpose(g.Reshape(tensor, [0, 0, HEADS, size]), perm=[0, 2, 1, 3])
 
 
-def empty_part() -> onnx.ModelProto:
-    model = Joined().model()
-    cut = next(n for n in model.graph.node if n.op_type == "Slice")
-    cut.input[2] = cut.input[1]
-    return model
-
-
 FORMS: dict[str, Joined] = {
     "slice": Joined(),
     "split": Joined(cut="split"),
@@ -103,4 +96,4 @@ FORMS: dict[str, Joined] = {
 
 def entries() -> Iterator[Entry]:
     models = {name: form.model for name, form in FORMS.items()}
-    yield from built("joined", models | {"an empty part": empty_part}, capacity=20)
+    yield from built("joined", models, capacity=20)

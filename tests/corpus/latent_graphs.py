@@ -170,11 +170,6 @@ def _unary(op: str, **attrs: Any) -> Any:
     return lambda g, tensor: g.node(op, [tensor], **attrs)
 
 
-def _with(op: str, *inputs: Any, **attrs: Any) -> Any:
-    """An operator on a tensor and constants."""
-    return lambda g, tensor: g.node(op, [tensor, *(g.constant(v, np.asarray(v).dtype) for v in inputs)], **attrs)
-
-
 def _without_mean(axis: int) -> Any:
     return lambda g, t: g.Sub(t, g.ReduceMean(t, [axis], keepdims=1))
 
@@ -215,16 +210,6 @@ def _by_token(g: Build, tensor: str) -> str:
     return g.Mul(tensor, g.Add(seen, g.constant(1.0, np.float32)))
 
 
-def _newest(g: Build, tensor: str) -> str:
-    """Each row beside the newest one."""
-    return g.Add(tensor, g.Slice(tensor, *(g.constant([n]) for n in (-1, 2**63 - 1, 2))))
-
-
-def _attended(g: Build, tensor: str) -> str:
-    scores = g.MatMul(tensor, g.Transpose(tensor, perm=[0, 1, 3, 2]))
-    return g.MatMul(g.Softmax(scores), tensor)
-
-
 def _divided(g: Build, tensor: str) -> str:
     """By a norm, which is 0 in rows that were never written."""
     return g.Div(tensor, g.ReduceL2(tensor, [3], keepdims=1))
@@ -239,12 +224,8 @@ def _mixed_by_reshape(g: Build, tensor: str) -> str:
 MIXED: dict[str, Any] = {
     "softmax over rows": _unary("Softmax", axis=2),
     "mean over rows": _without_mean(2),
-    "mean over the batch": _without_mean(0),
     "by the length": _by_length,
     "by the tokens": _by_token,
-    "the newest row": _newest,
-    "the other way round": _with("Slice", [-1], [-(2**63) + 1], [2], [-1]),
-    "attention of latents": _attended,
     "another arrangement": _mixed_by_reshape,
 }
 

@@ -35,16 +35,8 @@ def off_by_one(g: Build) -> str:
     return g.LessOrEqual(g.key_rows, g.Add(g.query_rows, 1))
 
 
-def not_itself(g: Build) -> str:
-    return g.Less(g.key_rows, g.query_rows)
-
-
 def prefix(g: Build) -> str:
     return either(g, g.causal(), before(g, 8))
-
-
-def prefix_inside_itself(g: Build) -> str:
-    return either(g, g.causal(), both(g, before(g, 8), g.Less(g.query_rows, 8)))
 
 
 def blocks(g: Build) -> str:
@@ -54,11 +46,6 @@ def blocks(g: Build) -> str:
 
 def sink(g: Build) -> str:
     return both(g, g.causal(), either(g, before(g, 1), later(g, 6)))
-
-
-def window_without_the_first(g: Build) -> str:
-    first = either(g, g.Greater(g.key_rows, 0), g.Equal(g.query_rows, 0))
-    return both(g, both(g, g.causal(), later(g, 6)), first)
 
 
 def dilated(g: Build) -> str:
@@ -77,18 +64,14 @@ def without_the_first_two_in_long_texts(g: Build) -> str:
     return both(g, g.causal(), either(g, short, g.Greater(g.key_rows, 1)))
 
 
-def nothing(g: Build) -> str:
-    return both(g, g.causal(), before(g, 0))
-
-
 def window_on_both_sides(g: Build) -> str:
     ahead = g.Less(g.key_rows, g.Add(g.query_rows, 2))
     return both(g, later(g, 3), ahead)
 
 
 LOOK_ALIKES = (
-    off_by_one, not_itself, prefix, prefix_inside_itself, blocks, sink, window_without_the_first, dilated,
-    window_of_the_update_only, without_the_first_two_in_long_texts, nothing, window_on_both_sides,
+    off_by_one, prefix, blocks, sink, dilated, window_of_the_update_only,
+    without_the_first_two_in_long_texts, window_on_both_sides,
 )  # fmt: skip
 
 
@@ -105,14 +88,6 @@ def of_tokens(g: Build) -> str:
 
 def padding_turned_round(g: Build) -> str:
     shown = g.Not(g.Cast(g.padding, to=TensorProto.BOOL))
-    return both(g, g.to_scores(g.causal()), g.Unsqueeze(shown, [1, 2]))
-
-
-def first_after_padding(g: Build) -> str:
-    """The first token that is not padded is hidden if any is padded: rows of a cache begin with a token here."""
-    seen = g.CumSum(g.padding, 1)
-    padded = g.ReduceMin(g.padding, keepdims=0)
-    shown = g.Greater(seen, g.Sub(1, padded))
     return both(g, g.to_scores(g.causal()), g.Unsqueeze(shown, [1, 2]))
 
 
@@ -142,14 +117,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "one head near": {"mask": one_head_near},
     "of tokens": {"mask": of_tokens},
     "padding turned round": {"mask": padding_turned_round},
-    "first after padding": {"mask": first_after_padding},
     "even bias": {"scores": partial(bias, even=True)},
     "even bias after the mask": {"masked": partial(bias, even=True)},
     "uneven bias": {"scores": partial(bias, even=False)},
-    "uneven bias after the mask": {"masked": partial(bias, even=False)},
     "own and causal": {"mask": lambda g: both(g, own(g), g.to_scores(g.causal()))},
     "own turned round": {"mask": lambda g: g.Not(own(g))},
-    "two of the caller": {"mask": lambda g: both(g, own(g), own(g, name="mask_2"))},
     "own, integers": {"mask": lambda g: g.Cast(own(g, TensorProto.INT64, "attention_mask"), to=TensorProto.BOOL)},
     "own doubled": {
         "mask": "none",

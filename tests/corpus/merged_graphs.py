@@ -124,11 +124,6 @@ def heads_first(merged: Merged, g: Build, tensor: str) -> str:
     return merge(merged, g, g.Transpose(tensor, perm=[1, 0, 2, 3]))
 
 
-def mixed(merged: Merged, g: Build, tensor: str) -> str:
-    """``[B, H, X, Y]`` -> ``[B*H, X, Y]`` of rows and heads in turn, which are no heads."""
-    return merge_as(g, g.Transpose(tensor, perm=[0, 2, 1, 3]), tensor)
-
-
 def by_length(merged: Merged, g: Build, tensor: str) -> str:
     """As `merge`, but the numbers of each head lie in another order for texts of 18 tokens and more."""
     return shuffled(g, merge(merged, g, tensor))
@@ -140,12 +135,6 @@ def shuffled(g: Build, tensor: str) -> str:
     shape = g.Concat(_size(g, tensor, 0), parts, [-1], axis=0)
     turned = g.Transpose(g.Reshape(tensor, shape), perm=[0, 2, 1])
     return g.Reshape(turned, g.Shape(tensor))
-
-
-def merge_as(g: Build, tensor: str, like: str) -> str:
-    """As many numbers as ``[B*H, X, Y]``."""
-    shape = [g.constant([-1]), *(_size(g, like, axis) for axis in (2, 3))]
-    return g.Reshape(tensor, g.node("Concat", shape, axis=0))
 
 
 def fixed(rows: int) -> Any:
@@ -198,13 +187,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "capped": ({"scores": lambda g, s: g.Tanh(s)}, {}),
     "beside an encoder": ({"mask": "padding", "positions": "padding", "after": cross_attention}, {}),
     "heads outermost": ({}, {"keys": heads_first, "values": heads_first}),
-    "values with heads outermost": ({}, {"values": heads_first}),
-    "rows and heads in turn": ({}, {"keys": mixed, "values": mixed}),
     "traced with a batch of one": ({}, {"keys": fixed(4), "values": fixed(4)}),
-    "traced with a batch of two": ({}, {"keys": fixed(8), "values": fixed(8)}),
     "another order in long texts": ({}, {"keys": by_length, "values": by_length}),
-    "queries in another order in long texts": ({}, {"before": shuffled}),
-    "temperature of the text": ({"scores": lambda g, s: _by_length(g, s)}, {}),
 }
 
 
@@ -223,10 +207,6 @@ def _as_result(g: Build, x: str) -> str:
     batch, width = (g.node(op, [n, g.constant(g.decoder.heads)]) for op, n in (("Div", rows), ("Mul", size)))
     shape = [g.Unsqueeze(n, [0]) for n in (batch, length, width)]
     return g.Reshape(x, g.node("Concat", shape, axis=0))
-
-
-def _by_length(g: Build, scores: str) -> str:
-    return g.Mul(scores, g.Cast(g.Add(g.all, 1), to=1))
 
 
 def entries() -> Iterator[Entry]:

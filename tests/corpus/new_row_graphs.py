@@ -235,7 +235,6 @@ LAID: dict[str, tuple[dict[str, Any], tuple[tuple[int, ...], ...]]] = {
     "lengths of the whole": ({"positions": "present"}, (KEYS, VALUES)),
     "own mask": ({"mask": "own", "apply": "where"}, (KEYS, VALUES)),
     "heads before one sequence": ({"layers": 2, "batch": 1}, HEADS_FIRST),
-    "heads before one sequence and lengths": ({"positions": "present", "batch": 1}, HEADS_FIRST),
     "sizes read off a past": ({"after": by_batch}, (KEYS, VALUES)),
 }
 
@@ -244,7 +243,6 @@ def entries() -> Iterator[Entry]:
     models = {
         "joined": lambda: give_new_rows(foreign("concat"), as_joined),
         "flat": lambda: give_new_rows(foreign("concat"), flat),
-        "relu": lambda: give_new_rows(foreign("concat"), changed("Relu")),
         "laid 0213": lambda: lay_caches(foreign("concat"), (0, 2, 1, 3), (0, 1, 3, 2)),
         "turned": lambda: turn_within(foreign("concat"), (0, 2, 1, 3)),
     }
@@ -255,7 +253,6 @@ def entries() -> Iterator[Entry]:
         "tokens first": (transposed(2, 0, 1, 3), transposed(2, 1, 0, 3)),
         "flat and transposed": (flat, transposed(0, 3, 1, 2)),
         "negated keys": (changed("Neg"), as_joined),
-        "negated": (changed("Neg"),),
     }
     new |= {n: (lambda form=form: give_new_rows(make_decoder(Decoder(layers=2)), *form)) for n, form in forms.items()}
     new |= {"prefixed": lambda: give_new_rows(make_decoder(Decoder(after=prefixed)), as_joined)}

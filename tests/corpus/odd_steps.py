@@ -55,10 +55,6 @@ def masked(odd: Odd) -> dict[str, Any]:
     return {"mask": mask}
 
 
-def masked_where(odd: Odd) -> dict[str, Any]:
-    return masked(odd) | {"apply": "where"}
-
-
 def scaled(odd: Odd) -> dict[str, Any]:
     """Scores are doubled in odd steps."""
     return {"scores": lambda g, tensor: g.Mul(tensor, choose(g, odd, 2.0, 1.0))}
@@ -85,8 +81,6 @@ def seen(form: str) -> Callable[[Odd], dict[str, Any]]:
             visible = g.to_scores(g.causal())
             if form == "visible":
                 return g.Where(visible, tensor, lowest)
-            if form == "hidden":
-                return g.Where(g.Not(visible), lowest, tensor)
             return g.Max(g.Where(visible, tensor, g.number(-1e4)), lowest)
 
         return {"mask": "none", "scores": scores}
@@ -151,10 +145,9 @@ def cut_shorter(odd: Odd) -> dict[str, Any]:
 
 FORMS: dict[str, Callable[[Odd], dict[str, Any]]] = {
     "mask": masked,
-    "mask, where": masked_where,
     "factor": scaled,
     "positions": shifted,
-    **{f"lowest, {form}": seen(form) for form in ("visible", "hidden", "Max")},
+    **{f"lowest, {form}": seen(form) for form in ("visible", "Max")},
     "own mask": own_scaled,
     **{f"{how} of {which}": read(which, how) for how in ("heads", "channels", "rows") for which in ("keys", "values")},
     "guard": guarded,

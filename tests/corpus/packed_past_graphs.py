@@ -63,13 +63,6 @@ def other_mask() -> onnx.ModelProto:
     return model
 
 
-def computed_past() -> onnx.ModelProto:
-    model = decoder()
-    model.graph.node.insert(0, helper.make_node("Neg", ["past_1"], ["flipped"]))
-    next(n for n in model.graph.node if "past_1" in n.input and n.op_type == "Attention").input[4] = "flipped"
-    return model
-
-
 HOW: tuple[dict[str, Any], ...] = (
     {}, {"bias": False, "unidirectional": 0}, {"mask": False, "scale": 0.4}, {"cast": True}, {"opset": 11},
     {"do_rotary": 1}, {"past_present_share_buffer": 1}, {"extra": ("length",)},
@@ -79,5 +72,5 @@ HOW: tuple[dict[str, Any], ...] = (
 
 def entries() -> Iterator[Entry]:
     models: dict[str, Callable[[], onnx.ModelProto]] = {str(how): (lambda how=how: decoder(**how)) for how in HOW}
-    models |= {make.__name__: make for make in (other_mask, computed_past)}
+    models |= {make.__name__: make for make in (other_mask,)}
     yield from built("packed past", models, capacity=32)

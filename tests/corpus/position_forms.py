@@ -82,12 +82,6 @@ def tenth(g: Build) -> str:
     return g.Div(g.past, 10)
 
 
-def whole_batch(g: Build) -> str:
-    """The longest decides."""
-    positions = beside_pads(g, g.past)
-    return add(g, g.ReduceMax(positions, [0], keepdims=1), g.Mul(g.tokens, 0))
-
-
 FOUND: dict[str, Index] = {
     "one for all": counted,
     "one for all, from 2": lambda g: counted(g, 2),
@@ -103,25 +97,13 @@ FOUND: dict[str, Index] = {
 }
 
 
-def at_one_length(g: Build) -> str:
-    return g.Cast(g.Equal(g.past, 13), to=TensorProto.INT64)
-
-
 LOOK_ALIKES: dict[str, Index] = {
     "an offset that grows": lambda g: add(g, front(g, counted(g)), tenth(g)),
-    "an offset that grows, one for all": lambda g: add(g, counted(g), tenth(g)),
     "an offset in long texts": lambda g: add(g, front(g, counted(g)), if_long(g)),
-    "an offset in long texts, one for all": lambda g: add(g, counted(g), if_long(g)),
-    "an offset at one length": lambda g: add(g, counted(g), at_one_length(g)),
     "an offset by the batch": lambda g: add(g, counted(g), g.size_of(g.tokens, 0)),
-    "an offset by the new tokens": lambda g: add(g, counted(g), g.length),
     "one before": lambda g: counted(g, -1),
-    "beside pads, twice": lambda g: beside_pads(g, add(g, g.past, g.past)),
-    "beside pads, in long texts": lambda g: beside_pads(g, add(g, g.past, if_long(g))),
-    "beside pads, at one length": lambda g: beside_pads(g, add(g, g.past, at_one_length(g))),
     "beside pads, with the new tokens": lambda g: beside_pads(g, g.all),
     "pads of the whole batch": lambda g: beside_pads(g, g.past, axis=0),
-    "the longest of the batch": whole_batch,
 }
 
 
@@ -186,11 +168,6 @@ def by_padding_of_the_update(g: Build, x: str) -> str:
     return g.Mul(x, g.Unsqueeze(g.Cast(new, to=TensorProto.FLOAT), [2]))
 
 
-def by_mean_of_padding(g: Build, x: str) -> str:
-    mean = g.ReduceMean(g.Cast(g.padding, to=TensorProto.FLOAT), keepdims=0)
-    return g.Mul(x, mean)
-
-
 def debug(what: Callable[[Build], str], rank: int, kind: int = TensorProto.INT64) -> Callable[[Build, str], str]:
     """An output beside the logits."""
 
@@ -243,12 +220,9 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "long factors": {"mask": "padding", "after": other_frequencies_in_long_texts},
     "sum of padding": {"mask": "padding", "after": by_sum_of_padding},
     "padding of the update": {"mask": "padding", "after": by_padding_of_the_update},
-    "mean of padding": {"mask": "padding", "after": by_mean_of_padding},
     "count shown": {"after": debug(lambda g: g.all, 0)},
-    "count shown, one element": {"after": debug(lambda g: g.Unsqueeze(g.all, [0]), 1)},
     "count of the present shown": {"after": debug(lambda g: g.size_of(g.presents[0], 2), 0)},
     "count of padding shown": {"after": debug(lambda g: g.ReduceSum(g.padding, [1], keepdims=0), 1)},
-    "past shown": {"after": debug(lambda g: g.past, 0)},
     "positions shown": {"after": debug(lambda g: g.query_rows, 2)},
     "mask shown": {"after": debug(lambda g: g.to_scores(g.causal()), 4, TensorProto.BOOL)},
     "new tokens shown": {"after": debug(lambda g: g.length, 0)},

@@ -38,10 +38,6 @@ def first(kind: str) -> Callable[[Build], str]:
     return lambda g: (g.pasts if kind == "past" else g.presents)[0]
 
 
-def transposed(g: Build) -> str:
-    return g.Transpose(g.presents[0], perm=[0, 2, 1, 3])
-
-
 def norm(g: Build) -> str:
     return g.ReduceL2(g.presents[0], [3], keepdims=0)
 
@@ -54,12 +50,8 @@ def probabilities(g: Build, x: str) -> str:
 
 READERS: dict[str, After] = {
     "present shown": shown(first("present")),
-    "present shown in another layout": shown(transposed),
     "norm of the present shown": shown(norm, 3),
-    "rows of the present shown": shown(lambda g: g.Slice(g.presents[0], *(g.constant([n]) for n in (-1, 2**31, 2)))),
     "present in the hidden states": mixed(first("present")),
-    "present in another layout in the hidden states": mixed(transposed),
-    "past shown": shown(first("past")),
     "past in the hidden states": mixed(first("past")),
     "probabilities shown": probabilities,
 }

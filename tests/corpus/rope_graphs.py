@@ -128,10 +128,6 @@ def _reversed(g: Build, positions: str) -> str:
     return g.Sub(g.Sub(g.all, 1), positions)
 
 
-def _from_the_end(g: Build, positions: str) -> str:
-    return g.Sub(positions, g.all)
-
-
 def _moved(g: Build, positions: str) -> str:
     long = g.Cast(g.Equal(g.all, 20), to=TensorProto.INT64)
     return g.Add(positions, long)
@@ -139,14 +135,10 @@ def _moved(g: Build, positions: str) -> str:
 
 ODD: dict[str, dict[str, Any]] = {
     "other positions after 7 tokens": {"form": "range", "first": lambda g, first: _plus(g.past, first, g)},
-    "other rows after 7 tokens": {"form": "table", "first": lambda g, first: _plus(g.past, first, g)},
     "keys in reverse": {"keys": True, "every": _reversed},
-    "keys counted from the end": {"keys": True, "every": _from_the_end},
     "keys that move at a length of 20": {"keys": True, "every": _moved},
     "one position back": {"form": "position_ids", "given": lambda g, ids: g.Sub(ids, 1)},
-    "positions from the end of the text": {"form": "position_ids", "given": lambda g, ids: g.Neg(ids)},
     "keys, table": {"form": "table", "keys": True},
-    "keys, matmul": {"form": "negative", "angles": "matmul", "keys": True},
 }
 
 

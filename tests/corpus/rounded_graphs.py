@@ -94,9 +94,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "after the mask": {"masked": rounds(INT8)},
     "two scales": {"scores": rounds(INT8, behind=0.5)},
     "a zero point": {"weights": rounds(np.uint8, 1 / 255, zero=3)},
-    "no saturation": {"weights": rounds(FP8, 0.1, saturate=0)},
-    "capped before": {"scores": rounds(INT8), "softcap": 3.0},
-    "twice": {"scores": lambda g, t: rounds(INT8, 0.5)(g, rounds(INT8)(g, t))},
     "keys without saturation": {"keys": rounds(FP8, 0.1, saturate=0)},
     "scales of a step": {"keys": dynamic},
 }  # fmt: skip

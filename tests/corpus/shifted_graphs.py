@@ -27,9 +27,8 @@ class Shifted:
     Attributes:
         layers: how each layer's caches are written: "cat" (rows are cut off, new ones joined), "cut" (joined, then
             cut), "roll" (rolled by one, then the last row is written; `length` is 1), "full" (`LONG` rows, written at a
-            counter), "grows"; or a look-alike: "front" (new rows first), "oldest" (the oldest are kept), "two" (one row
-            more goes), "values" (values only, and keys as in "oldest"), "whole" (attention reads what is cut), "still"
-            (the same row is written in every step).
+            counter), "grows"; or a look-alike: "front" (new rows first), "oldest" (the oldest are kept), "whole"
+            (attention reads what is cut), "still" (the same row is written in every step).
         mask: over shifted rows: "own" (an input), "added" (one of floats), "counted" (from positions), "late" (the
             same, without the oldest row), "still" (the same in every step), "none".
         length: S.
@@ -110,8 +109,7 @@ def _layer(g: _Build, x: str, layer: int, form: str) -> str:
         g.input(past, TensorProto.FLOAT, g.shape(rows))
         if g.how.layout != "bsnd":
             new = g.Transpose(new, perm=[0, 2, 1, 3] if g.how.layout == "bnsd" else [0, 2, 3, 1])
-        how = {"values": "oldest" if part == "key" else "cat"}.get(form, form)
-        read.append(_written(g, how, past, new, present))
+        read.append(_written(g, form, past, new, present))
         g.output(present, TensorProto.FLOAT, g.shape("total" if form == "grows" else rows))
     if g.how.layout != "bnsd":
         perm = [0, 2, 1, 3] if g.how.layout == "bsnd" else [0, 1, 3, 2]
@@ -150,8 +148,6 @@ def _written(g: _Build, form: str, past: str, new: str, present: str) -> str:
         return back
     if form == "front":
         return g.joined(new, g.cut(past, 0, -1), out=present)
-    if form == "two":
-        return g.joined(g.cut(past, 2), new, new, out=present)
     whole = g.joined(past, new)
     if form == "oldest":
         return g.Identity(g.cut(whole, 0, g.how.rows), out=present)
@@ -214,13 +210,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "roll with full, counted": {"layers": ("roll", "full"), "length": 1, "mask": "counted"},
     "front": {"layers": ("front",), "length": 1},
     "oldest": {"layers": ("oldest",)},
-    "two rows at once": {"layers": ("two",), "length": 1},
-    "values only": {"layers": ("values",)},
     "read whole": {"layers": ("whole",), "mask": "none", "length": 1},
     "late": {"mask": "late"},
     "no mask": {"mask": "none"},
     "still": {"layers": ("still",), "length": 1, "mask": "still"},
-    "still mask": {"layers": ("roll",), "length": 1, "mask": "still"},
 }
 GROWING: dict[str, dict[str, Any]] = {
     "with growing": {"layers": ("grows", "cat")},

@@ -102,14 +102,10 @@ def all_rows(g: Build, x: str) -> str:
 FOUND: dict[str, Callable[[Build, str], str]] = {
     "batch": ones(by_axis(0)),
     "update": ones(by_axis(1)),
-    "a large batch": ones(below(13, by_axis(0))),
     "a long update": ones(below(21, by_axis(1))),
     "tokens": lambda g, _: g.tokens,
-    "positions": lambda g, _: g.position_ids,
-    "padding": lambda g, _: g.padding,
     "chance": lambda g, _: g.RandomUniform(shape=[4], seed=1.0),
     "some rows": ones(below(12, all_rows)),
-    "all rows": ones(below(24, all_rows)),
     "more rows": ones(below(25, all_rows)),
 }
 

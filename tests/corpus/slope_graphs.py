@@ -63,10 +63,6 @@ def scaled_behind(g: Build, scores: str) -> str:
     return g.Mul(added(counted)(g, scores), g.number(0.5))
 
 
-def twice(g: Build, scores: str) -> str:
-    return added(counted)(g, scaled_behind(g, scores))
-
-
 def in_the_mask(g: Build) -> str:
     """One tensor that hides and slants, behind a view."""
     visible = g.to_scores(g.causal())
@@ -77,10 +73,6 @@ def in_the_mask(g: Build) -> str:
 def _when(g: Build, past: int, here: float, else_: float = 0.0) -> str:
     """A number in steps behind so many tokens, another one in all others."""
     return g.Where(g.Equal(g.past, past), g.number(here), g.number(else_))
-
-
-def _odd_slopes(g: Build) -> str:
-    return g.Mul(distance(g), _when(g, 13, 1.5, 1.0))
 
 
 def _one_key_off(g: Build) -> str:
@@ -97,23 +89,10 @@ def _squares(g: Build) -> str:
     return times_slopes(g, g.to_scores(g.Mul(rows, rows)))
 
 
-def _turned(g: Build) -> str:
-    """Keys counted from the other end of each query: even, but for where it is odd."""
-    return times_slopes(g, g.to_scores(g.Mod(g.Add(g.key_rows, g.query_rows), 7)))
-
-
-def _of_tokens(g: Build) -> str:
-    """One bias for each token of the prompt."""
-    tokens = g.Slice(g.tokens, [0], [1], [1])
-    return g.Mul(distance(g), as_float(g, g.Unsqueeze(tokens, [1, 3])))
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "after the mask": {"masked": added(distance)},
     "one slope": {"scores": added(one_slope)},
     "scaled behind": {"scores": scaled_behind},
-    "twice": {"scores": twice},
-    "mask and slopes scaled": {"masked": lambda g, s: g.Mul(added(distance)(g, s), g.number(0.5))},
     "in the mask": {"mask": "none", "scores": added(in_the_mask)},
     "a window": {"scores": added(counted), "window": 5},
     "sinks": {"scores": added(distance), "sinks": "weight"},
@@ -123,15 +102,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "one token": {"scores": added(counted), "sequence": 1},
     "float16": {"scores": added(counted), "dtype": np.float16, "size": 16},
     "float16, upcast": {"scores": added(counted), "dtype": np.float16, "upcast": True, "guard": True},
-    "other slopes at one length": {"scores": added(_odd_slopes)},
     "one key off at one length": {"scores": added(_one_key_off)},
     "slopes of the length": {"scores": added(_of_length)},
     "squares": {"scores": added(_squares)},
-    "squares, scaled": {"scores": lambda g, scores: g.Mul(added(_squares)(g, scores), g.number(0.5))},
-    "not even": {"scores": added(_turned)},
-    "of the tokens": {"scores": added(_of_tokens)},
     "not causal": {"scores": added(distance), "mask": "none"},
-    "counted, beside sinks": {"scores": added(counted), "sinks": "weight"},
     "own mask": {"scores": added(distance), "mask": "own"},
 }
 

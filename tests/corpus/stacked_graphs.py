@@ -150,21 +150,11 @@ def maker(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
     return next(n for n in model.graph.node if name in n.output)
 
 
-def computed(model: onnx.ModelProto, op: str) -> str:
-    """The batch, as a place that is computed."""
-    model.graph.node.insert(0, helper.make_node("Shape", ["input_ids"], ["s"], name="s", end=1))
-    model.graph.initializer.append(numpy_helper.from_array(np.array([0]), "axes"))
-    inputs = ["s", "axes"] if op == "Unsqueeze" else ["s"]
-    model.graph.node.insert(1, helper.make_node(op, inputs, ["computed"], name="computed"))
-    return "computed"
-
-
 def read_at_a_computed_place(model: onnx.ModelProto) -> None:
-    maker(model, "past_key_values.1.key").input[1] = computed(model, "Squeeze")
-
-
-def written_at_a_computed_place(model: onnx.ModelProto) -> None:
-    maker(model, "present.key").input[1] = computed(model, "Unsqueeze")
+    """The batch."""
+    model.graph.node.insert(0, helper.make_node("Shape", ["input_ids"], ["s"], name="s", end=1))
+    model.graph.node.insert(1, helper.make_node("Squeeze", ["s"], ["computed"], name="computed"))
+    maker(model, "past_key_values.1.key").input[1] = "computed"
 
 
 def read_as_a_whole(model: onnx.ModelProto) -> None:
@@ -178,14 +168,10 @@ def written_by_two_layers(model: onnx.ModelProto) -> None:
     last.input[1] = maker(model, last.input[0]).input[1]
 
 
-def added_to(model: onnx.ModelProto) -> None:
-    maker(model, "present.key").attribute.append(helper.make_attribute("reduction", "add"))
-
-
 SLOTS = ("scatter", ("L", 0, "gather", "slots"))
 EDITS: list[tuple[Callable[[onnx.ModelProto], None], tuple[str, tuple[Any, ...]]]] = [
     (read_at_a_computed_place, ("concat-attention", ("L",))), (read_as_a_whole, ("concat-attention", ("LK", 1))),
-    (written_at_a_computed_place, SLOTS), (written_by_two_layers, SLOTS), (added_to, SLOTS),
+    (written_by_two_layers, SLOTS),
 ]  # fmt: skip
 
 

@@ -150,21 +150,12 @@ def rounded_by_the_largest(t: Tail, x: str) -> str:
     return t.op("Mul", [t.op("Round", [t.op("Div", [x, step])]), step])
 
 
-def counted(t: Tail, x: str) -> str:
-    """Something for each position that is made of the number of positions alone."""
-    length = t.op("Squeeze", [t.op("Shape", [x], start=1, end=2)])
-    steps = t.op("Range", [t.constant(0, np.int64), length, t.constant(1, np.int64)])
-    return t.op("Add", [x, t.op("Unsqueeze", [t.op("Cast", [steps], to=TensorProto.FLOAT), t.ints(-1)])])
-
-
 MIXING: dict[str, Callable[[Tail, str], str]] = {
     "cumulative": lambda t, x: t.op("CumSum", [x, t.constant(1, np.int64)]),
-    "softmax of positions": lambda t, x: t.op("Softmax", [x], axis=1),
     "mean of positions": mean_of_positions,
     "norm over positions": norm_over_positions,
     "reversed positions": reversed_positions,
     "rounded by the largest": rounded_by_the_largest,
-    "counted": counted,
 }
 
 

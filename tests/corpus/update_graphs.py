@@ -373,10 +373,6 @@ def first_then_past(g: Graph, past: str, new: str) -> str:
     return g.Concat(heads_first(g, new), past, axis=2)
 
 
-def three_parts(g: Graph, past: str, new: str) -> str:
-    return g.Concat(past, heads_first(g, new), heads_first(g, g.Neg(new)), axis=2)
-
-
 def twice(g: Graph, past: str, new: str) -> str:
     rows = heads_first(g, new)
     return g.Concat(past, g.Concat(rows, rows, axis=2), axis=2)
@@ -402,24 +398,9 @@ def two_results(g: Graph, past: str, new: str) -> str:
     return concat(2, *TURNED)(g, past, new)
 
 
-def cut_first(g: Graph, past: str, new: str) -> str:
-    return concat(2, *TURNED)(g, cut(g, past, 1, FAR, 2), new)
-
-
-def cut_last(g: Graph, past: str, new: str) -> str:
-    return cut(g, concat(2, *TURNED)(g, past, new), -CAPACITY, FAR, 2)
-
-
 def one_head(g: Graph, past: str, new: str) -> str:
     update = cut(g, heads_first(g, new), 0, 1, 1)
     return g.ScatterElements(past, g.Expand(in_a_row(g), g.Shape(update)), update, axis=2)
-
-
-def one_sequence(g: Graph, past: str, new: str) -> str:
-    rows = positions(g)
-    slot = g.Expand(g.constant([1]), g.Shape(rows))
-    update = g.Gather(new, 0, axis=0)
-    return heads_first(g, g.ScatterND(heads_first(g, past), joined(g, slot, rows), update))
 
 
 def reduced(idiom: Idiom, reduction: str) -> Idiom:
@@ -446,17 +427,9 @@ def lost(g: Graph, past: str, new: str) -> str:
     return scatter_elements(in_a_row)(g, past, new)
 
 
-def written_twice(g: Graph, past: str, new: str) -> str:
-    return index_copy()(g, scatter_elements(in_a_row)(g, past, new), new)
-
-
 def rolled(g: Graph, past: str, new: str) -> str:
     whole = g.Concat(cut(g, past, 1, FAR, 2), cut(g, past, 0, 1, 2), axis=2)
     return index_copy(lambda g: g.constant([CAPACITY - 1]))(g, whole, new)
-
-
-def slots(g: Graph, past: str, new: str) -> str:
-    return g.ScatterND(past, column(g, positions(g)), transpose(g, new, 1, 2, 0, 3))
 
 
 def last_token(g: Graph, past: str, new: str) -> str:
@@ -467,10 +440,6 @@ def from_a_row_on(g: Graph, past: str, new: str) -> str:
     start = g.Reshape("pos", [-1, 1, 1, 1])
     chosen = g.GreaterOrEqual(np.arange(CAPACITY).reshape(1, 1, -1, 1), start)
     return g.Where(chosen, heads_first(g, new), past)
-
-
-def others(g: Graph, past: str, new: str) -> str:
-    return g.Where(at(g), past, heads_first(g, new))
 
 
 def backwards(g: Graph) -> str:
@@ -485,28 +454,8 @@ def by_a_mask(g: Graph, past: str, new: str) -> str:
     return g.Where(g.input("chosen", TensorProto.BOOL, ["B", 1, CAPACITY, 1]), heads_first(g, new), past)
 
 
-def by_two_positions(g: Graph, past: str, new: str) -> str:
-    chosen = g.Or(at(g), at(g, pos=g.input("other", INT, ["B"])))
-    return g.Where(chosen, heads_first(g, new), past)
-
-
-def by_heads(g: Graph, past: str, new: str) -> str:
-    row = g.Reshape("pos", [-1, 1, 1, 1])
-    chosen = g.Equal(np.arange(HEADS).reshape(1, -1, 1, 1), row)
-    return g.Where(chosen, heads_first(g, new), past)
-
-
 def reversed_rows(g: Graph) -> str:
     return g.Slice(positions(g), *(g.constant([v]) for v in (-1, -FAR, 0, -1)))
-
-
-def from_the_end(g: Graph) -> str:
-    return g.Neg(g.Add(positions(g), 1))
-
-
-def from_tokens(g: Graph) -> str:
-    largest = g.ArgMax(g.ReduceMax("hidden", [0, 1], keepdims=0))
-    return positions(g, g.Squeeze(largest))
 
 
 def from_a_mask(g: Graph) -> str:
@@ -515,47 +464,22 @@ def from_a_mask(g: Graph) -> str:
     return positions(g, g.Sub(last, new_tokens(g)))
 
 
-def from_a_table(g: Graph) -> str:
-    return g.Gather(g.input("slots", INT, [CAPACITY]), positions(g))
-
-
-def no_batch(g: Graph, past: str, new: str) -> str:
-    update = g.Reshape(heads_first(g, new), [HEADS, -1, SIZE])
-    return g.Concat(past, update, axis=1)
-
-
-def more_sequences(g: Graph, past: str, new: str) -> str:
-    return g.Concat(past, new, axis=0)
-
-
 GROWS = {"shape": PAST, "pos": None, "present": PRESENT}
-WHOLE = {"shape": BNSD, "pos": None, "present": BNSD}
 ONE = {"pos": ("B",), "length": 1}
 MISSES: dict[str, Case] = {
     "unchanged": (lambda g, past, new: past, {"pos": None}),
-    "unchanged, turned": (lambda g, past, new: heads_first(g, past), {"pos": None, "present": BSND}),
     "new rows first": (first_then_past, GROWS),
-    "three parts": (three_parts, GROWS),
-    "twice the new rows": (twice, GROWS),
-    "more sequences": (
-        more_sequences,
-        {"shape": ("B", "S", HEADS, SIZE), "pos": None, "present": ("T", "S", HEADS, SIZE)},
-    ),
-    "no batch": (no_batch, {"shape": (HEADS, "P", SIZE), "pos": None, "present": (HEADS, "T", SIZE), "batch": 1}),
     "more heads": (concat(1, *TURNED), {"shape": ("B", "P", "S", SIZE), "pos": None, "present": ("B", "T", "S", SIZE)}),
     "a past of one length": (
         concat(2, *TURNED),
         {"shape": ("B", HEADS, 15, SIZE), "pos": None, "present": BNSD, "length": 1},
     ),
-    "rolled by a cut past": (cut_first, WHOLE | {"length": 1}),
-    "rolled by a cut result": (cut_last, WHOLE),
     "rolled": (rolled, {"pos": None, "length": 1}),
     "beams": (by_beams, GROWS),
     "a second reader": (reads_past, GROWS),
     "two results": (two_results, GROWS),
     "another layout": (turned_back, GROWS | {"present": ("B", "T", HEADS, SIZE)}),
     "one head": (one_head, {}),
-    "one sequence": (one_sequence, {}),
     **{
         f"{reduction}, {op}": (reduced(idiom, reduction), {})
         for op, idiom in (("ScatterND", index_copy()), ("ScatterElements", scatter_elements(in_a_row)))
@@ -563,24 +487,14 @@ MISSES: dict[str, Case] = {
     },
     "held inside": (held_inside, {"shape": (1, HEADS, CAPACITY, SIZE), "batch": 1}),
     "lost": (lost, {}),
-    "written twice": (written_twice, {}),
-    "slots": (slots, {"shape": ("L", HEADS, "B", SIZE)}),
     "one row for many tokens": (last_token, ONE | {"length": "S"}),
     "the row after the next": (index_copy(around(0, offset=1)), {}),
     "from a row on": (from_a_row_on, ONE),
-    "all other rows": (others, ONE),
     "swapped sequences": (where_backwards, ONE),
-    "swapped sequences, many tokens": (scatter_elements(lambda g: by_sequence(g, backwards(g))), {"pos": ("B",)}),
     "odd after 100 tokens": (odd_after(100), {}),
     "a mask": (by_a_mask, {"pos": None, "length": 1}),
-    "two masks": (by_two_positions, ONE),
-    "heads": (by_heads, ONE),
     "reversed": (index_copy(reversed_rows), {}),
-    "counted from the end": (index_copy(from_the_end), {}),
-    "always the same": (index_copy(lambda g: positions(g, g.constant(0))), {"pos": None}),
-    "from tokens": (index_copy(from_tokens), {}),
     "sums of a mask": (index_copy(from_a_mask), {"pos": None}),
-    "a table": (index_copy(from_a_table), {}),
 }
 
 ROWS = {
