@@ -20,10 +20,8 @@ class Grouped:
     Attributes:
         form: "broadcast" (``[B, N, G, S, D] @ [B, N, 1, D, T]``), "einsum" (the same, as torch.einsum exports it),
             "rows" (``[B, N, G * S, D] @ [B, N, D, T]``), "flat"
-            (``[B * N, G, S, D] @ [B * N, 1, D, T]``); with groups in front of the heads that they share "front"
-            (``[B, G, N, S, D] @ [B, 1, N, D, T]``), and in one axis "tiled" (``keys.repeat``);
-            with the queries in one axis all the way "folded" (``[B, N, G * S, D]``), "folded back"
-            (``[B, N, S * G, D]``), and of one token "one" (``[B, N, G, D]``).
+            (``[B * N, G, S, D] @ [B * N, 1, D, T]``); with the queries in one axis all the way "folded"
+            (``[B, N, G * S, D]``), and of one token "one" (``[B, N, G, D]``).
         mask: rank of the mask: 2, 3, 4 or 5.
         apply: "add" or "where".
         rolled: keys are those of other heads.
@@ -58,15 +56,8 @@ class Grouped:
         match self.form:
             case "broadcast":
                 scores = g.MatMul(shaped(query, *whole, last), g.Unsqueeze(turned, numbers(2)))
-            case "front":
-                queries = shaped(query, batch, numbers(group, heads), length, last)
-                scores = g.MatMul(queries, g.Unsqueeze(turned, numbers(1)))
-            case "tiled":
-                times = g.constant([1, group, 1, 1])
-                values = g.Tile(values, times)
-                scores = g.MatMul(query, g.Tile(turned, times))
-            case "folded" | "folded back":
-                queries = self._turned(g, shaped(query, *whole, last))
+            case "folded":
+                queries = shaped(query, *whole, last)
                 scores = g.MatMul(shaped(queries, batch, numbers(heads, -1), last), turned)
             case "one":
                 scores = g.MatMul(shaped(query, batch, numbers(heads, group), last), turned)
@@ -83,16 +74,11 @@ class Grouped:
         match self.form:
             case "broadcast":
                 output = g.MatMul(weights, g.Unsqueeze(values, numbers(2)))
-            case "front":
-                output = g.MatMul(weights, g.Unsqueeze(values, numbers(1)))
-            case "tiled":
-                return g.MatMul(weights, values)
             case "einsum":
                 output = g.Einsum(weights, values, equation="bngst,bntd->bngsd")
-            case "folded" | "folded back" | "one":
-                sizes = (length, numbers(group)) if self.form == "folded back" else (numbers(group), length)
-                output = shaped(g.MatMul(weights, values), batch, numbers(heads), *sizes, last)
-                output = self._turned(g, output)
+            case "folded" | "one":
+                groups = numbers(group)
+                output = shaped(g.MatMul(weights, values), batch, numbers(heads), groups, length, last)
             case "rows":
                 rows = shaped(weights, batch, numbers(heads, -1), g.Unsqueeze(g.all, numbers(0)))
                 output = g.MatMul(rows, values)
@@ -100,10 +86,6 @@ class Grouped:
                 apart = shaped(values, numbers(-1, 1), g.Unsqueeze(g.all, numbers(0)), last)
                 output = g.MatMul(weights, apart)
         return shaped(output, batch, numbers(heads * group), length, last)
-
-    def _turned(self, g: Build, tensor: str) -> str:
-        """Groups and queries in the other order."""
-        return g.Transpose(tensor, perm=[0, 1, 3, 2, 4]) if self.form == "folded back" else tensor
 
     def _weights(self, g: Build, scores: str) -> str:
         decoder = g.decoder
@@ -119,9 +101,9 @@ class Grouped:
         return without_sinks(g, g.Softmax(both, axis=4))
 
     def _sinks(self, g: Build, scores: str) -> str:
-        """``[B, N, G, S, 1]`` or ``[B, G, N, S, 1]``."""
+        """``[B, N, G, S, 1]``."""
         heads, all_heads = g.decoder.kv_heads, g.decoder.heads
-        sizes = [all_heads // heads, heads] if self.form.startswith("front") else [heads, all_heads // heads]
+        sizes = [heads, all_heads // heads]
         sinks = g.constant(np.linspace(-1.0, 3.0, all_heads).reshape([1, *sizes, 1, 1]), g.decoder.dtype)
         ends = [g.Unsqueeze(g.size_of(scores, axis), [0]) for axis in (0, 3)]
         shape = g.Concat(ends[0], sizes, ends[1], [1], axis=0)
@@ -135,13 +117,12 @@ class Grouped:
         else:
             assert isinstance(g.decoder.mask, str)
             mask = MASKS[g.decoder.mask](g)
-        if self.form.startswith("folded"):  # ``[1, 1, G * S, T]``
-            mask = g.Unsqueeze(mask, [3 if self.form == "folded back" else 2])
+        if self.form == "folded":  # ``[1, 1, G * S, T]``
+            mask = g.Unsqueeze(mask, [2])
             group = g.decoder.heads // g.decoder.kv_heads
-            times = [1, 1, 1, group, 1] if self.form == "folded back" else [1, 1, group, 1, 1]
             rows = g.Mul(g.length, group)
             sizes = [g.constant([-1, 1]), *(g.Unsqueeze(n, [0]) for n in (rows, g.all))]
-            return g.Reshape(g.Tile(mask, times), g.node("Concat", sizes, axis=0))
+            return g.Reshape(g.Tile(mask, [1, 1, group, 1, 1]), g.node("Concat", sizes, axis=0))
         if self.mask == 5:
             return g.Unsqueeze(mask, [2])
         return mask if self.mask == 4 else g.Squeeze(mask, [0, 1][: 4 - self.mask])
@@ -160,7 +141,6 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one token, one key head": ({"sequence": 1, "kv_heads": 1, "window": 5}, {"form": "one", "apply": "where"}),
     "sinks": ({"heads": 6, "sinks": "weight"}, {}),
     "batch and heads": ({"scores": lambda g, s: g.Tanh(s)}, {"form": "flat", "mask": 3}),
-    "groups after the queries of two tokens": ({"sequence": 2, "positions": "past"}, {"form": "folded back"}),
     **{
         f"rolled, {form}": ({"sequence": 1} if form == "one" else {}, {"form": form, "rolled": True})
         for form in ("rows", "flat", "folded", "one")
@@ -182,9 +162,7 @@ def groups_first(heads: int, place: int) -> onnx.ModelProto:
 
 
 def entries() -> Iterator[Entry]:
-    forms = (
-        "broadcast", "einsum", "rows", "flat", "front", "tiled", "folded", "folded back",
-    )  # fmt: skip
+    forms = ("broadcast", "einsum", "rows", "flat", "folded")
     how: list[dict[str, Any]] = [{"form": f} for f in forms] + [{"mask": m} for m in (3, 4, 5)]
     how += [{"apply": "where"}, {"rolled": True}]
     yield from decoders("grouped", {str(h): Decoder(repeat="none", attend=Grouped(**h)) for h in how})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,22 @@ def fixed_length() -> onnx.ModelProto:
     return model
 
 
+def all_rows_but_the_first(length: int | None = None) -> onnx.ModelProto:
+    """As mobius-onnx writes Jamba's convolution: its state keeps its size in steps of one token only."""
+    model = hybrid_model(growing=True)
+    bound = next(n for n in model.graph.node if n.output[0] == "present_conv.1").input[1]
+    for tensor in model.graph.initializer:
+        if tensor.name == bound:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array([1]), bound))
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if length is not None and dim.dim_param == "sequence":
+                dim.dim_value = length
+        if value.name == "present_conv.1" and length is None:
+            value.type.tensor_type.shape.dim[2].dim_param = "sequence + 1"
+    return model
+
+
 def two_tables_of_one_size() -> onnx.ModelProto:
     """Which input is which, the names say."""
     model = cross_model("hidden")
@@ -370,6 +387,8 @@ def entries() -> Iterator[Entry]:
     yield from built("cross", {"counted apart": counted_apart}, capacity=24)
     made = (decomposed, self_attention, fixed_length, two_tables_of_one_size)
     yield from built("cross", {make.__name__: make for make in made} | {"no caches": attention_model})
+    states = {"any": all_rows_but_the_first, "one": partial(all_rows_but_the_first, 1)}
+    yield from built("all rows but the first, tokens", states, capacity=24)
     crosses = [(kind, mask) for kind in ("keys", "hidden") for mask in ("none", "ones", "bool")]
     for growing in (False, True):
         models = {

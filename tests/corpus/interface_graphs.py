@@ -376,9 +376,8 @@ def entries() -> Iterator[Entry]:
     yield from _routes()
 
 
-TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE", "INT8", "UINT8", "INT16", "UINT16", "INT32", "UINT32",
-         "INT64", "UINT64", "BOOL", "FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4", "FLOAT4E2M1",
-         "STRING", "COMPLEX64")  # fmt: skip
+(_ANY,) = (t for t in onnx.defs.get_schema("TensorScatter", 24).type_constraints if t.type_param_str == "T")
+TYPES = sorted(name.removeprefix("tensor(").removesuffix(")").upper() for name in _ANY.allowed_type_strs)
 
 
 def _routes() -> Iterator[Entry]:
