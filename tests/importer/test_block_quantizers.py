@@ -14,6 +14,7 @@ from block_graphs import FORMS, in_blocks
 from concat_graphs import Decoder, make_decoder
 from harness import run
 from onnx import ModelProto, TensorProto, helper, numpy_helper
+from verify.mistakes import verify_with
 
 from trt_kvcache import (
     DecodeSession,
@@ -23,7 +24,7 @@ from trt_kvcache import (
 )
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.extensions import for_cpu
-from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+from trt_kvcache.verify import VerifyReport
 
 DECODER = Decoder(heads=8, size=8, layers=1, opset=23)
 OPTIONS = PlanOptions(capacity=20)
@@ -40,14 +41,14 @@ def decoder(form: str, dtype: Any = np.float32, *, plain: bool = False) -> Model
 
 def verify(folder: Path, model: ModelProto, factor: float = 1.0) -> VerifyReport:
     """The report of a model, and of its rewritten form with one scale multiplied."""
-    both = rewritten(model, folder)
-    wrong = ModelProto()
-    wrong.CopyFrom(both.model)
-    scale = next(t for t in wrong.graph.initializer if t.name.endswith(("_whole", "_e8")))
-    value = numpy_helper.to_array(scale)
-    changed = value + np.uint8(factor - 1) if value.dtype == np.uint8 else value * np.float32(factor)
-    scale.CopyFrom(numpy_helper.from_array(changed, scale.name))
-    return verify_import(ImportedModel(both.source, both.plan, wrong), VerifyOptions())
+
+    def multiply(wrong: ModelProto) -> None:
+        scale = next(t for t in wrong.graph.initializer if t.name.endswith(("_whole", "_e8")))
+        value = numpy_helper.to_array(scale)
+        changed = value + np.uint8(factor - 1) if value.dtype == np.uint8 else value * np.float32(factor)
+        scale.CopyFrom(numpy_helper.from_array(changed, scale.name))
+
+    return verify_with(rewritten(model, folder), multiply)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper
 
+from trt_kvcache.importer import ImportedModel
+from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+
 Mistake = Callable[[ModelProto], None]
+
+
+def verify_with(imported: ImportedModel, mistake: Mistake, options: VerifyOptions | None = None) -> VerifyReport:
+    """Verify a model against its rewritten form with a mistake."""
+    wrong = deepcopy(imported.model)
+    mistake(wrong)
+    return verify_import(replace(imported, model=wrong), options or VerifyOptions())
 
 
 def nodes(model: ModelProto, op: str) -> list[NodeProto]:

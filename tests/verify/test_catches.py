@@ -20,7 +20,7 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError, VerificationE
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import LogitPositions, PhysicalLayout, PlanOptions
 from trt_kvcache.importer.steps.original import OriginalInterface
-from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import, verify_model
+from trt_kvcache.verify import VerifyReport, verify_model
 
 HEADS = DecoderConfig(form="heads-major")
 HALF = replace(HEADS, dtype="float16")
@@ -33,14 +33,15 @@ def verify_mutated(folder: Path, config: DecoderConfig, mistake: m.Mistake, *, o
     path = write_decoder(folder / "m.onnx", config)
     logits = LogitPositions.ALL if original else LogitPositions.LAST
     imported = import_model(path, PlanOptions(attention_span=not original, logits=logits))
-    wrong = ModelProto()
-    wrong.CopyFrom(imported.source.proto if original else imported.model)
-    mistake(wrong)
-    onnx.checker.check_model(wrong)
-    plan = imported.plan
+    plan, model = imported.plan, imported.source.proto if original else imported.model
     if original:
         plan = replace(plan, caches=tuple(replace(c, layout=PhysicalLayout.AS_IS) for c in plan.caches))
-    return verify_import(ImportedModel(imported.source, plan, wrong), VerifyOptions())
+
+    def checked(wrong: ModelProto) -> None:
+        mistake(wrong)
+        onnx.checker.check_model(wrong)
+
+    return m.verify_with(ImportedModel(imported.source, plan, model), checked)
 
 
 CANONICAL = [
@@ -91,9 +92,7 @@ def test_a_wrong_rewrite_of_another_interface_fails(tmp_path: Path, name: str, m
     onnx.save(ORIGINALS[name](), tmp_path / "m.onnx")
     imported = import_model(tmp_path / "m.onnx", PlanOptions(capacity=24))
     assert imported.plan.original
-    wrong = ModelProto.FromString(imported.model.SerializeToString())
-    mistake(wrong)
-    fails(verify_import(replace(imported, model=wrong), VerifyOptions()), {"logits"})
+    fails(m.verify_with(imported, mistake), {"logits"})
 
 
 def test_rows_that_start_apart_are_refused_where_the_batch_is_fixed(tmp_path: Path) -> None:

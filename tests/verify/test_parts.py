@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
-import onnx
 import pytest
-from decoders import DecoderConfig, write_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer.protos import iter_tensors
 from trt_kvcache.importer.steps.schedule import Limits
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.schedule import plan_schedule, schedule_notes
-from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
 
 @st.composite
@@ -81,23 +73,3 @@ def test_updates_that_do_not_fit_are_said(chunks: tuple[int, ...], tokens: int, 
     allowed = Limits(2, None, 64, 64, (), (), True, True, True)
     options = VerifyOptions(chunks=chunks, tokens=tokens)
     assert schedule_notes(allowed, options, plan_schedule(allowed, options)) == notes
-
-
-@pytest.mark.parametrize("external", [1024, None])
-def test_twins_hold_the_same_numbers_in_float32(tmp_path: Path, external: int | None) -> None:
-    config = DecoderConfig(dtype="bfloat16", softmax_precision="bfloat16")
-    path = write_decoder(tmp_path / "m.onnx", config, external_threshold=external)
-    model = onnx.load(path, load_external_data=False)
-    model.graph.node.append(helper.make_node("Cast", ["logits"], ["narrow"], to=TensorProto.BFLOAT16))
-    (tmp_path / "twin").mkdir()
-    twin = TwinFolder(tmp_path / "twin", tmp_path).twin(model)
-    assert has_bfloat16(model)  # the source is not changed
-    assert not has_bfloat16(twin)
-    onnx.load_external_data_for_model(model, str(tmp_path))
-    onnx.load_external_data_for_model(twin, str(tmp_path / "twin"))
-    pairs = list(zip(iter_tensors(model), iter_tensors(twin), strict=True))
-    assert len(pairs) > 20
-    for before, after in pairs:
-        assert before.name == after.name
-        numbers = [numpy_helper.to_array(tensor).astype(np.float64) for tensor in (before, after)]
-        np.testing.assert_array_equal(*numbers)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
-from onnx import ModelProto, helper, numpy_helper
+from onnx import ModelProto, numpy_helper
 from plain_graphs import plain_model
+from verify import mistakes as m
 
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import UpdateMode
@@ -43,32 +41,22 @@ def test_the_original_keeps_its_capacity(tmp_path: Path, seed: int) -> None:
 
 def _shift_window(model: ModelProto) -> None:
     """A window of one key less."""
-    node = next(n for n in model.graph.node if n.op_type == "Sub" and "window_oldest" in n.output[0])
+    node = next(n for n in m.nodes(model, "Sub") if "window_oldest" in n.output[0])
     tensor = next(t for t in model.graph.initializer if t.name == node.input[1])
-    values = numpy_helper.to_array(tensor) - 1
-    model.graph.initializer.append(numpy_helper.from_array(values.astype(np.int64), "mistake"))
-    node.input[1] = "mistake"
+    node.input[1] = m.constant(model, numpy_helper.to_array(tensor) - 1)
 
 
 def _show_idle_rows(model: ModelProto) -> None:
-    node = next(n for n in model.graph.node if "window_in_use" in n.output[0])
-    model.graph.initializer.append(numpy_helper.from_array(np.array(-1), "mistake"))
-    node.input[1] = "mistake"
+    next(n for n in model.graph.node if "window_in_use" in n.output[0]).input[1] = m.constant(model, -1)
 
 
 def _forget_the_end(model: ModelProto) -> None:
     """No token is written after the second row."""
-    node = next(n for n in model.graph.node if n.op_type == "KVCacheUpdateCircularPair")
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "mistake"))
-    model.graph.node.insert(0, helper.make_node("Min", [node.input[4], "mistake"], ["mistaken"], "mistaken"))
-    node.input[4] = "mistaken"
+    m.insert(model, m.nodes(model, "KVCacheUpdateCircularPair")[0], 4, "Min", m.constant(model, [1]))
 
 
 @pytest.mark.parametrize("mistake", [_shift_window, _show_idle_rows, _forget_the_end])
-def test_a_wrong_ring_fails(tmp_path: Path, mistake: Callable[[ModelProto], None]) -> None:
-    imported = _imported(tmp_path, 3)
-    wrong = ModelProto.FromString(imported.model.SerializeToString())
-    mistake(wrong)
-    report = verify_import(replace(imported, model=wrong), VerifyOptions())
+def test_a_wrong_ring_fails(tmp_path: Path, mistake: m.Mistake) -> None:
+    report = m.verify_with(_imported(tmp_path, 3), mistake)
     assert not report.passed
     assert report.failure is None, "it runs, and gives other numbers"

@@ -10,13 +10,14 @@ import numpy as np
 import onnx
 import pytest
 from concat_graphs import Decoder, make_decoder
-from onnx import ModelProto, helper, numpy_helper
+from onnx import ModelProto, numpy_helper
 from rounded_graphs import FP8, INT8, OPSET, modelopt, rounds
+from verify import mistakes as m
 
 from trt_kvcache import PlanOptions
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+from trt_kvcache.verify import VerifyReport
 
 COARSE = Decoder(heads=8, kv_heads=4, size=16, layers=3, after=rounds(INT8, 1 / 4), opset=OPSET)
 """One of its steps counts, and some of its numbers lie between two."""
@@ -34,18 +35,14 @@ def imported(folder: Path, model: ModelProto) -> ImportedModel:
 
 def verify(folder: Path, model: ModelProto, factor: float = 1.0) -> VerifyReport:
     """The report of a model, and of its rewritten form with each rounded tensor multiplied before."""
-    both = imported(folder, model)
-    wrong = ModelProto()
-    wrong.CopyFrom(both.model)
-    for node in [n for n in wrong.graph.node if n.op_type == "QuantizeLinear"] if factor != 1 else []:
-        scale = next(t for t in wrong.graph.initializer if t.name == node.input[1])
-        number, name = f"{node.name}/factor", f"{node.name}/more"
-        value = np.asarray(factor, numpy_helper.to_array(scale).dtype)
-        wrong.graph.initializer.append(numpy_helper.from_array(value, number))
-        more = helper.make_node("Mul", [node.input[0], number], [name], name=name)
-        wrong.graph.node.insert(list(wrong.graph.node).index(node), more)
-        node.input[0] = name
-    return verify_import(ImportedModel(both.source, both.plan, wrong), VerifyOptions())
+
+    def multiply(wrong: ModelProto) -> None:
+        for node in m.nodes(wrong, "QuantizeLinear"):
+            scale = next(t for t in wrong.graph.initializer if t.name == node.input[1])
+            dtype = numpy_helper.to_array(scale).dtype.type
+            m.insert(wrong, node, 0, "Mul", m.constant(wrong, factor, dtype))
+
+    return m.verify_with(imported(folder, model), m.nothing if factor == 1 else multiply)
 
 
 @pytest.mark.slow

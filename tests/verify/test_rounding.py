@@ -9,10 +9,10 @@ import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder
 from onnx import ModelProto, NodeProto, helper
-from verify.mistakes import IN_REWRITES, Mistake, constant, insert, nodes
+from verify.mistakes import IN_REWRITES, Mistake, constant, insert, nodes, nothing, verify_with
 
-from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+from trt_kvcache.importer import import_model
+from trt_kvcache.verify import VerifyOptions, VerifyReport
 
 NORM = "SkipSimplifiedLayerNormalization"
 DOMAIN = "com.microsoft"
@@ -71,15 +71,10 @@ def sensitive(factor: float = LARGE, dtype: str = "float16", **function: float) 
     return model
 
 
-def verify(folder: Path, model: ModelProto, mistake: Mistake = lambda model: None, **options: float) -> VerifyReport:
+def verify(folder: Path, model: ModelProto, mistake: Mistake = nothing, **options: float) -> VerifyReport:
     """Verifies a model against its rewritten form with a mistake."""
     onnx.save(model, folder / "m.onnx")
-    imported = import_model(folder / "m.onnx")
-    wrong = ModelProto()
-    wrong.CopyFrom(imported.model)
-    mistake(wrong)
-    onnx.checker.check_model(wrong)
-    return verify_import(ImportedModel(imported.source, imported.plan, wrong), VerifyOptions(**options))
+    return verify_with(import_model(folder / "m.onnx"), mistake, VerifyOptions(**options))
 
 
 @pytest.mark.slow

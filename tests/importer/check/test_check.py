@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from decoders import make_decoder as make_static
 from graphs import Graph
 from mutation_cuts import Pair, faulty
 from onnx import TensorProto, helper, numpy_helper
+from verify import mistakes as m
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
@@ -34,88 +36,43 @@ SOURCES = {
     "circular": (lambda: make_static(DecoderConfig(form="heads-major", mode="circular", capacity=16)), PlanOptions()),
 }
 
-Edit = Callable[[onnx.GraphProto], None]
 
-
-def check(model: onnx.ModelProto, folder: Path, options: PlanOptions, edit: Edit | None = None) -> CachePlan:
+def check(model: onnx.ModelProto, folder: Path, options: PlanOptions, edit: m.Mistake = m.nothing) -> CachePlan:
     """Import a model, and check it again with a fault in what was made of it."""
     onnx.save(model, folder / "model.onnx")
     imported: ImportedModel = import_model(folder / "model.onnx", options)
-    wrong = onnx.ModelProto()
-    wrong.CopyFrom(imported.model)
-    if edit is not None:
-        edit(wrong.graph)
+    wrong = deepcopy(imported.model)
+    edit(wrong)
     flat = pipeline.prepare(imported.source.proto, options)
     check_rewrite(flat.reference, wrong, imported.plan, flat.weights, folder)
     return imported.plan
 
 
-def node(graph: onnx.GraphProto, op: str, index: int = 0) -> onnx.NodeProto:
-    return [n for n in graph.node if n.op_type == op][index]
-
-
-def shifted_mask(graph: onnx.GraphProto) -> None:
-    """Each query sees one key less."""
-    node(graph, "LessOrEqual").op_type = "Less"
-
-
-def open_mask(graph: onnx.GraphProto) -> None:
-    """Each query sees one key more."""
-    found = node(graph, "LessOrEqual")
-    graph.initializer.append(numpy_helper.from_array(np.array(1, np.int64), "one"))
-    graph.node.insert(list(graph.node).index(found), helper.make_node("Add", [found.input[1], "one"], ["later"]))
-    node(graph, "LessOrEqual").input[1] = "later"
-
-
-def wrong_index(graph: onnx.GraphProto) -> None:
-    """Rows are written one row late."""
-    found = node(graph, "TensorScatter")
-    graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
-    graph.node.insert(0, helper.make_node("Add", [found.input[2], "one"], ["late"]))
-    node(graph, "TensorScatter").input[2] = "late"
-
-
-def swapped_caches(graph: onnx.GraphProto) -> None:
-    """Keys go into the cache of the values."""
-    a, b = node(graph, "TensorScatter"), node(graph, "TensorScatter", 1)
-    a.input[1], b.input[1] = b.input[1], a.input[1]
-
-
-def wrong_scale(graph: onnx.GraphProto) -> None:
-    """Queries are scaled by one percent more."""
-    graph.initializer.append(numpy_helper.from_array(np.array(1.01, np.float32), "more"))
-    for found in graph.node:
-        if found.op_type in ("Attention", "Softmax"):
-            dtype = next(
-                (t.data_type for t in graph.initializer if t.data_type == TensorProto.FLOAT16), TensorProto.FLOAT
-            )
-            values = np.array(1.1, np.float16 if dtype == TensorProto.FLOAT16 else np.float32)
-            graph.initializer.append(numpy_helper.from_array(values, "factor"))
-            graph.node.insert(
-                list(graph.node).index(found), helper.make_node("Mul", [found.input[0], "factor"], ["scaled"])
-            )
-            next(n for n in graph.node if n.name == found.name).input[0] = "scaled"
-            return
-
-
-def unchanged_cache(graph: onnx.GraphProto) -> None:
+def unchanged_cache(model: onnx.ModelProto) -> None:
     """A cache comes out as it went in."""
-    found = node(graph, "TensorScatter")
+    found = m.nodes(model, "TensorScatter")[0]
     found.op_type = "Identity"
     del found.input[1:], found.attribute[:]
 
 
-def other_present(graph: onnx.GraphProto) -> None:
+def other_present(model: onnx.ModelProto) -> None:
     """The caller gets another cache than attention reads."""
-    name = node(graph, "TensorScatter").output[0]
-    for found in graph.node:
+    name = m.nodes(model, "TensorScatter")[0].output[0]
+    for found in model.graph.node:
         for field in (found.input, found.output):
             field[:] = [f"{name}/read" if n == name else n for n in field]
-    graph.node.append(helper.make_node("Add", [f"{name}/read"] * 2, [name], "doubled"))
+    model.graph.node.append(helper.make_node("Add", [f"{name}/read"] * 2, [name], "doubled"))
 
 
-FAULTS = {f.__name__: f for f in (
-    shifted_mask, open_mask, wrong_index, swapped_caches, wrong_scale, unchanged_cache, other_present)}  # fmt: skip
+def wrong_scale(model: onnx.ModelProto) -> None:
+    """Scores of the first attention are a tenth larger."""
+    found = next(n for n in model.graph.node if n.op_type in ("Attention", "Softmax"))
+    half = any(t.data_type == TensorProto.FLOAT16 for t in model.graph.initializer)
+    m.insert(model, found, 0, "Mul", m.constant(model, 1.1, np.float16 if half else np.float32))
+
+
+MASKS = (m.own_key_hidden, m.next_key_visible)
+FAULTS = (*MASKS, m.write_one_early, m.swap_keys_and_values, wrong_scale, unchanged_cache, other_present)
 
 
 @pytest.mark.few(3)
@@ -129,14 +86,14 @@ def test_right_models_pass(source: str, tmp_path: Path) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("source", "fault"),
-    [(s, f) for s in SOURCES for f in FAULTS if s != "circular" or "mask" not in f],  # it has no causal mask
+    [(s, f) for s in SOURCES for f in FAULTS if s != "circular" or f not in MASKS],  # it has no causal mask
 )
-def test_planted_faults_are_refused(source: str, fault: str, tmp_path: Path) -> None:
+def test_planted_faults_are_refused(source: str, fault: m.Mistake, tmp_path: Path) -> None:
     make, options = SOURCES[source]
     with pytest.raises(
         UnsupportedModelError, match="computes something else|could not be compared|is computed in an|as it was planned"
     ):
-        check(make(), tmp_path, options, FAULTS[fault])
+        check(make(), tmp_path, options, fault)
 
 
 def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: Path) -> None:
@@ -145,8 +102,7 @@ def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: P
 
     onnx.save(make_decoder(Decoder(layers=2)), tmp_path / "model.onnx")
     imported = import_model(tmp_path / "model.onnx", PLAN)
-    wrong = onnx.ModelProto()
-    wrong.CopyFrom(imported.model)
+    wrong = deepcopy(imported.model)
     last = [n for n in wrong.graph.node if n.op_type == "TensorScatter"][-2:]
     last[0].input[0], last[1].input[0] = last[1].input[0], last[0].input[0]
     flat = pipeline.prepare(imported.source.proto, PLAN)
@@ -157,16 +113,14 @@ def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: P
 
 def test_the_message_names_query_and_key(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"after \d tokens, \d new, sequence 0: .* query \d of the step"):
-        check(make_decoder(Decoder(window=5)), tmp_path, PLAN, open_mask)
+        check(make_decoder(Decoder(window=5)), tmp_path, PLAN, m.next_key_visible)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_message_names_the_layer(layer: int, tmp_path: Path) -> None:
-    def late(graph: onnx.GraphProto) -> None:
-        graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
-        graph.node.insert(0, helper.make_node("Add", [node(graph, "TensorScatter").input[2], "one"], ["late"]))
-        for i in range(2):
-            node(graph, "TensorScatter", 2 * layer + i).input[2] = "late"
+    def late(model: onnx.ModelProto) -> None:
+        for found in m.nodes(model, "TensorScatter")[2 * layer : 2 * layer + 2]:
+            m.insert(model, found, 2, "Add", m.constant(model, [1]))
 
     with pytest.raises(UnsupportedModelError, match=rf"around '\w+' of layer {layer} the model computes"):
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, late)
@@ -175,7 +129,7 @@ def test_the_message_names_the_layer(layer: int, tmp_path: Path) -> None:
 def test_the_message_names_a_key_among_new_tokens(tmp_path: Path) -> None:
     words = "after 0 tokens, 4 new, sequence 0: .* query 0 of the step sees key 1 in the rewritten model alone"
     with pytest.raises(UnsupportedModelError, match=words):
-        check(make_decoder(Decoder()), tmp_path, PLAN, open_mask)
+        check(make_decoder(Decoder()), tmp_path, PLAN, m.next_key_visible)
 
 
 def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,35 +148,40 @@ def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pyt
         plan_model(tmp_path / "model.onnx", PLAN)
 
 
+def over_caches(
+    attend: Callable[..., Sequence[str] | str], caches: Sequence[str] = ("",), heads: int = 2, rows: int = 64
+) -> onnx.ModelProto:
+    """Caches, and what `attend` makes of a query, of each of them after its update, and of their valid lengths."""
+    graph = Graph()
+    past, new, query = (
+        [graph.input(f"{kind}{c}", TensorProto.FLOAT, ["B", heads, length, 8]) for c in names]
+        for kind, names, length in (("past", caches, rows), ("new", caches, "S"), ("query", [""], "S"))
+    )
+    where, lengths = (graph.input(name, TensorProto.INT64, ["B"]) for name in ("write_indices", "nonpad_kv_seqlen"))
+    presents = []
+    for name, p, n in zip(caches, past, new, strict=True):
+        presents.append(graph.TensorScatter(p, n, where, out=f"present{name}", axis=2))
+        graph.output(presents[-1], TensorProto.FLOAT, ["B", heads, rows, 8])
+    made = attend(graph, *query, *presents, lengths)
+    for result, name in zip([made] if isinstance(made, str) else made, ("seen", "seen_1"), strict=False):
+        graph.Identity(result, out=name)
+        graph.output(name, TensorProto.FLOAT, ["B", heads, "S", 8])
+    return graph.model(opset=24)
+
+
 def hostile(body: Callable[[Graph, str], str]) -> onnx.ModelProto:
     """A cache whose attention has a mask that `body` makes of the number of tokens."""
-    graph = Graph()
-    past = graph.input("past", TensorProto.FLOAT, ["B", 2, 64, 8])
-    query = graph.input("query", TensorProto.FLOAT, ["B", 2, "S", 8])
-    update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
-    where = graph.input("write_indices", TensorProto.INT64, ["B"])
-    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-    present = graph.TensorScatter(past, update, where, out="present", axis=2)
-    graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
-    seen = graph.Attention(query, present, present, body(graph, query), "", "", lengths, out="seen", is_causal=1)
-    graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
-    return graph.model(opset=24)
+    return over_caches(lambda g, q, present, n: g.Attention(q, present, present, body(g, q), "", "", n, is_causal=1))
 
 
 def test_a_question_without_an_answer_is_no_proof(tmp_path: Path) -> None:
     """Whatever the mask, attention over values of zero gives zero."""
-    graph = Graph()
-    past = graph.input("past", TensorProto.FLOAT, ["B", 2, 64, 8])
-    query = graph.input("query", TensorProto.FLOAT, ["B", 2, "S", 8])
-    update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
-    where = graph.input("write_indices", TensorProto.INT64, ["B"])
-    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-    present = graph.TensorScatter(past, update, where, out="present", axis=2)
-    graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
-    nothing = graph.Mul(present, graph.constant(0.0, np.float32))
-    seen = graph.Attention(query, present, nothing, "", "", "", lengths, out="seen", is_causal=1)
-    graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
-    onnx.save(graph.model(), tmp_path / "model.onnx")
+
+    def zero(g: Graph, query: str, present: str, lengths: str) -> str:
+        nothing = g.Mul(present, g.constant(0.0, np.float32))
+        return g.Attention(query, present, nothing, "", "", "", lengths, is_causal=1)
+
+    onnx.save(over_caches(zero), tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError, match="the same number for all queries, keys and values"):
         plan_model(tmp_path / "model.onnx", PlanOptions())
 
@@ -231,19 +190,11 @@ def test_attentions_over_one_cache_are_never_taken_unread(tmp_path: Path, monkey
     """The cache is compared with the first of them; the second one reads it, too."""
     from trt_kvcache.importer.check import models
 
-    graph = Graph()
-    past = graph.input("past", TensorProto.FLOAT, ["B", 2, 64, 8])
-    queries = [graph.input(f"query_{i}", TensorProto.FLOAT, ["B", 2, "S", 8]) for i in range(2)]
-    update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
-    where = graph.input("write_indices", TensorProto.INT64, ["B"])
-    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-    present = graph.TensorScatter(past, update, where, out="present", axis=2)
-    graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
-    for i, query in enumerate(queries):
-        seen = graph.Attention(query, present, present, "", "", "", lengths, out=f"seen_{i}", is_causal=1)
-        graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
-    onnx.save(graph.model(), tmp_path / "model.onnx")
-    imported = import_model(tmp_path / "model.onnx", PlanOptions())
+    def both(g: Graph, query: str, present: str, lengths: str) -> list[str]:
+        other = g.input("query_1", TensorProto.FLOAT, ["B", 2, "S", 8])
+        return [g.Attention(q, present, present, "", "", "", lengths, is_causal=1) for q in (query, other)]
+
+    imported = planned(over_caches(both), tmp_path)
     monkeypatch.setattr(models, "_WEIGHTS", -1)
     verdicts = models.check_models(imported.source.proto, imported.model, imported.plan, {}, tmp_path)
     assert {v.answer for v in verdicts} == {"undecided"}
@@ -265,8 +216,7 @@ def planned(model: onnx.ModelProto, folder: Path) -> ImportedModel:
 
 
 def without_output(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = deepcopy(model)
     kept = [v for v in made.graph.output if v.name != name]
     del made.graph.output[:]
     made.graph.output.extend(kept)
@@ -315,23 +265,20 @@ def test_outputs_keep_the_shape_and_type_of_the_plan(dtype: str, last: int, tmp_
         check_rewrite(imported.source.proto, wrong, replace(imported.plan, tensors=tuple(tensors)), {}, tmp_path)
 
 
-def _deaf(graph: onnx.GraphProto) -> None:
+def _deaf(model: onnx.ModelProto) -> None:
     """The logits of all positions, whatever the span."""
-    first = next(n for n in graph.node if n.op_type == "Max" and n.output[0].startswith("trt_kvcache/first"))
-    first.op_type = "Identity"
-    zero = first.input[1]
-    del first.input[:]
-    first.input.append(zero)
+    first = next(n for n in m.nodes(model, "Max") if n.output[0].startswith("trt_kvcache/first"))
+    first.op_type, first.input[:] = "Identity", first.input[1:]
 
 
-def _untyped(graph: onnx.GraphProto) -> None:
+def _untyped(model: onnx.ModelProto) -> None:
     """Positions as numbers of another type, which NumPy multiplies all the same."""
-    node(graph, "Cast").attribute[0].i = TensorProto.UINT16
+    m.nodes(model, "Cast")[0].attribute[0].i = TensorProto.UINT16
 
 
-def _shapeless(graph: onnx.GraphProto) -> None:
+def _shapeless(model: onnx.ModelProto) -> None:
     """A size that ONNX does not know, and NumPy takes for -1."""
-    for tensor in graph.initializer:
+    for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.INT64 and list(tensor.dims) == [4]:
             values = np.array(numpy_helper.to_array(tensor))
             if values[2] == 2:
@@ -341,7 +288,7 @@ def _shapeless(graph: onnx.GraphProto) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("edit", [_deaf, _untyped, _shapeless])
-def test_faults_that_cut_mutants_found_are_refused(edit: Edit, tmp_path: Path) -> None:
+def test_faults_that_cut_mutants_found_are_refused(edit: m.Mistake, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="does not follow|computes something else|could not be compared"):
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, edit)
 
@@ -363,27 +310,24 @@ def test_a_model_that_runs_in_steps_of_one_token_only_is_run_in_them(tmp_path: P
         check(model, tmp_path, PlanOptions(capacity=40))
 
 
+PAIR = (("_k", "_v"), 1, 16)
+"""Keys and values apart: caches of one head and 16 rows."""
+
+
+def held(g: Graph, lengths: str, *shape: int) -> str:
+    """Rows that hold a token."""
+    return g.Less(np.arange(16).reshape(shape), g.Unsqueeze(lengths, [1, 2, 3]))
+
+
 def test_garbage_of_its_own_is_refused(tmp_path: Path) -> None:
     """The original reads keys of rows without a token, and hides their values; the rewritten model reads both."""
 
     def made(hides: bool) -> onnx.ModelProto:
-        graph = Graph()
-        past = [graph.input(name, TensorProto.FLOAT, ["B", 1, 16, 8]) for name in ("past_k", "past_v")]
-        new = [graph.input(name, TensorProto.FLOAT, ["B", 1, "S", 8]) for name in ("query", "key", "value")]
-        where = graph.input("write_indices", TensorProto.INT64, ["B"])
-        lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-        keys, values = (
-            graph.TensorScatter(p, n, where, out=name, axis=2)
-            for p, n, name in zip(past, new[1:], ("present_k", "present_v"), strict=True)
-        )
-        for name in (keys, values):
-            graph.output(name, TensorProto.FLOAT, ["B", 1, 16, 8])
-        rows = graph.constant(np.arange(16).reshape(1, 1, 16, 1))
-        ends = graph.Unsqueeze(lengths, [1, 2, 3])
-        held = graph.Where(graph.Less(rows, ends), values, graph.constant(0, np.float32))
-        seen = graph.Attention(new[0], keys, held if hides else values, out="seen")
-        graph.output(seen, TensorProto.FLOAT, ["B", 1, "S", 8])
-        return graph.model(opset=24)
+        def attend(g: Graph, query: str, keys: str, values: str, lengths: str) -> str:
+            hidden = g.Where(held(g, lengths, 1, 1, 16, 1), values, g.constant(0, np.float32))
+            return g.Attention(query, keys, hidden if hides else values)
+
+        return over_caches(attend, *PAIR)
 
     imported = planned(made(hides=False), tmp_path)
     with pytest.raises(UnsupportedModelError, match="computes something else"):
@@ -391,32 +335,20 @@ def test_garbage_of_its_own_is_refused(tmp_path: Path) -> None:
 
 
 def masked(
-    keys_of: Callable[[Graph, str, str], str] = lambda graph, keys, held: keys, lowest: float = -np.inf
+    keys_of: Callable[[Graph, str, str], str] = lambda graph, keys, seen: keys, lowest: float = -np.inf
 ) -> onnx.ModelProto:
     """Attention over fixed caches in plain operators; `lowest` stands for the scores of hidden keys, or is added."""
-    graph = Graph()
-    past = [graph.input(name, TensorProto.FLOAT, ["B", 1, 16, 8]) for name in ("past_k", "past_v")]
-    new = [graph.input(name, TensorProto.FLOAT, ["B", 1, "S", 8]) for name in ("query", "key", "value")]
-    where = graph.input("write_indices", TensorProto.INT64, ["B"])
-    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
-    keys, values = (
-        graph.TensorScatter(p, n, where, out=name, axis=2)
-        for p, n, name in zip(past, new[1:], ("present_k", "present_v"), strict=True)
-    )
-    for name in (keys, values):
-        graph.output(name, TensorProto.FLOAT, ["B", 1, 16, 8])
-    ends = graph.Unsqueeze(lengths, [1, 2, 3])
-    held = graph.Less(np.arange(16).reshape(1, 1, 1, 16), ends)
-    turned = graph.Transpose(keys_of(graph, keys, held), perm=[0, 1, 3, 2])
-    scores = graph.MatMul(new[0], turned)
-    if lowest == -np.inf:
-        scores = graph.Where(held, scores, graph.constant(lowest, np.float32))
-    else:
-        bias = graph.Where(held, graph.constant(0, np.float32), graph.constant(lowest, np.float32))
-        scores = graph.Add(scores, bias)
-    seen = graph.MatMul(graph.Softmax(scores, axis=-1), values, out="seen")
-    graph.output(seen, TensorProto.FLOAT, ["B", 1, "S", 8])
-    return graph.model(opset=24)
+
+    def attend(g: Graph, query: str, keys: str, values: str, lengths: str) -> str:
+        seen, low = held(g, lengths, 1, 1, 1, 16), g.constant(lowest, np.float32)
+        scores = g.MatMul(query, g.Transpose(keys_of(g, keys, seen), perm=[0, 1, 3, 2]))
+        if lowest == -np.inf:
+            scores = g.Where(seen, scores, low)
+        else:
+            scores = g.Add(scores, g.Where(seen, g.constant(0, np.float32), low))
+        return g.MatMul(g.Softmax(scores, axis=-1), values)
+
+    return over_caches(attend, *PAIR)
 
 
 def test_keys_that_are_no_numbers_are_refused_though_a_mask_hides_them(tmp_path: Path) -> None:
