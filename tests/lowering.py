@@ -37,6 +37,12 @@ def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
     return list(session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()}))
 
 
+def close(got: Array, expected: Array, share: float) -> None:
+    """Both differ by no more than this share of the largest number."""
+    assert got.shape == expected.shape
+    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=0, atol=share * np.abs(expected).max())
+
+
 def one_operator(
     op: str,
     feeds: dict[str, Array],

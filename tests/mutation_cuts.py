@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
@@ -76,8 +77,7 @@ class Pair:
 
 def faulty(pair: Pair, seed: int) -> tuple[onnx.ModelProto, str]:
     """The rewritten model with a fault, and what was done; names of tensors may be exchanged as well."""
-    made = onnx.ModelProto()
-    made.CopyFrom(pair.imported.model)
+    made = deepcopy(pair.imported.model)
     rng = random.Random(seed)
     done = Mutator(made, seed, KINDS).mutate()
     if rng.random() < 0.3:

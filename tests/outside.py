@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import onnx
@@ -15,8 +16,7 @@ SHAPES = 100
 
 def as_constants(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with Constants in the place of its initializers, as torch's TorchScript exporter writes buffers."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = deepcopy(model)
     nodes = [helper.make_node("Constant", [], [t.name], f"at_{t.name}", value=t) for t in model.graph.initializer]
     del made.graph.node[:], made.graph.initializer[:]
     made.graph.node.extend([*nodes, *model.graph.node])

@@ -1,11 +1,11 @@
-"""What the plugin's operators do, in a few lines of numpy, refusals and wraps included; and inputs for them."""
+"""What the plugin's operators do, refusals and wraps included; and inputs for them."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
-from harness import Array, Feeds
+from harness import Feeds
+from kernel_cases import quantize_linear, refused
+from reference import tensor_scatter
 
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.operators import Operator
@@ -14,31 +14,25 @@ CAPACITY = 6
 
 
 def reference(operator: Operator, feeds: Feeds) -> Feeds:
-    """What an operator does, token by token."""
-    packed, circular = operator.form is UpdateForm.PACKED_NHD, operator.mode is UpdateMode.CIRCULAR
-    batch, _, capacity, _ = feeds["cache_0"].shape
-    presents = [feeds[f"cache_{i}"].copy() for i in range(operator.caches)]
-    updates = [quantized(feeds, i) if operator.quantized else feeds[f"update_{i}"] for i in range(operator.caches)]
-    length = feeds["update_0"].shape[0 if packed else 2]
-    bounds = feeds["lengths"] if packed else None
-    ascending = bounds is None or bool((np.diff(bounds) >= 0).all())
-    for b in range(batch):
-        start, end = (0, length) if bounds is None else (bounds[b], bounds[b + 1])
-        first, count = int(feeds["write_indices"][b]), int(end) - int(start)
-        fits = circular or count == 0 or (first >= 0 and first + count <= capacity)
-        if not (ascending and 0 <= start <= end <= length and fits):
-            continue
-        for t, (update, present) in itertools.product(range(count), zip(updates, presents, strict=True)):
-            token = update[start + t] if packed else update[b, :, start + t]
-            present[b, :, (first + t) % capacity if circular else first + t] = token
-    return {f"present_{i}": p for i, p in enumerate(presents)}
-
-
-def quantized(feeds: Feeds, i: int) -> Array:
-    """QuantizeLinear in float32: rounded half to even, saturated."""
-    scale = feeds[f"scale_{i}"]
-    aligned = scale.reshape(-1, *([1] * 2)) if feeds[f"update_{i}"].ndim == 4 else scale.reshape(-1, 1)
-    return np.clip(np.rint(feeds[f"update_{i}"].astype(np.float32) / aligned), -128, 127).astype(np.int8)
+    """What an operator does, sequence by sequence."""
+    packed = operator.form is UpdateForm.PACKED_NHD
+    length, bounds = feeds["update_0"].shape[0 if packed else 2], feeds["lengths"] if packed else None
+    presents = {}
+    for i in range(operator.caches):
+        present, update = feeds[f"cache_{i}"].copy(), feeds[f"update_{i}"]
+        presents[f"present_{i}"] = present
+        if operator.quantized:
+            scale = feeds[f"scale_{i}"].reshape((-1, 1) if packed else (-1, 1, 1))
+            update = quantize_linear(update, scale, "int8").view(np.int8)
+        for b, first in enumerate(feeds["write_indices"]):
+            start, end = (0, length) if bounds is None else map(int, bounds[b : b + 2])
+            if refused(int(first), start, end, length, present.shape[2], operator.mode):
+                continue
+            rows = update[start:end].swapaxes(0, 1)[None] if packed else update[b : b + 1]
+            present[b : b + 1] = tensor_scatter(present[b : b + 1], rows, [first], 2, operator.mode.value)
+        if bounds is not None and (np.diff(bounds) < 0).any():
+            presents[f"present_{i}"] = feeds[f"cache_{i}"]
+    return presents
 
 
 def feeds_of(operator: Operator, rng: np.random.Generator, trial: int) -> Feeds:

@@ -51,37 +51,6 @@ def test_every_family_is_measured() -> None:
             assert text == "yes" or (text in ("no", "copied") and reason), (exporter, family)
 
 
-def test_what_an_exporter_cannot_write_has_no_reason_in_the_second_table() -> None:
-    results = {
-        "optimum": {"bloom": {"outcome": "no", "idiom": "", "reason": "export: ValueError: unknown"}},
-        "mobius-dynamic": {
-            "bloom": {"outcome": "yes", "idiom": "Attention", "reason": ""},
-            "mpt": {"outcome": "no", "idiom": "", "reason": "plan: because"},
-            "opt": {"outcome": "no", "idiom": "", "reason": "plan: because"},
-        },
-    }
-    text = families_table(results)
-    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("|")}
-    assert rows["bloom"].startswith("| bloom | yes | - | ?")
-    assert "no (2)" in rows["mpt"]  # 1: not measured yet
-    assert "no (2)" in rows["opt"]
-    assert "unknown" not in text
-    assert text.count("because") == 1
-
-
-def test_equal_reasons_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        exporter_matrix, "UNAVAILABLE", {("optimum", "llama"): "it cannot", ("optimum", "gpt2"): "it cannot"}
-    )
-    results = {"optimum": {"phi": {"outcome": "no", "idiom": "", "reason": "plan: a | b"}}}
-    text = table({**results, "mobius-static": {"llama": {"outcome": "yes", "idiom": "TensorScatter", "reason": ""}}})
-    assert text.count("it cannot") == 1
-    assert "plan: a / b" in text
-    row = next(line for line in text.splitlines() if line.startswith("| `mobius-static` |"))
-    assert row.count(" | ") == len(ARCHITECTURES) + 1
-    assert row.endswith("| TensorScatter |")
-
-
 def test_markers_are_needed() -> None:
     second = f"{FAMILIES_BEGIN}\n{families_table(load())}\n{FAMILIES_END}"
     text = f"a{BEGIN}old{END}b{FAMILIES_BEGIN}old{FAMILIES_END}c"

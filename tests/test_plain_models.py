@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import replace
 
 import pytest
 from plain_graphs import ODD, Plain, plain_model
@@ -44,27 +43,6 @@ def test_one_odd_thing(name: str) -> None:
         if outcome.kind == REFUSED:
             assert name in REFUSALS or name == "past is output", outcome
             assert REFUSALS.get(name, "single static assignment") in outcome.detail
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("seed", [50004, 50024])
-def test_int8_caches_of_two_attentions(seed: int) -> None:
-    """TensorRT for RTX 1.7.1 dies of SIGSEGV as it builds them; for TensorRT they are taken."""
-    plain = plain_model(seed, ("shared cache", "int8"))
-    assert "crashes as it builds such a model" in judge(plain).detail
-    assert judge(replace(plain, options=replace(plain.options, target=Target.TENSORRT))).kind == EQUAL
-
-
-@pytest.mark.slow
-def test_queries_that_see_hidden_keys_alone_say_nothing() -> None:
-    """A score that -10,000 was added to has few digits left."""
-    assert judge(plain_model(44566)).kind == judge(plain_model(44650)).kind == EQUAL
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_views_of_a_cache_that_became_a_ring(seed: int) -> None:
-    """They keep their names and have fewer rows: only what attention makes of them is compared."""
-    assert judge(plain_model(seed, ("ring",))).kind == EQUAL
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import ml_dtypes
@@ -26,8 +27,7 @@ def in_blocks(model: onnx.ModelProto, form: str, *, plain: bool = False) -> onnx
         form: of `FORMS`.
         plain: what it comes to without rounding activations: the quantized weights as floats.
     """
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = deepcopy(model)
     weights = {t.name: t for t in made.graph.initializer}
     nodes: list[NodeProto] = []
     for node in made.graph.node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -156,8 +157,7 @@ def body_of(model: onnx.ModelProto, prefix: str, dropped: tuple[str, ...] = ()) 
 
 def without_past(model: onnx.ModelProto) -> onnx.ModelProto:
     """The first step alone: every past becomes a constant of no tokens; `extra` is added to the logits."""
-    first = onnx.ModelProto()
-    first.CopyFrom(model)
+    first = deepcopy(model)
     for value in model.graph.input:
         if value.name.startswith("past_key_values"):
             shape = (1, CONFIG.kv_heads, 0, CONFIG.head_size)

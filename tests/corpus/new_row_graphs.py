@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,7 @@ def give_new_rows(model: onnx.ModelProto, *forms: Form) -> onnx.ModelProto:
         model: each of its caches is the output of a Concat. Not changed.
         forms: how the outputs are made of the new rows, taken in turn.
     """
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = deepcopy(model)
     makers = {name: node for node in made.graph.node for name in node.output}
     inputs = {value.name for value in made.graph.input}
     turn = 0
@@ -77,8 +77,7 @@ def lay_caches(model: onnx.ModelProto, *orders: tuple[int, ...]) -> onnx.ModelPr
         model: each of its caches is the output of a Concat. Not changed.
         orders: the axes of caches in the order in which they shall lie, taken in turn.
     """
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = deepcopy(model)
     outputs = {value.name: value for value in made.graph.output}
     inputs = {value.name: value for value in made.graph.input}
     nodes: Nodes = []
@@ -123,8 +122,7 @@ def turn_within(model: onnx.ModelProto, order: tuple[int, ...]) -> onnx.ModelPro
         model: each of its caches is the output of a Concat. Not changed.
         order: the axes of caches as the Concat has them, in the order in which they shall lie outside.
     """
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = deepcopy(model)
     nodes: Nodes = []
     for value in (*made.graph.input, *made.graph.output):
         if not value.name.startswith(("past", "present")):
@@ -152,8 +150,7 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
 
 def fixed(model: onnx.ModelProto, room: int, length: Dim = "sequence") -> onnx.ModelProto:
     """The same decoder with a past that always has so many rows."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    made = deepcopy(model)
     for value in made.graph.input:
         dims = value.type.tensor_type.shape.dim
         if "past_key" in value.name:

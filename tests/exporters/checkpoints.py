@@ -31,6 +31,14 @@ SIZES = {
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 MIXED_WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+PAIR = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "decoder_start_token_id": 0, "tie_word_embeddings": True,
+}  # fmt: skip
+T5 = {
+    "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 32, "decoder_start_token_id": 0,
+}  # fmt: skip
 GEMMA = GROUPED | MIXED_WINDOWS | {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
 
 ARCHITECTURES = {
@@ -67,42 +75,15 @@ ARCHITECTURES = {
     ),
     # Relative position bias, unscaled scores, cross-attention.
     "t5": Architecture(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "d_model": 64,
-            "d_kv": 16,
-            "d_ff": 96,
-            "num_layers": 2,
-            "num_decoder_layers": 2,
-            "num_heads": 4,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 32,
-            "decoder_start_token_id": 0,
-            "tie_word_embeddings": True,
-        },
-        encoder_decoder=True,
+        "T5ForConditionalGeneration", "T5Config", T5 | {"tie_word_embeddings": True}, encoder_decoder=True
     ),
     # Learned positions, biases but for k, cross-attention.
     "whisper": Architecture(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {
-            "d_model": 64,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 96,
-            "decoder_ffn_dim": 96,
-            "num_mel_bins": 16,
-            "max_source_positions": 1500,
-            "max_target_positions": POSITIONS,
-            "decoder_start_token_id": 1,
-            "suppress_tokens": [],
-            "begin_suppress_tokens": [],
-            "tie_word_embeddings": True,
-        },
+        PAIR
+        | {"num_mel_bins": 16, "max_source_positions": 1500, "max_target_positions": POSITIONS}
+        | {"decoder_start_token_id": 1, "suppress_tokens": [], "begin_suppress_tokens": []},
         encoder_decoder=True,
     ),
 }

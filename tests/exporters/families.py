@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from exporters.checkpoints import GEMMA, GROUPED, MIXED_WINDOWS, POSITIONS, WINDOW, Architecture
+from exporters.checkpoints import GEMMA, GROUPED, MIXED_WINDOWS, PAIR, POSITIONS, T5, WINDOW, Architecture
 
 EXPORTERS = ("mobius-dynamic", "optimum", "torch-dynamic-op20-eager", "genai-cpu-fp32")
 
@@ -37,15 +37,7 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
 }  # fmt: skip
-_PAIR = {
-    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "decoder_start_token_id": 0, "tie_word_embeddings": True,
-    "forced_eos_token_id": None,
-}  # fmt: skip
-_T5 = {
-    "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 32, "decoder_start_token_id": 0,
-}  # fmt: skip
+_PAIR = PAIR | {"forced_eos_token_id": None}
 
 
 def _text(name: str, settings: dict[str, Any]) -> Architecture:
@@ -134,10 +126,10 @@ FAMILIES = {
     "youtu": _text("Youtu", _RANKS),
     "bart": _pair("Bart", _PAIR),
     "blenderbot": _pair("Blenderbot", _PAIR),
-    "longt5": _pair("LongT5", _T5 | {"encoder_attention_type": "local", "local_radius": 8}),
+    "longt5": _pair("LongT5", T5 | {"encoder_attention_type": "local", "local_radius": 8}),
     "m2m_100": _pair("M2M100", _PAIR),
     "marian": Architecture("MarianMTModel", "MarianConfig", _PAIR | {"decoder_vocab_size": 256}, encoder_decoder=True),
     "mbart": _pair("MBart", _PAIR),
-    "mt5": _pair("MT5", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "mt5": _pair("MT5", T5 | {"feed_forward_proj": "gated-gelu"}),
     "pegasus": _pair("Pegasus", _PAIR),
 }

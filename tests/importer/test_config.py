@@ -82,25 +82,6 @@ def test_missing_config(model: Path, tmp_path: Path) -> None:
             plan_model(model, PlanOptions(config=str(tmp_path / name)))
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("input_ids", Role.TOKENS),
-        ("inputs_embeds", Role.TOKENS),
-        ("position_ids", Role.POSITIONS),
-        ("cache_position", Role.POSITIONS),
-        ("write_indices", Role.WRITE_INDICES),
-        ("nonpad_kv_seqlen", Role.VALID_LENGTHS),
-        ("attention_mask", Role.MASK),
-        ("input.past_key_values.layers.11.cumulative_length", Role.OTHER),
-        ("xinput_ids", None),
-    ],
-)
-def test_shipped_patterns(name: str, role: Role | None) -> None:
-    found = {pattern.role for pattern in shipped_patterns() if pattern.matches(name, "input")}
-    assert found == ({role} if role else set())
-
-
 def test_shipped_patterns_agree_with_each_other() -> None:
     """A plain name in one file must not have another role in another file."""
     for pattern in shipped_patterns():

@@ -11,18 +11,8 @@ from harness import Feeds, run
 from position_forms import PLANES, planar
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.importer.interface.mrope import place_positions
 
 CAPACITY = 24
-
-
-def test_each_plane_has_numbers_of_its_own() -> None:
-    rows = np.array([[4, 5], [9, 10]])
-    found = place_positions(rows, (PLANES, 2, 2), ("", "batch", "sequence"))
-    np.testing.assert_array_equal(found, [rows, rows // 2, rows // 3])
-    np.testing.assert_array_equal(place_positions(rows, (2, 1, 2), ("", "batch", "sequence")), [[[4, 5]], [[2, 2]]])
-    found = place_positions(rows, (2, PLANES, 2), ("batch", "", "sequence"))
-    np.testing.assert_array_equal(found.swapaxes(0, 1), [rows, rows // 2, rows // 3])
 
 
 def test_a_session_gives_all_planes_the_position_in_the_text(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from harness import imported
 from inlined_graphs import input_left_out
+from lowering import run
 from onnx import parser, version_converter
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -26,11 +26,6 @@ decoder (float[N,4] x, bool c) => (float[N,1] y, float[N,2] z) {
    z, rest = Split <axis = 1> (x)
 }
 """
-
-
-def run(model: onnx.ModelProto, feeds: dict[str, object]) -> list[np.ndarray]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return list(session.run(None, feeds))
 
 
 @pytest.mark.parametrize("taken", [False, True])

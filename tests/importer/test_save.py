@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -42,35 +41,3 @@ def test_a_hole_in_a_data_file_is_not_copied(tmp_path: Path) -> None:
         assert file.read(11) == b"the middle\0"
     kept = _weights(out)
     assert {name: raw for name, raw in _weights(model).items() if name in kept}.items() <= kept.items()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no files here")
-def test_files_of_killed_commands_go(tmp_path: Path) -> None:
-    model, out = _split(tmp_path)
-    left = [out.with_name(f".{name}.0123abcd.tmp") for name in ("model.onnx.data", "model.onnx")]
-    for path in left:
-        path.touch()
-        os.utime(path, (1, 1))
-    rewrite_model(model, out)
-    assert {p.name for p in out.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
-
-
-def test_a_failed_one_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, out = _split(tmp_path)
-    nested = tmp_path / "in" / "deep" / "er"
-    nested.mkdir(parents=True)
-    moved = onnx.load(model, load_external_data=False)
-    for tensor in moved.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = "deep/er/data"
-    (tmp_path / "in" / "model.onnx.data").rename(nested / "data")
-    onnx.save(moved, model)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("trt_kvcache.importer.files.save.publish", full)
-    with pytest.raises(Exception, match="No space left on device"):
-        rewrite_model(model, out)
-    assert not list(out.parent.iterdir())

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import net
-import onnx
 import pytest
 from concat_graphs import decoders
 from corpus import Entry, entries
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mutation_trials import judge
-from plain_graphs import plain_model
-
-from trt_kvcache.importer.plan import PlanOptions
 
 RECORD = net.load()["verdicts"]
 ENTRIES = [entry for entry in entries() if entry[0] in RECORD and not entry[0].startswith(("node/", "case/"))]
@@ -58,16 +51,3 @@ def test_nearly_all_verdicts_are_equal() -> None:
 def test_any_combination_of_choices(how: dict[str, Any]) -> None:
     (entry,) = decoders("any", {"one": how})
     assert net.treat(entry, verify=True)[2] == ["equal"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 1000, 50))
-def test_any_plain_model(first: int, tmp_path: Path) -> None:
-    found = Counter()
-    for seed in range(first, first + 50):
-        plain = plain_model(seed)
-        onnx.save(plain.model, tmp_path / "model.onnx")
-        word, reason = judge(tmp_path / "model.onnx", PlanOptions(**plain.options))
-        assert word in ("equal", "refused", "ill"), f"seed {seed}: {word}: {reason}"
-        found[word] += 1
-    assert found["equal"] > 25, "most are taken, or the test says nothing"

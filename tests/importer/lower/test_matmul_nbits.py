@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import onnx
 import pytest
 from builder import build_in_child
 from graphs import Graph
-from lowering import CONTRIB, lowered
+from lowering import CONTRIB, close, lowered
 from lowering import run as run_all
 from mixtures import packed
 from onnx import TensorProto, helper, numpy_helper
@@ -153,13 +154,8 @@ def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
     return run_all(model, feeds)[0]
 
 
-def close(got: Array, expected: Array, share: float) -> None:
-    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=0, atol=share * np.abs(expected).max())
-
-
 def signed(model: onnx.ModelProto) -> onnx.ModelProto:
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     assert sign_weights(copy, HERE) == ()
     assert not {t.data_type for t in copy.graph.initializer} & {UINT4, UINT8}
     return copy

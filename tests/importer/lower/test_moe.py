@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from builder import build_in_child
-from lowering import lowered
+from lowering import close, lowered
 from lowering import run as run_all
 from mixtures import Array, Mixture
 from needs import ORT_VERSION
@@ -25,11 +26,6 @@ SHARES = {np.float32: 3e-6, np.float16: 6e-3}
 
 def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
     return run_all(model, feeds)[0]
-
-
-def close(got: Array, expected: Array, share: float) -> None:
-    assert got.shape == expected.shape
-    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=0, atol=share * np.abs(expected).max())
 
 
 ACTIVATIONS = ("relu", "gelu", "silu", "identity", "swiglu")
@@ -72,8 +68,7 @@ def test_mixture(case: Mixture, dtype: Any) -> None:
 def test_signed_weights(case: Mixture) -> None:
     """As TensorRT gets them: the middle at 0. Scales of 8 bits may be negative, as onnxruntime-genai's are."""
     model = lowered(case.model())
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     assert sign_weights(copy, Path()) == ()
     assert not {t.data_type for t in copy.graph.initializer} & {TensorProto.UINT4, TensorProto.UINT8}
     feeds = case.feeds(7)
@@ -106,8 +101,7 @@ def test_nothing_of_other_tokens_and_experts_is_read() -> None:
         feeds = case.feeds(tokens)
         feeds["logits"][:, 5:] = -30
         clean = run(model, feeds)
-        poisoned = onnx.ModelProto()
-        poisoned.CopyFrom(model)
+        poisoned = deepcopy(model)
         for tensor in poisoned.graph.initializer:
             if len(tensor.dims) > 1 and tensor.dims[0] == 8:
                 values = np.array(onnx.numpy_helper.to_array(tensor))
