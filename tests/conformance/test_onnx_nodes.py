@@ -11,7 +11,7 @@ from harness import build, imported, run_rewritten
 from onnx_cases import NodeCase, node_cases
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import AttentionKind, Fallback, PlanOptions, Route
+from trt_kvcache.importer.plan import Fallback, PlanOptions
 
 CASES = node_cases()[0]
 REFUSED = [case for case in CASES if case.has_in_op_cache]
@@ -44,23 +44,3 @@ def test_in_op_cache_is_refused(case: NodeCase, tmp_path: Path) -> None:
     """A cache inside Attention, or an output beside it, is named as such."""
     with pytest.raises(UnsupportedModelError, match=r"past_key|gives its scores as an output \(qk_matmul_output\)"):
         imported(case.model, tmp_path)
-
-
-def test_circular_under_a_contract(tmp_path: Path) -> None:
-    """By default the circular case is in place, and the plan says what the caller must keep to."""
-    (case,) = (case for case in TREATED if case.name == "test_tensorscatter_circular")
-    result = imported(case.model, tmp_path)
-    (cache,) = result.plan.caches
-    assert (cache.route, cache.contract is not None and cache.contract.no_straddle) == (Route.NATIVE, True)
-    assert any("straddle" in warning for warning in result.plan.warnings)
-    assert build(result).stage == "built"
-
-
-@pytest.mark.slow
-def test_kinds_that_the_cases_cover(tmp_path: Path) -> None:
-    """The node tests reach both treatments that are more than a mask: their head size, 8, has no fused kernel."""
-    kinds = set()
-    for case in TREATED:
-        if case.node.op_type == "Attention":
-            kinds.add(imported(case.model, tmp_path).plan.attention[0].kind)
-    assert kinds >= {AttentionKind.DECOMPOSED, AttentionKind.LOWERED}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from exporters import exports, families
+from exporters import exports
 from exporters.checkpoints import ARCHITECTURES
 
 
@@ -11,17 +11,6 @@ def test_reasons_name_exporters_and_architectures_that_exist():
     for exporter, arch in exports.UNAVAILABLE:
         assert exporter in exports.EXPORTERS
         assert arch in ARCHITECTURES
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_an_architecture_has_several_exporters(arch):
-    families = {name.partition("-")[0] for name in exports.EXPORTERS if (name, arch) not in exports.UNAVAILABLE}
-    assert len(families) >= 4
-
-
-def test_families_stand_beside_the_architectures():
-    assert not set(families.FAMILIES) & set(ARCHITECTURES)
-    assert set(families.EXPORTERS) <= set(exports.EXPORTERS)
 
 
 def test_a_combination_that_the_exporter_cannot_do_is_refused_with_its_reason(tmp_path):
@@ -36,9 +25,3 @@ def test_absent_packages_are_named_with_the_extra_that_has_them(exporter, extra,
     monkeypatch.setattr(exports, "find_spec", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match=rf"^{exporter} needs torch, .*\[{extra}\]'$"):
         exports.export(exporter, "llama", tmp_path)
-
-
-@pytest.mark.parametrize("exporter", exports.EXPORTERS)
-def test_each_exporter_knows_its_packages(exporter, monkeypatch):
-    monkeypatch.setattr(exports, "find_spec", lambda module: module)
-    assert exports.missing(exporter) is None

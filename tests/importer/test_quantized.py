@@ -13,12 +13,9 @@ from decoders import DecoderConfig, make_decoder
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import (
-    BuildOptions,
-    InvalidModelError,
     OutputError,
     PlanOptions,
     build_engine,
-    load_manifest,
     rewrite_model,
     verify_model,
 )
@@ -157,27 +154,3 @@ def test_a_file_that_stands_in_the_way_is_named(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match="out.onnx.signed: .*write to another path"):
             rewrite_model(path, target)
         assert not target.exists()
-
-
-def test_weights_that_end_too_early_are_named(tmp_path: Path) -> None:
-    shutil.copytree(GENAI, tmp_path / "in")
-    data = tmp_path / "in" / "model.onnx.data"
-    data.write_bytes(data.read_bytes()[:40_000])
-    with pytest.raises(InvalidModelError, match="has only 40000 bytes"):
-        rewrite_model(tmp_path / "in", tmp_path / "out.onnx", OPTIONS)
-
-
-@pytest.mark.slow
-def test_the_engine_holds_4_bits(tmp_path: Path) -> None:
-    """Of 3 million weights and their scales, for prefill and for decode; in float they take 12 MB each time."""
-    large = DecoderConfig(layers=1, hidden=512, capacity=32)
-    sizes = {}
-    for name, make in (("float", make_decoder), ("int4", lambda config: quantized(make_decoder(config), 32))):
-        onnx.save(make(large), tmp_path / "model.onnx")
-        build_engine(tmp_path / "model.onnx", tmp_path / name, build=BuildOptions())
-        sizes[name] = load_manifest(tmp_path / f"{name}.json").engine.size
-    model = make_decoder(large)
-    weights = {t.name: t for t in model.graph.initializer}
-    matrices = {n.input[1] for n in model.graph.node if n.op_type == "MatMul" and n.input[1] in weights}
-    count = sum(int(np.prod(weights[name].dims)) for name in matrices)
-    assert sizes["float"] - sizes["int4"] > count * 3

@@ -450,36 +450,3 @@ def test_integers_in_external_data_are_read_and_weights_are_not(stored: Path) ->
     assert weight.data_location == TensorProto.EXTERNAL
     assert onnx.numpy_helper.to_array(read).tolist() == [1, 2, 3, 4]
     assert len(source.external_files) == 2
-
-
-def outside(shape: list[int], data_type: int, offset: int = 0) -> TensorProto:
-    """A tensor of four-byte zeros in ``weights/c.bin``."""
-    tensor = TensorProto(name=f"t{offset}", data_type=data_type, dims=shape, data_location=TensorProto.EXTERNAL)
-    for key, value in {"location": "weights/c.bin", "offset": str(offset), "length": str(4 * np.prod(shape))}.items():
-        tensor.external_data.add(key=key, value=value)
-    return tensor
-
-
-@pytest.mark.parametrize(
-    ("shape", "data_type", "as_initializer", "as_constant"),
-    [
-        ([64], TensorProto.FLOAT, False, True),  # inverse frequencies of a rotary embedding
-        ([512, 512], TensorProto.FLOAT, False, True),
-        ([512, 513], TensorProto.FLOAT, False, False),
-        ([512, 513], TensorProto.INT32, False, False),
-        ([8, 1, 40000], TensorProto.FLOAT, True, True),  # ALiBi
-        ([1, 1, 600, 600], TensorProto.FLOAT, True, True),  # a causal mask
-    ],
-)
-def test_what_proofs_read_is_taken_in(
-    stored: Path, shape: list[int], data_type: int, as_initializer: bool, as_constant: bool
-) -> None:
-    model = external_model(location="weights/a.bin", offset=0, length=128)
-    model.graph.initializer.append(outside(shape, data_type))
-    tensor = outside(shape, data_type, 4)
-    model.graph.node.append(helper.make_node("Constant", [], ["held"], value=tensor))
-    (stored.parent / "weights" / "c.bin").write_bytes(bytes(4 * int(np.prod(shape)) + 4))
-    proto = load_source(write(stored, model)).proto
-    made = next(n for n in proto.graph.node if n.op_type == "Constant").attribute[0].t
-    read = [t.data_location != TensorProto.EXTERNAL for t in (proto.graph.initializer[1], made)]
-    assert read == [as_initializer, as_constant]
