@@ -137,7 +137,7 @@ def stamp(file: Path | int) -> tuple[int, ...]:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a path is UTF-8, as it has to be in manifests, in models and for ONNX Runtime."""
+    """True if a path is UTF-8, as it has to be in manifests, in models and for ONNX Runtime."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
 
 

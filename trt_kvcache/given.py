@@ -1,4 +1,4 @@
-"""What callers give to public functions: how messages show it, and checks that several functions share."""
+"""Values that callers give to public functions: their form in messages, and checks that several functions share."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def shown(value: object) -> str:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is a whole number, of Python's or NumPy's, that can be meant: up to a seed of 256 bits."""
+    """True for a whole number, of Python's or NumPy's, that can be meant: up to a seed of 256 bits."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the latter takes 1 us
         return False
     return abs(int(value)) < _MOST_WHOLE
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a float64 can hold it, be it NaN or infinite."""
+    """True if a float64 can hold it, be it NaN or infinite."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Where the files that ship beside the code are: ``configs`` and ``plugins``."""
+"""The places of the files that ship beside the code: ``configs`` and ``plugins``."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Device(str, Enum):
 
 
 class Check(str, Enum):
-    """When an engine is compared with its proof."""
+    """The opens at which an engine is compared with its proof."""
 
     FIRST = "first"
     ALWAYS = "always"

@@ -172,7 +172,7 @@ class Recording:
             self.answer.result()
 
     def _ask(self, sent: bytes, limit: float | None) -> Answer:
-        """What the process answers, in `limit` seconds."""
+        """The answer of the process, in `limit` seconds."""
         # Its temporary files lie where they are removed, however it ends.
         with TemporaryDirectory(prefix="trt-kvcache-proof-") as scratch:
             return self._answer(sent, limit, {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)})

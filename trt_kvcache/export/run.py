@@ -36,7 +36,7 @@ main_export(sys.argv[1], sys.argv[2], task="text-generation-with-past", no_post_
 
 @dataclass(frozen=True)
 class Exporter:
-    """How one exporter is run.
+    """The way to run one exporter.
 
     Attributes:
         modules: what has to be importable.

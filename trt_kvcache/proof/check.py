@@ -22,7 +22,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What the check of an engine found.
+    """The result of checking an engine.
 
     Attributes:
         ran_on: TensorRT and GPU.

@@ -1,4 +1,4 @@
-"""What a step of a proof starts from: cache contents, constants and embeddings, which a seed gives on both sides."""
+"""The start of a step of a proof: cache contents, constants and embeddings, which a seed gives on both sides."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Contents:
         return replace(cache, update=held)
 
     def constants(self, rows: int) -> dict[str, Array]:
-        """What each row is given once, ``[R, ...]`` by name of the input, in its dtype."""
+        """The inputs that each row is given once, ``[R, ...]`` by name of the input, in its dtype."""
         drawn = draw_constants(self._plan, rows, self._seed, twin=True, length=self._encoder)
         dtypes = {t.name: t.dtype for t in self._plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
         return {name: drawn[name].astype(array_dtype(dtype)) for name, dtype in dtypes.items()}
 
     def embeds(self, step: int, shape: Sequence[int]) -> Array:
-        """What stands for the tokens of the step with this number: float64 of this shape."""
+        """The embeddings of the tokens of the step with this number: float64 of this shape."""
         return np.random.default_rng([self._seed, step, 2]).normal(0, 0.5, tuple(shape))
 
 

@@ -81,7 +81,7 @@ class Share:
 
 
 def share_of(expected: Array, found: Array) -> Share:
-    """How far apart two arrays are: infinitely where one is finite and the other is not. Two NaN are equal.
+    """The distance of two arrays: infinite where one is finite and the other is not. Two NaN are equal.
 
     Args:
         expected: float32.

@@ -129,7 +129,7 @@ def _check_same(manifest: Manifest, files: Sequence[Path], model: Path) -> None:
 
 
 def _layers(model: ModelProto, manifest: Manifest) -> list[tuple[ValueInfoProto, NodeProto]]:
-    """What the layers give, in the order of the graph, with the nodes that make it."""
+    """The outputs of the layers, in the order of the graph, with the nodes that make them."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
     found = []

@@ -17,7 +17,7 @@ LOGITS = "logits"
 
 
 def rows_apart(plan: CachePlan) -> bool:
-    """Whether each row of the caches lies at an address that TensorRT takes: else an engine runs one sequence alone."""
+    """True if each row of the caches lies at an address that TensorRT takes: else an engine runs one sequence alone."""
     return not any(
         math.prod(b.row_shape(b.capacity)) * b.array_dtype.itemsize % ALIGNMENT for b in carried_buffers(plan)
     )

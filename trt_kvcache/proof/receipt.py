@@ -20,7 +20,7 @@ __all__ = ["Receipt", "read_receipt", "receipt_path", "write_receipt"]
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was found good.
+    """A proof that was passed.
 
     Attributes:
         engine, proof: BLAKE3 (hex).
@@ -40,7 +40,7 @@ class Receipt:
     largest: float = 0.0
 
     def differs(self, now: Receipt) -> str:
-        """What is another than when it was written, in words; empty where nothing is."""
+        """The changes since it was written, in words; empty where there are none."""
         found = [
             f"{name.replace('_', ' ')} was {getattr(self, name)}, and is {getattr(now, name)}"
             for name in ("gpu", "driver", "backend", "checked_by")

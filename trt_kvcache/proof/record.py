@@ -110,7 +110,7 @@ class _Asked:
 
 @dataclass
 class _Heard:
-    """What a decode gave.
+    """The outputs of a decode.
 
     Attributes:
         logits: of each step ``[R, K, V]``.
@@ -258,7 +258,7 @@ def _original(imported: ImportedModel, folder: Path) -> Iterator[tuple[ModelProt
 
 
 def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _Heard, dtype: str) -> Proof:
-    """What is kept of a decode, with what rounding makes of it."""
+    """The parts of a decode that a proof keeps, with the effect of rounding on them."""
     plan, arrays = imported.plan, {}
     rounding = _rounding(exact, rounded)
     least = Share(_LEAST.largest * UNITS[dtype], _LEAST.typical * UNITS[dtype])

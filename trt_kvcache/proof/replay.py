@@ -78,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
         steps: that were run; the first episode with a disagreement is the last one.
@@ -184,7 +184,7 @@ class _Replay:
         return ""
 
     def _given(self) -> tuple[Constants, ...]:
-        """What each row is given once."""
+        """The inputs that each row is given once."""
         inputs = ConstantInputs(self._plan)
         if not inputs.tensors:
             return ()

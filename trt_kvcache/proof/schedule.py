@@ -1,4 +1,4 @@
-"""Which steps a proof has: few, since each of them reads all weights of the original."""
+"""The steps of a proof: few, since each of them reads all weights of the original."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Most:
 
 
 def within(limits: Limits, plan: CachePlan, most: Most) -> Limits:
-    """What a model allows, as an engine and the runtime bound it."""
+    """The limits of a model, as an engine and the runtime bound them."""
     ends = [n for n in (limits.linear, linear_capacity(plan), most.positions) if n is not None]
     return replace(
         limits,

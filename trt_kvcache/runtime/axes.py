@@ -16,7 +16,7 @@ _ORDER = {
     Role.VALID_LENGTHS: ("batch",),
     Role.LOGITS: ("batch", "sequence"),
 }
-"""What the axes of a tensor are, in order; one that has fewer lacks the first or the last."""
+"""The axes of a tensor, in order; one that has fewer lacks the first or the last."""
 
 
 def fixed_rows(plan: CachePlan) -> int | None:

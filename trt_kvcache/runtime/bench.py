@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True, repr=False)
 class BenchReport:
-    """What was measured, and on what.
+    """Measurements of a model or an engine, and the setting that they were made in.
 
     Attributes:
         model: name of the file.

@@ -40,7 +40,7 @@ class Carried:
 
     @property
     def is_state(self) -> bool:
-        """Whether this is state and no cache."""
+        """True for a state, which is no cache."""
         return self.axis is None
 
     @property
@@ -74,7 +74,7 @@ class Carried:
         return prod(self.range_shape(start, stop)) * self.array_dtype.itemsize
 
     def index(self, start: int, stop: int) -> tuple[slice, ...]:
-        """Where `places` is in an array that holds one batch row."""
+        """The index of `places` in an array that holds one batch row."""
         first, last = self.places(start, stop)
         if self.axis is None:
             return (slice(0, None if last else 0),)

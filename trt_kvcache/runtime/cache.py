@@ -86,7 +86,7 @@ class KVCache:
             return tuple(self._slots)
 
     def __contains__(self, slot: object) -> bool:
-        """Whether a slot is in use."""
+        """True if a slot is in use."""
         return is_whole(slot) and slot in self._slots
 
     @property
@@ -141,7 +141,7 @@ class KVCache:
 
     @property
     def prefix_stats(self) -> PrefixStats | None:
-        """What the prefix cache did so far; None where there is none."""
+        """Counts of the prefix cache so far; None where there is none."""
         with self._guard.lock, self._guard.open:
             return None if self._prefixes is None else replace(self._prefixes.stats)
 
@@ -586,7 +586,7 @@ class KVCache:
             return True
 
     def _is_run(self) -> bool:
-        """Whether a sequence in a row runs, and will leave it."""
+        """True if a sequence in a row runs, and will leave it."""
         return any(slot.row >= 0 and slot.running for slot in self._slots.values())
 
     def seat_together(self, slots: Sequence[int]) -> None:

@@ -269,7 +269,7 @@ def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot]) -> str:
 
 
 def _layout(runner: Runner) -> str:
-    """What must agree for the bytes of one session to mean the same in another."""
+    """The facts that must agree for the bytes of one session to mean the same in another."""
     kinds = {c.past: (c.layout.value, c.mode.value) for c in runner.plan.caches}
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)

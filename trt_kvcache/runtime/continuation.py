@@ -1,4 +1,4 @@
-"""What follows one prompt: all that a running sequence has besides its cache rows."""
+"""The continuation of one prompt: all that a running sequence has besides its cache rows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Continuation:
 
     @property
     def looks_at(self) -> int:
-        """How many of the highest scores the next tokens are chosen from, see `StepBatch.highest`."""
+        """The number of highest scores that the next tokens are chosen from, see `StepBatch.highest`."""
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
@@ -119,7 +119,7 @@ class Continuation:
 
     @property
     def masked(self) -> bool:
-        """Whether a grammar says which tokens may come."""
+        """True if a grammar says which tokens may come."""
         return self._sampler.masked
 
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
@@ -147,7 +147,7 @@ class Continuation:
         return self._event(None, text, None)
 
     def guesses(self, room: int) -> int:
-        """How many tokens to guess now, to come after `next_token` and be fed with it in one update; 0 where none.
+        """The number of tokens to guess now, to come after `next_token` and be fed with it in one update; 0 where none.
 
         Args:
             room: most tokens that the update can take beside `next_token`. Where a circular cache would overwrite old

@@ -1,4 +1,4 @@
-"""When a sequence can be made shorter."""
+"""The lengths to which a sequence can be made shorter."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class DraftModel:
 
     @property
     def name(self) -> str:
-        """What runs where."""
+        """Runtime and device of the draft, for people."""
         return self._runner.name
 
     def check(self, runner: Runner) -> None:

@@ -23,7 +23,7 @@ def array_dtype(name: str) -> np.dtype[Any]:
 
 
 def is_dtype(name: str) -> bool:
-    """Whether `array_dtype` knows the name."""
+    """True if `array_dtype` knows the name."""
     try:
         array_dtype(name)
     except TypeError:

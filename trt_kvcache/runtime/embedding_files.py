@@ -1,4 +1,4 @@
-"""Where exporters put the embedding model of a decoder, and what a checkpoint says of its table.
+"""The places where exporters put the embedding model of a decoder, and a checkpoint's facts about its table.
 
 Embedding models:
 

@@ -1,4 +1,4 @@
-"""How token ids become embeddings, for models that take these: a table, or an exporter's model beside the decoder."""
+"""Embeddings of token ids, for models that take these: from a table, or an exporter's model beside the decoder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 GivenEmbeddings = str | os.PathLike[str] | Array | None
-"""What a caller gives for them: a path, an array ``[V, H]``, or nothing."""
+"""A caller's embeddings: a path, an array ``[V, H]``, or nothing."""
 
 _WHAT = "an .onnx model (token ids in, embeddings out), a table [V, H] as .npy or .safetensors, or an array [V, H]"
 
@@ -92,7 +92,7 @@ class TableEmbeddings:
 
 
 def open_embeddings(given: GivenEmbeddings, plan: CachePlan, vocab: int) -> Embeddings | None:
-    """What makes embeddings of token ids; None for models that take ids.
+    """Open the table or model that makes embeddings of token ids; None for models that take ids.
 
     Args:
         given: a path, where a tensor of a ``.safetensors`` may be named as ``FILE:NAME``; or an array ``[V, H]``.
@@ -193,7 +193,7 @@ def check_width(width: int, tensor: TensorRole, what: str) -> None:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether it is a float type that embeddings come in."""
+    """True for a float type that embeddings come in."""
     return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 

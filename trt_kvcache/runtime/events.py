@@ -1,4 +1,4 @@
-"""What a running generation reports, token by token."""
+"""The reports of a running generation, token by token."""
 
 from __future__ import annotations
 

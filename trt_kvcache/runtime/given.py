@@ -1,4 +1,4 @@
-"""What a sequence was given for its tokens beside their ids: embeddings until they are written, and positions."""
+"""Inputs of a sequence beside its token ids: embeddings until they are written, and positions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where the tokens of a sequence stand: as was given, and one after the other behind that.
+    """The positions of a sequence's tokens: as given, then one after the other.
 
     A token that was given no position stands one behind the largest position before it, in every plane: what
     transformers calls ``rope_deltas``. Positions say where a token stands, not what it sees: that is what comes before

@@ -1,4 +1,4 @@
-"""Who may use a session now: one thread at a time of the process that opened it, and nobody once it is closed."""
+"""The right to use a session: one thread at a time of the process that opened it, and nobody once it is closed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Guard:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is a fork of the process that opened the session."""
+        """True in a fork of the process that opened the session."""
         return os.getpid() != self._process
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """How long a sequence may become in a position table of so many rows: every step must lie within."""
+        """The longest length of a sequence with a position table of so many rows: every step must lie within."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
@@ -204,7 +204,7 @@ class StepInputs:
         return _place(values, names, tensor.axes, tensor.role is Role.MASK)
 
     def _visible(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
-        """Which cache rows each new token sees, bool ``[R, S, keys]``: all tokens up to itself that are still there."""
+        """The cache rows that each new token sees, bool ``[R, S, keys]``: tokens up to itself that are still there."""
         after = (batch.starts + batch.length)[:, None, None]
         query = batch.starts[:, None, None] + np.arange(batch.length)[None, :, None]
         row = np.arange(keys)[None, None, :]
@@ -324,7 +324,7 @@ class StepInputs:
 
 
 def _has_no_rows(tensor: TensorRole) -> bool:
-    """Whether rows that start at different positions would need different values in one place."""
+    """True if rows that start at different positions would need different values in one place."""
     per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
     return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
 

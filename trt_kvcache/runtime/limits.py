@@ -1,4 +1,4 @@
-"""How long a sequence may become."""
+"""The longest length that a sequence may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model gives its logits, and which of them a step asks for."""
+"""The form of a model's logits, and the positions that a step asks logits for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StepLogits"]
 
 
 class StepLogits:
-    """How the model gives its logits.
+    """The form in which the model gives its logits.
 
     Attributes:
         name: of the output.
@@ -70,7 +70,7 @@ class StepLogits:
         return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
     def check(self, batch: StepBatch) -> int:
-        """How many positions the model gives logits of in this step.
+        """The number of positions that the model gives logits of in this step.
 
         Raises:
             SessionError: fewer than are asked for.

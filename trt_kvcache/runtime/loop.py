@@ -39,7 +39,7 @@ ASSISTED = 4
 """Tokens that a draft model guesses at a time where nothing else is said."""
 
 Outcome = TokenEvent | TrtKvCacheError
-"""What a step brings for one sequence; an error ends it."""
+"""The result of a step for one sequence; an error ends it."""
 
 Outcomes = list[tuple[int, Outcome]]
 """Slots and what happened to them, in order."""
@@ -47,7 +47,7 @@ Outcomes = list[tuple[int, Outcome]]
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one step writes for one slot.
+    """The tokens that one step writes for one slot.
 
     Attributes:
         tokens: those that wait, and guesses after them.
@@ -259,18 +259,18 @@ class DecodeLoop:
         )
 
     def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
-        """Whether two pieces of one length have the same positions."""
+        """True if two pieces of one length have the same positions."""
         places = [self._cache.slot(p.slot).positions for p in (piece, other)]
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
 
     def _looks_at(self, group: list[_Piece]) -> int:
-        """How many of the highest scores are looked at: the most of all sequences; 0 where one looks at all."""
+        """The number of highest scores that are looked at: the most of all sequences; 0 where one looks at all."""
         counts = [self._runs[piece.slot].continuation.looks_at for piece in group if piece.keep]
         return 0 if 0 in counts else max(counts, default=0)
 
     def _masks(self, group: list[_Piece]) -> Masks | None:
-        """What says which tokens may come after each position that is kept; None where no sequence has a grammar."""
+        """The masks of tokens that may come after each position that is kept; None where no sequence has a grammar."""
         made = [self._runs[piece.slot].continuation for piece in group]
         masked = [piece.keep > 0 and continuation.masked for piece, continuation in zip(group, made, strict=True)]
         if not any(masked):
@@ -359,7 +359,7 @@ class DecodeLoop:
         return self._embeddings is None or self._embeddings.missing([token]) is None
 
     def _is_told(self, run: Run) -> bool:
-        """Whether an interrupt came between the last outcome of a sequence and its end."""
+        """True if an interrupt came between the last outcome of a sequence and its end."""
         ended = run.slot not in self._cache or not self._cache.slot(run.slot).running
         return ended or run.continuation.finish_reason is not None
 

@@ -19,7 +19,7 @@ __all__ = ["FileRows", "HostRows", "Offloaded"]
 
 
 class Offloaded(Protocol):
-    """What the cache rows of one sequence held."""
+    """The contents of one sequence's cache rows."""
 
     def fill(self, row: int) -> None:
         """Write it to a row of every cache."""

@@ -27,7 +27,7 @@ BLOCK = 32
 
 @dataclass
 class PrefixStats:
-    """How much a prefix cache did.
+    """Counts of a prefix cache.
 
     Attributes:
         lookups: sequences that were looked up as they began.

@@ -1,4 +1,4 @@
-"""What goes into a session, checked before anything runs, and what comes out of it."""
+"""The prompts of a session, checked before anything runs, and its results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A text, where the session has a tokenizer, or token ids."""
 
 Given = Mapping[str, npt.NDArray[Any]] | Constants
-"""What a model reads beside the text, such as the output of an encoder: an array ``[1, ...]`` by name of the input."""
+"""Inputs beside the text, such as the output of an encoder: an array ``[1, ...]`` by name of the input."""
 
 GivenAll = Sequence[Given] | None
 """That of each prompt, in order; None for models that read nothing else."""
@@ -136,7 +136,7 @@ class PromptReader:
         return self._vocab if self._embeddings is None else min(self._vocab, self._embeddings.rows)
 
     def takes(self, token: int) -> bool:
-        """Whether prompts may have this id without an embedding of the caller's."""
+        """True if prompts may have this id without an embedding of the caller's."""
         return (
             is_whole(token)
             and 0 <= token < self.vocab
@@ -167,7 +167,7 @@ class PromptReader:
     def read_added(
         self, slot: int | None, prompt: Prompt, inputs_embeds: Any, positions: Any
     ) -> tuple[ReadPrompt, Slot]:
-        """What comes behind all that a slot holds (None: a new one's), and what it holds then.
+        """The prompt that comes after all that a slot holds (None: a new one's), and the slot's contents then.
 
         Raises:
             PromptError: see `read`; or there is nothing to run.
@@ -183,7 +183,7 @@ class PromptReader:
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
     ) -> dict[int, ReadPrompt]:
-        """What is to be written to slots, by slot.
+        """The prompts that are to be written to slots, by slot.
 
         Raises:
             PromptError: see `read`; or there is nothing to write.
@@ -205,7 +205,7 @@ class PromptReader:
         return checked
 
     def after(self, held: Slot, prompt: ReadPrompt, what: str) -> Slot:
-        """What a slot will hold with a prompt behind what it holds now.
+        """The contents of a slot with a prompt after its present ones.
 
         Raises:
             CapacityError: more than fits.
@@ -276,7 +276,7 @@ class PromptReader:
 
 
 def is_one(prompts: object) -> bool:
-    """Whether it is one prompt, a text or a flat list of token ids, and no list of prompts."""
+    """True for one prompt, a text or a flat list of token ids; False for a list of prompts."""
     if isinstance(prompts, np.ndarray):
         return prompts.ndim == 1 and prompts.dtype.kind in "iu"
     if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
@@ -311,7 +311,7 @@ def check_config(config: GenerationConfig, plan: CachePlan, *, draft: bool) -> N
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """What belongs to each prompt; None for each where nothing is given.
+    """The value that belongs to each prompt; None for each where nothing is given.
 
     Raises:
         PromptError: there are more or fewer than prompts.

@@ -107,7 +107,7 @@ class Runner(Protocol):
 
     @property
     def name(self) -> str:
-        """What runs where, for people: ``"ONNX Runtime 1.31.1, CPU"``."""
+        """Runtime and device, for people: ``"ONNX Runtime 1.31.1, CPU"``."""
         ...
 
     @property

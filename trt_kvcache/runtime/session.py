@@ -230,7 +230,7 @@ class DecodeSession:
 
     @property
     def name(self) -> str:
-        """What runs where."""
+        """Runtimes and devices of decoder, encoder and draft, for people."""
         draft = "" if self._draft is None else f"draft on {self._draft.name}"
         return ", ".join(part for part in (self._runner.name, self._sources.where, draft) if part)
 
@@ -256,7 +256,7 @@ class DecodeSession:
             return self._runner.identity()
 
     def takes(self, token: int) -> bool:
-        """Whether prompts may have this token id: it has an embedding, where the model takes these."""
+        """True if prompts may have this token id: it has an embedding, where the model takes these."""
         with self._guard.lock, self._guard.open:
             return self._reader.takes(token)
 
@@ -272,11 +272,11 @@ class DecodeSession:
 
     @property
     def tokenizer(self) -> Any:
-        """What turns text into tokens and back, or None."""
+        """The tokenizer that turns text into tokens and back, or None."""
         return self._tokenizer
 
     def encode(self, source: Source) -> dict[str, Any]:
-        """What the decoder of an encoder-decoder reads beside each text.
+        """Run the encoder of an encoder-decoder: its result is the input that the decoder reads beside each text.
 
         The encoder runs where the decoder does; on the CPU where no engine of it was built. Then `name` says so.
 
@@ -615,7 +615,7 @@ class DecodeSession:
         self.close()
 
     def _configured(self, config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
-        """How to generate, checked: a config or the session's own, and what is given beside it."""
+        """The settings of a generation, checked: a config or the session's own, and settings given by name."""
         with self._guard.lock, self._guard.open:  # a closed session says so at the call
             made = self.config if config is None else config
             check_config(made, self.plan, draft=self._draft is not None)

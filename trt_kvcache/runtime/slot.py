@@ -52,7 +52,7 @@ class Slot:
 
     @property
     def next_position(self) -> int:
-        """Where a token behind the last one stands."""
+        """The position of a token after the last one."""
         return self.positions.after(len(self.tokens))
 
     def append(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["JSON_FORM", "Grammars"]
 
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is written: as Python's ``json.dumps`` does, on one line. Free spaces would let a text go on for ever."""
+"""JSON as Python's ``json.dumps`` writes it, on one line. Free spaces would let a text go on for ever."""
 
 _LEXER_STATES = 50_000
 """Of llguidance, at most; one takes about 2 kB."""

@@ -41,7 +41,7 @@ def read_ids(given: object, vocab: int) -> list[int]:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike; lists are compared in pieces, not token by token."""
+    """The number of tokens that two texts begin with alike; lists are compared in pieces, not token by token."""
     same, most = 0, min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2

@@ -28,7 +28,7 @@ _NEVER = -9999.0
 
 
 class Answer:
-    """What becomes of one request.
+    """The answer to one request.
 
     Args:
         asked: the request.
@@ -87,7 +87,7 @@ class Answer:
         return body
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """What a stream says before any token: roles, or prompts that are to be echoed."""
+        """The chunks of a stream before any token: roles, or prompts that are to be echoed."""
         chunks = []
         for place, done in enumerate(self._done):
             choice = self._choice(place, None, [], [])

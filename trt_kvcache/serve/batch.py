@@ -35,7 +35,7 @@ _MOST = 1024
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What became of a row.
+    """The answer to a row.
 
     Attributes:
         number, digest: of the `Row`.

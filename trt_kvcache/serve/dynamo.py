@@ -35,7 +35,7 @@ from trt_kvcache.serve.protocol import as_api
 __all__ = ["Engine", "run", "write_texts"]
 
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
-"""Where a worker listens: Dynamo takes the address of the machine if they are not set."""
+"""The addresses that a worker listens at: Dynamo takes the address of the machine if they are not set."""
 _LARGEST = 1 << 28  # bytes of a file
 _SLOW, _POLL = 10.0, 0.05
 """Seconds for the errors of a worker that ends to be read, and between two looks at it."""
@@ -119,7 +119,7 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
 
 
 class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
-    """What Dynamo's worker drives.
+    """The class that Dynamo's worker drives.
 
     Args:
         session: stays open.

@@ -1,4 +1,4 @@
-"""What a batch job has finished: a SQLite file beside its output, which survives a kill at any moment."""
+"""The finished rows of a batch job: a SQLite file beside its output, which survives a kill at any moment."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 
 
 class Metrics:
-    """What a core counts. Times are in seconds.
+    """Counts of a core. Times are in seconds.
 
     Args:
         model: name of the model, a label of each number.

@@ -63,7 +63,7 @@ class ApiError(TrtKvCacheError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What a client reads."""
+        """The error as a client reads it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -36,7 +36,7 @@ output [
 instance_group [ {{ count: 1, kind: {kind} }} ]
 """
 _PARAMETER = 'parameters {{ key: "{}", value {{ string_value: "{}" }} }}\n'
-_MODEL = '''"""What this folder's model does for Triton is in the package trt-kvcache."""
+_MODEL = '''"""The code of this model is in the package trt-kvcache."""
 
 from trt_kvcache.serve.triton import TritonPythonModel
 

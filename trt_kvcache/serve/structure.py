@@ -1,4 +1,4 @@
-"""What an answer has to be, as requests say it: schemas, regular expressions, grammars, tool calls."""
+"""The form that a request wants of its answer: schemas, regular expressions, grammars, tool calls."""
 
 from __future__ import annotations
 

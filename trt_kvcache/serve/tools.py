@@ -42,7 +42,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ToolForm:
-    """What a chat template writes around the names and arguments of calls.
+    """The texts that a chat template writes around the names and arguments of calls.
 
     Attributes:
         begin: before the name of the first call.
@@ -119,14 +119,14 @@ def _unread(what: str) -> OptionError:
 
 
 def _after(text: str, prompt: str) -> str:
-    """What comes after the prompt."""
+    """The text after the prompt."""
     if not text.startswith(prompt):
         raise _unread("the answer right after the prompt")
     return text[len(prompt) :]
 
 
 def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
-    """What stands for calls between what the template writes around any answer."""
+    """The text of calls, without the texts that the template writes around any answer."""
     calls = [
         {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
     ]
@@ -158,7 +158,7 @@ def form_of(session: DecodeSession) -> ToolForm:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What an answer may call.
+    """The calls that an answer may make.
 
     Attributes:
         form: of the calls.

@@ -44,7 +44,7 @@ _CODES = {400: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAVAILABLE"}
 
 
 class TritonPythonModel:
-    """What the python backend drives. All requests of an instance share the rows of one session."""
+    """The class that the python backend drives. All requests of an instance share the rows of one session."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the session.

@@ -1,4 +1,4 @@
-"""How far a model with quantized caches is from the same model with its own: one text, the same tokens on both sides.
+"""The distance of a model with quantized caches from itself with its own: one text, the same tokens on both sides.
 
 Both begin with empty caches, so that every row was written, and quantized, by the model itself.
 """

@@ -1,4 +1,4 @@
-"""Which verification a model gets, and the models that each side runs."""
+"""The verification that a model gets, and the models that each side runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verification takes of the machine's memory, asked before anything is opened.
+"""Memory that a verification takes, computed before anything is opened.
 
 Weights of float32 and integers stay in their files, which the operating system maps: they take no memory that it could
 not take back. What ONNX Runtime 1.31.1 does with others was measured on decoders of 0.6 to 1.7 GB:
@@ -64,12 +64,12 @@ class Weights:
 
     @property
     def converted(self) -> int:
-        """What converting all float16 weights once takes."""
+        """The bytes that converting all float16 weights once takes."""
         return int(_CONVERTED * self.half)
 
     @property
     def least(self) -> int:
-        """What a session takes at least: a packed copy; the largest weight in float32, and transposed; experts."""
+        """The least bytes of a session: a packed copy; the largest weight in float32, and transposed; experts."""
         return (self.size if self.packed else 0) + 4 * self.largest + int(_UNPACKED * self.experts)
 
 
@@ -111,7 +111,7 @@ class Needs:
 def needs(
     plan: CachePlan, caches: Sequence[CacheTensor], weights: Sequence[Weights], longest: int, *, twin: bool
 ) -> Needs:
-    """What is needed, from sizes alone.
+    """The memory that is needed, from sizes alone.
 
     Args:
         plan: of the model.

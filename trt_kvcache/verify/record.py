@@ -1,4 +1,4 @@
-"""What the original gave, kept until the rewritten model has run: what is compared, and nothing else.
+"""The original's outputs, kept until the rewritten model has run: those that are compared, and nothing else.
 
 Both models of a verification never lie in memory together. The original runs all steps first; of its caches the rows
 that a step wrote are kept, of its other outputs everything.
@@ -27,7 +27,7 @@ _WORD = 8  # bytes, which numpy compares as fast as one
 
 @dataclass(frozen=True)
 class Written:
-    """What a step did to a cache.
+    """The rows of a cache that a step wrote.
 
     Attributes:
         shape: of the cache, in the original's layout.
@@ -47,7 +47,7 @@ Expected = dict[str, "Array | Written | None"]
 
 
 def written_rows(cache: CacheTensor, past: Array, present: Array) -> Written | None:
-    """What a step did to a cache, from its contents before and after, both in the original's layout."""
+    """The rows that a step wrote, from a cache before and after it, both in the original's layout."""
     if past.shape != present.shape:
         return None
     before, after = cache.rows(past), cache.rows(present)

@@ -1,4 +1,4 @@
-"""What a verification is asked for, and what it found: plain data, JSON in and out."""
+"""Options and result of a verification: plain data, JSON in and out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What a caller may decide about a verification.
+    """Options of a verification.
 
     Attributes:
         batch: rows per step, each with its own length; a fixed batch size in the model wins.
@@ -131,7 +131,7 @@ or more. Scales of int8 that are wrong by a quarter are above."""
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the model with quantized caches is from the same model with its own, over one text.
+    """The distance of the model with quantized caches from the same model with its own, over one text.
 
     Attributes:
         positions: compared; each sequence has its own tokens.
@@ -153,7 +153,7 @@ class Divergence:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within its limit; NaN is not."""
+        """True if the error is within its limit; NaN is not."""
         return self.error_share <= self.limit
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What the verification of one model found.
+    """The result of verifying one model.
 
     Attributes:
         original_engine, rewritten_engine: what ran each side, such as ``"ONNX Runtime 1.31.1"``.

@@ -1,4 +1,4 @@
-"""Whether a difference is a mistake, or what rounding makes of this model.
+"""The judgement of a difference: a mistake, or the effect of rounding on this model.
 
 Some models turn the last bit of a float16 into a large difference: they divide by the norm of what may be small
 (linear attention, gated norms), or choose experts by scores that are nearly equal. Any other order of operations then
@@ -54,7 +54,7 @@ from trt_kvcache.verify.report import VerifyReport
 from trt_kvcache.verify.twin import TwinFolder, numpy_name
 
 Side = tuple[ModelProto, Path]
-"""What runs on one side, and the folder of its external data."""
+"""The model of one side, and the folder of its external data."""
 
 _TRIALS = 3  # of weights moved at random: not every one of them comes near a choice
 _SIDES = 2  # both are as far from what float32 gives as rounding takes them, and the two may go different ways
@@ -180,7 +180,7 @@ def _ports(model: ModelProto, dtype: int) -> set[str]:
 
 
 def _is_half(model: ModelProto) -> bool:
-    """Whether a model computes in float16, whatever its inputs and outputs are."""
+    """True if a model computes in float16, whatever its inputs and outputs are."""
     half = TensorProto.FLOAT16
     return bool(_ports(model, half)) or any(t.data_type == half for t in model.graph.initializer)
 

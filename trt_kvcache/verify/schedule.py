@@ -1,4 +1,4 @@
-"""Which steps a verification runs: pure arithmetic on lengths.
+"""The steps of a verification: pure arithmetic on lengths.
 
 All rows of a step have one update length, as in the operators; what is ragged is where each row starts. Right padding
 of a row (fewer valid tokens than the update) shifts the causal frontier of that row (offset = valid - S_q), so it is a
@@ -135,7 +135,7 @@ def whole(step: Step) -> Step:
 
 
 def schedule_notes(limits: Limits, options: VerifyOptions, episodes: Sequence[Episode]) -> list[str]:
-    """What people should know of a schedule."""
+    """Notes for people on a schedule."""
     notes = []
     wanted, lengths = _wanted(limits, options), _fitting(limits, options)
     if max(wanted) > limits.longest:

@@ -1,4 +1,4 @@
-"""What runs a model on the CPU: ONNX Runtime, or ONNX's own reference evaluator where ONNX Runtime cannot."""
+"""Runners of models on the CPU: ONNX Runtime, or ONNX's own reference evaluator where ONNX Runtime cannot."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _raise_in(thread: Thread) -> None:
 
 
 def _interruptible(call: Callable[[], Any], stop: Callable[[Thread], None]) -> Any:
-    """What a call that runs a model gives; for large models it can take minutes.
+    """The result of a call that runs a model; for large models it can take minutes.
 
     An interrupt reaches the main thread between Python's own steps, so the call gets a thread of its own, which `stop`
     ends soon: a run behind the next node, a session behind the next of its optimizations. Nobody waits long for that.

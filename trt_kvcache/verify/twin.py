@@ -26,7 +26,7 @@ _SMALL = 1024  # bytes; smaller tensors stay in the proto, where shape inference
 
 
 def has_bfloat16(model: ModelProto) -> bool:
-    """Whether any tensor, declared value or operator of the model is bfloat16."""
+    """True if any tensor, declared value or operator of the model is bfloat16."""
     return TensorProto.BFLOAT16 in all_types(model)
 
 
@@ -45,7 +45,7 @@ class Data:
         return bool(self._written)
 
     def add(self, key: Hashable, blocks: Iterable[bytes]) -> tuple[int, int]:
-        """Where a tensor lies, offset and length; its bytes are written if `key` is new."""
+        """The place of a tensor, offset and length; its bytes are written if `key` is new."""
         if key not in self._written:
             with self._path.open("ab") as data:
                 data.write(bytes(-data.tell() % 4096))  # page-aligned, so that ONNX Runtime maps it
@@ -149,7 +149,7 @@ class TwinFolder:
         return values.tobytes()
 
     def _blocks(self, tensor: TensorProto, external: bool) -> tuple[tuple[object, ...], Iterator[bytes]]:
-        """What identifies the tensor's bytes, and the bytes."""
+        """An identity of the tensor's bytes, and the bytes."""
         if not external:
             raw = numpy_helper.to_array(tensor).tobytes()
             return (tensor.name, len(raw), hash(raw)), iter([raw])
@@ -159,7 +159,7 @@ class TwinFolder:
 
 
 def numpy_name(dtype: int) -> str:
-    """What numpy calls an element type, such as ``"float32"``."""
+    """NumPy's name of an element type, such as ``"float32"``."""
     return str(helper.tensor_dtype_to_np_dtype(dtype).name)
 
 

@@ -1,1 +1,1 @@
-"""What a sequence is given once: the output of an encoder, and what is made of it."""
+"""Inputs that a sequence is given once: the output of an encoder, and results made of it."""

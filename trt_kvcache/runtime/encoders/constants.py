@@ -1,4 +1,4 @@
-"""What a sequence is given once and the model only reads: the output of an encoder, its keys and values, its mask.
+"""Inputs that a sequence is given once and the model only reads: an encoder's output, its keys and values, its mask.
 
 Each sequence has its own, and they may differ in length: a step is made of rows whose constants have one shape.
 """
@@ -42,7 +42,7 @@ class Constants:
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
     def fits(self, other: Constants) -> bool:
-        """Whether rows with the one and the other can share a step."""
+        """True if rows with the one and the other can share a step."""
         return self is other or self.sizes == other.sizes
 
 

@@ -35,7 +35,7 @@ class Encoder(Protocol):
     where: str
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """What the decoder takes for one sequence.
+        """The decoder's inputs for one sequence.
 
         Args:
             source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without that axis. A mask that is

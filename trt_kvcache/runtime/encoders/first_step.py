@@ -21,7 +21,7 @@ from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 __all__ = ["BY_HAND", "FirstStep"]
 
 BY_HAND = "run it yourself, and give what the decoder takes as constants"
-"""What is left to do where a model that stands before a decoder cannot be run."""
+"""Advice where a model that stands before a decoder cannot be run."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -1,4 +1,4 @@
-"""What an encoder reads: checked, in its types, and masks of ones where they were left out."""
+"""The input of an encoder: checked, in its types, and with masks of ones where they were left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["IDS", "Array", "Source", "SourceInput", "SourceReader"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Source = str | Sequence[int] | Mapping[str, Any]
-"""What an encoder reads: a text, its token ids, or arrays by the names of the encoder's inputs."""
+"""The input of an encoder: a text, its token ids, or arrays by the names of the encoder's inputs."""
 
 _MASK = "mask"
 IDS = "input_ids"
@@ -77,7 +77,7 @@ class SourceReader:
         return feed
 
     def mask(self, feed: Mapping[str, Array], length: int) -> Array:
-        """Which positions of the encoder's output the decoder sees.
+        """The positions of the encoder's output that the decoder sees.
 
         Args:
             feed: what the encoder read.

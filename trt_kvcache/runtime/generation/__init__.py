@@ -1,1 +1,1 @@
-"""How tokens are chosen, and when a sequence ends."""
+"""The choice of tokens, and the end of a sequence."""

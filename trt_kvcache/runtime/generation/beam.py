@@ -169,7 +169,7 @@ def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
-    """Whether no live beam is followed any more; `best` is the likeliest live one, of `length` tokens."""
+    """True if no live beam is followed any more; `best` is the likeliest live one, of `length` tokens."""
     if len(ended) < config.num_beams:
         return False
     if config.early_stopping is True:

@@ -23,7 +23,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class _Updater(Protocol):
-    """What beam search needs of a session."""
+    """The part of a session that beam search needs."""
 
     cache: KVCache
 

@@ -1,4 +1,4 @@
-"""How tokens are chosen and when a sequence ends: names and meanings of transformers' ``GenerationConfig``.
+"""The choice of tokens and the end of a sequence: names and meanings of transformers' ``GenerationConfig``.
 
 Source: https://huggingface.co/docs/transformers/main_classes/text_generation (measured against 5.23).
 """
@@ -30,7 +30,7 @@ LogitsProcessor = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float32]], npt
 
 @dataclass(frozen=True, repr=False)
 class GenerationConfig:
-    """How to generate. The default is greedy.
+    """Settings of a generation. The default is greedy.
 
     Attributes:
         max_new_tokens: most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)
@@ -121,7 +121,7 @@ class GenerationConfig:
     num_assistant_tokens: int | None = None
 
     def __repr__(self) -> str:
-        """What differs from the default: it is in every signature that has one."""
+        """Only settings that differ from the default: it is in every signature that has one."""
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         changed = [f"{name}={value!r}" for name, d in defaults.items() if (value := getattr(self, name)) != d]
         return f"GenerationConfig({', '.join(changed)})"
@@ -311,7 +311,7 @@ _IDLE: dict[str, dict[str, object]] = {
     "output_logprobs=True": {"top_logprobs": 0},
     "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
 }
-"""What a setting needs to have an effect, and its value where nobody set it."""
+"""The condition on which a setting has an effect, and the setting's value where nobody set it."""
 
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ __all__ = ["Grammar", "Mask", "Masks", "TokenMask", "all_tokens", "ask_mask", "k
 Mask = npt.NDArray[np.int32]
 
 TokenMask = Callable[[npt.NDArray[np.int64]], Mask]
-"""Which tokens may come next in one sequence.
+"""The tokens that may come next in one sequence.
 
 It takes the new tokens of the sequence so far, int64 ``[N]``, without the prompt, and gives int32 ``[ceil(V / 32)]``:
 token `t` may come next where bit ``t % 32`` (0 is the lowest) of number ``t // 32`` is 1. Tokens beyond a shorter mask

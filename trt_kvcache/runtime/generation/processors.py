@@ -37,7 +37,7 @@ _MOST = 1e30
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
-    """Whether `process` may look at the scores, now or later; most greedy decoding has no rule."""
+    """True if `process` may look at the scores, now or later; most greedy decoding has no rule."""
     always = (
         config.repetition_penalty != 1,
         config.presence_penalty,
@@ -122,7 +122,7 @@ def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tup
 
 
 def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
-    """Whether the last token of a run would complete it."""
+    """True if the last token of a run would complete it."""
     before = tuple(run[:-1])
     return not before or (len(before) <= tokens.size and tuple(tokens[tokens.size - len(before) :]) == before)
 

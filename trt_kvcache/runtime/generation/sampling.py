@@ -56,7 +56,7 @@ class Sampler:
 
     @property
     def masked(self) -> bool:
-        """Whether a grammar says which tokens may come."""
+        """True if a grammar says which tokens may come."""
         return self._mask is not None
 
     def mask(self, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
@@ -71,7 +71,7 @@ class Sampler:
         return ask_mask(self._mask, new_tokens, most)
 
     def looks_at(self, new_tokens: int) -> int:
-        """How many of the highest scores `choose` looks at, now and ever after; see `StepBatch.highest`."""
+        """The number of highest scores that `choose` looks at, now and ever after; see `StepBatch.highest`."""
         config = self._config
         if config.output_logprobs or rules_apply(new_tokens, config):
             return 0

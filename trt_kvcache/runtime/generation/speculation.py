@@ -18,7 +18,7 @@ __all__ = ["SpeculationStats", "look_up", "why_no_drafts"]
 
 @dataclass
 class SpeculationStats:
-    """How well drafts did.
+    """Counts of guessed tokens.
 
     Attributes:
         proposed: draft tokens that were verified.

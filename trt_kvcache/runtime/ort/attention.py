@@ -211,7 +211,7 @@ def _swaps(node: gs.Node | None) -> TypeGuard[gs.Node]:
 
 
 def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
-    """Whether this is ``[B, S, N*H]`` to ``[B, S, N, H]`` for every B and S."""
+    """True if this is ``[B, S, N*H]`` to ``[B, S, N, H]`` for every B and S."""
     source, shape = dims(reshape.inputs[0]), small_constant(reshape.inputs[1])
     if source is None or len(source) != 3 or source[2] != heads * size or shape is None:
         return False
@@ -220,7 +220,7 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
-    """Where GroupQueryAttention's ``[B, S, N*H]`` can go to: what the result becomes, where it becomes that alone."""
+    """The tensor that GroupQueryAttention's result replaces, and True if that is ``[B, S, N*H]``."""
     turned = _only(result, "Transpose")
     if not _swaps(turned):
         return result, False
@@ -232,7 +232,7 @@ def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
 
 
 def _keeps_rows(shape: Iterable[int], width: int) -> bool:
-    """Whether a Reshape of ``[B, S, N, H]`` to `shape` is ``[B, S, N*H]`` for every B and S."""
+    """True if a Reshape of ``[B, S, N, H]`` to `shape` is ``[B, S, N*H]`` for every B and S."""
     return list(shape) in ([0, 0, width], [0, 0, -1], [0, -1, width])
 
 

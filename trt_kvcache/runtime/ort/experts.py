@@ -22,7 +22,7 @@ from trt_kvcache.importer.protos import names_read
 __all__ = ["keep_experts"]
 
 _EXPERTS = {"MoE": 2, "QMoE": 3}
-"""Which operand is of the type that a node computes in."""
+"""The operand whose type a node computes in."""
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
@@ -69,7 +69,7 @@ def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
 def _fits(
     node: NodeProto, weights: Mapping[str, TensorProto], makers: Mapping[str, NodeProto], model: ModelProto
 ) -> bool:
-    """Whether a model computes what a node gives from the node's tokens and logits, and from nothing else.
+    """True if a model computes a node's result from the node's tokens and logits, and from nothing else.
 
     Names are enough then: between tensors that were there before and are there now, the same stands as was put there.
     """

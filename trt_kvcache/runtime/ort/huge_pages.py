@@ -29,7 +29,7 @@ _LEAST_SECONDS = 1.0
 
 @contextmanager
 def huge_pages() -> Iterator[None]:
-    """What is taken within the block and full of data lies in huge pages afterwards, as far as there are any.
+    """Move memory that is taken within the block and full of data into huge pages, as far as there are any.
 
     Nothing else changes: no page that was never written becomes memory, and what fails or takes longer than the block
     itself is left as it is.
@@ -59,7 +59,7 @@ def _anonymous() -> set[tuple[int, int]]:
 
 
 def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What is left of ranges; the kernel joins new memory with what lies beside it."""
+    """The rest of ranges; the kernel joins new memory with its neighbours."""
     for start, end in sorted(ranges):
         for first, last in sorted(others):
             if start < last and first < end:

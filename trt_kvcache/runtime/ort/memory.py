@@ -1,4 +1,4 @@
-"""What the weights of a model take of the machine's memory on ONNX Runtime, asked before it is opened.
+"""Memory that the weights of a model take on ONNX Runtime, computed before it is opened.
 
 Measured with 1.32, what is taken beside the files that the system maps:
 

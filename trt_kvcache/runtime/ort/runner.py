@@ -42,7 +42,7 @@ _BINDINGS = 64  # kept, by shape: decode needs one per batch size and span bucke
 
 @dataclass
 class _Bound:
-    """What one shape of step reads and writes: the arrays behind the pointers that ONNX Runtime holds.
+    """The arrays that one shape of step reads and writes, to which ONNX Runtime holds pointers.
 
     Attributes:
         constants: whose are in `given`.
@@ -133,7 +133,7 @@ class OnnxRuntimeRunner:
 
     @property
     def name(self) -> str:
-        """What runs where."""
+        """Runtime and device, for people."""
         return f"ONNX Runtime {ort.__version__}, CPU"
 
     @property
@@ -173,7 +173,7 @@ class OnnxRuntimeRunner:
 
     @property
     def inputs(self) -> StepInputs:
-        """What the model takes."""
+        """The inputs of the model."""
         return self._inputs
 
     def identity(self) -> str:

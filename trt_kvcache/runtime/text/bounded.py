@@ -29,7 +29,7 @@ _BOUNDED = (
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a text became."""
+    """The tokens of a text."""
 
     ids: list[int]
 
@@ -44,7 +44,7 @@ class _File(msgspec.Struct):
 
 
 class BoundedTokenizer:
-    """What `tokenizers.Tokenizer` gives of the same file.
+    """The answers of `tokenizers.Tokenizer` for the same file, made in a child process.
 
     Args:
         data: of a ``tokenizer.json``.

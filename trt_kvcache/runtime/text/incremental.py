@@ -22,7 +22,7 @@ _CONTEXT = 8
 
 
 class TokenDecoder(Protocol):
-    """What turns token ids into text: `trt_kvcache.runtime.text.tokenizer.Tokenizer`."""
+    """A class that turns token ids into text: `trt_kvcache.runtime.text.tokenizer.Tokenizer`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""
@@ -54,7 +54,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string came; nothing is given out after that."""
+        """True once a stop string came; nothing is given out after that."""
         return self._stops.found
 
     def push(self, token: int) -> str:

@@ -13,7 +13,7 @@ __all__ = ["TokenBytes", "each_decoder", "read_token_bytes"]
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """What the tokens of a vocabulary are.
+    """The tokens of a vocabulary as bytes.
 
     Attributes:
         texts: by id, the bytes of each token; of special tokens their names, which are no text.
@@ -67,7 +67,7 @@ def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]
 
 
 def _alphabet() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: as themselves where they can be seen, others as characters from 256 on."""
+    """The characters of byte-level tokenizers: visible bytes are themselves, others are characters from 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(unseen)}

@@ -45,7 +45,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the library made of the file, or in `failed` why it made nothing."""
+    """The library's view of the file, or in `failed` the reason that there is none."""
 
     vocab_size: int = 0
     added: tuple[AddedToken, ...] = ()

@@ -110,7 +110,7 @@ class DeviceCaches:
         )
 
     def side(self, first_row: int, rows: int) -> int:
-        """Which buffers hold the newest contents of these rows; rows that differ from the first are moved there."""
+        """The buffers with the newest contents of these rows; rows that differ from the first are moved there."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:

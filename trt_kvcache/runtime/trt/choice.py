@@ -125,7 +125,7 @@ class DeviceChoice:
     def _lists(
         self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """What `candidates` writes, ``[R * keep, 1 + CANDIDATES]``, and the least score that it looked for.
+        """The lists that `candidates` writes, ``[R * keep, 1 + CANDIDATES]``, and the least score that it looked for.
 
         At least `highest` scores reach the `highest`-th of the maxima of disjoint sets, and few others do.
         """
@@ -146,7 +146,7 @@ class DeviceChoice:
         self._cuda.launch_kernel(self._kernels[name], rows * keep * blocks, THREADS, *addresses, *sizes)
 
     def _fetch(self, size: int) -> npt.NDArray[np.uint8]:
-        """What was found, as it lies in pinned memory."""
+        """The bytes of the lists that were found, in pinned memory."""
         self._cuda.download_rows(self._host.address, self._found, size, size, 1)
         self._cuda.sync()
         return self._host.data[:size]

@@ -127,7 +127,7 @@ class ContextFactory:
 
     @property
     def activation_bytes(self) -> int:
-        """What the largest profile needs."""
+        """The bytes that the largest profile needs."""
         return int(self._trt.engine.device_memory_size_v2)
 
     def allocate(self, contexts: Iterable[Context]) -> None:

@@ -174,7 +174,7 @@ class Cuda:
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """Where the block fails, what it took is given back."""
+        """Give back the memory that the block took, if it fails."""
         memory, pinned = set(self._memory), set(self._pinned)
         try:
             yield
@@ -324,7 +324,7 @@ class Cuda:
         self._check("cuMemcpy2DAsync", self._driver.cuMemcpy2DAsync(copy, self.stream))
 
     def _check(self, call: str, result: tuple[Any, ...]) -> Any:
-        """What a driver call gave, once its status is known to be success."""
+        """The values of a driver call, once its status is known to be success."""
         status, *values = result
         if int(status):
             _, text = self._driver.cuGetErrorString(status)

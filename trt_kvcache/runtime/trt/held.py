@@ -1,4 +1,4 @@
-"""What an open runner holds of TensorRT and CUDA, and the order in which it is let go of."""
+"""The objects of TensorRT and CUDA that an open runner holds, and the order in which it lets go of them."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
 
 
 def _limits(manifest: Manifest) -> list[str]:
-    """What `max_batch`, `max_chunk` and `max_logits` promise beyond the profiles."""
+    """Contradictions between `max_batch`, `max_chunk`, `max_logits` and the profiles."""
     limits = {"max_batch": manifest.max_batch, "max_chunk": manifest.max_chunk, "max_logits": manifest.max_logits}
     problems = [f"{what} is {limit}" for what, limit in limits.items() if limit is not None and limit < 1]
     if (manifest.max_logits is None) is not (manifest.plan.logits_span is None):
@@ -227,7 +227,7 @@ def _refusal(
 
 
 def _reasons(module: Any, runtime: Any, data: Any) -> tuple[str, ...]:
-    """What TensorRT for RTX diagnoses, by name; nothing on TensorRT, which has no such question."""
+    """The diagnostics of TensorRT for RTX, by name; nothing on TensorRT, which has no such question."""
     if not hasattr(runtime, "get_engine_validity"):
         return ()
     _, diagnostics = runtime.get_engine_validity(data)

@@ -154,7 +154,7 @@ class TensorRTRunner:
 
     @property
     def name(self) -> str:
-        """What runs where, for people."""
+        """Runtime and device, for people."""
         return self._name
 
     @property
@@ -199,7 +199,7 @@ class TensorRTRunner:
 
     @property
     def inputs(self) -> StepInputs:
-        """What the model takes."""
+        """The inputs of the model."""
         return self._inputs
 
     @property
@@ -355,7 +355,7 @@ class TensorRTRunner:
 
 
 def _within(name: str, asked: int | None, most: int) -> int:
-    """What was asked for, or the most that the engine was built for."""
+    """The number that was asked for, or the most that the engine was built for."""
     if asked is not None and given_whole(asked, name) < 1:
         raise OptionError(f"{name} is {asked}; it must be at least 1")
     if asked is not None and asked > most:
