@@ -461,6 +461,17 @@ def test_what_was_not_chosen_yet_may_be_removed_or_forked() -> None:
     assert drain(session)[branch] == continued(runner, [5, *continued(runner, [5], 1), 7], 4)
 
 
+def test_what_was_removed_is_told_no_more() -> None:
+    """Also where a stream's step has made a token of it, which `step` has not given yet."""
+    session = DecodeSession(HashRunner())
+    removed, other = session.add([1, 2], config(5)), session.add([3], config(5))
+    next(iter(session.stream([[9]], config(3))))
+    session.remove(removed)
+    found = drain(session)
+    assert removed not in found
+    assert found[other] == continued(HashRunner(), [3], 5)
+
+
 def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
     """As where the step collects it as garbage."""
     runner = HashRunner()

@@ -546,6 +546,7 @@ class DecodeSession:
         with self._guard.lock, self._guard.idle:
             if self.cache.slot(slot).running:
                 self._streams.cancel(slot)
+            self._streams.forget(slot)
             self.cache.release(slot)
 
     def stop(self, slot: int) -> None:

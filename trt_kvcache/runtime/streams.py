@@ -66,6 +66,10 @@ class Streams:
         if run.outcomes is not self.added:
             run.outcomes.append((slot, run.continuation.finish(FinishReason.CANCELLED)))
 
+    def forget(self, slot: int) -> None:
+        """Drop outcomes of an added sequence that steps of streams brought, and that `step` did not give yet."""
+        self.added[:] = [outcome for outcome in self.added if outcome[0] != slot]
+
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
         """The events of prompts, which take turns where rows are few. Closing it ends what is left of them."""
         waiting = deque(zip(continuations, prompts, strict=True))
