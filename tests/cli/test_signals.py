@@ -95,7 +95,7 @@ class Loader(ExtensionFileLoader):
     def create_module(self, spec):
         for _ in range(2):
             os.kill(os.getpid(), int(sys.argv[1]))
-            time.sleep(0.1)
+            time.sleep(0.11)
         print("loaded")
 end_by_unwinding()
 try:
@@ -103,6 +103,7 @@ try:
     time.sleep(10)
 except KeyboardInterrupt:
     print("interrupted")
+    time.sleep(0.1)  # the second one has come during the load, and is no other
 """
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

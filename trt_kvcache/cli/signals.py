@@ -23,6 +23,7 @@ _NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") 
 
 _LATER = 0.02  # seconds
 _PATIENCE = 2.0  # seconds, for a call into native code to return by itself
+_later: set[int] = set()  # signals that a timer sends again
 
 
 class Ended(KeyboardInterrupt):
@@ -115,8 +116,18 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    # On Windows os.kill would end the process at once; elsewhere it wakes a main thread that waits for something.
-    send, args = (signal.raise_signal, (number,)) if sys.platform == "win32" else (os.kill, (os.getpid(), number))
-    timer = threading.Timer(_LATER, send, args)
+    """Send a signal again, once for all that come until then: a second one would disturb the cleanup of the first."""
+    if number in _later:
+        return
+    _later.add(number)
+    timer = threading.Timer(_LATER, _send, (number,))
     timer.daemon = True
     timer.start()
+
+
+def _send(number: int) -> None:
+    _later.discard(number)
+    if sys.platform == "win32":
+        signal.raise_signal(number)  # os.kill would end the process at once
+    else:
+        os.kill(os.getpid(), number)  # wakes a main thread that waits for something
