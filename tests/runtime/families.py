@@ -6,11 +6,13 @@ stored exports, with the model as exported in ONNX Runtime.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -23,7 +25,9 @@ from runtime.embedded_models import MODELS, Recomputed, cut
 from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, PlanOptions
+from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CacheDtype, CacheLayout, Fallback, Target
+from trt_kvcache.runtime.ort import runner as ort_runner
 
 Array = NDArray[Any]
 PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [60], list(range(10, 29)), [7] * 5)
@@ -130,6 +134,7 @@ class Corpus:
         self._folder = folder
         self.made = cache(self._made)
         self._engine = cache(self._built)
+        self._imported = cache(lambda name: import_model(self.made(name).model, FAMILIES[name].options))
 
     def _made(self, name: str) -> Made:
         folder = self._folder / name
@@ -147,7 +152,8 @@ class Corpus:
         family, made = FAMILIES[name], self.made(name)
         if device == "cpu":
             batch, chunk = family.max_batch, family.max_chunk
-            runner = runner_on(device, made.model, family.options, max_batch=batch, max_chunk=chunk)
+            with patch.object(ort_runner, "import_model", lambda *_: copy.deepcopy(self._imported(name))):
+                runner = runner_on(device, made.model, max_batch=batch, max_chunk=chunk)
         else:
             backend = "tensorrt-rtx" if device == "gpu" else "tensorrt"
             runner = open_engine(self._engine(name, backend), backend=backend, cuda_graphs=device == "gpu")
@@ -161,12 +167,13 @@ class Corpus:
 
 @dataclass
 class Text:
-    """Tokens of sequence `i`, and where they stand, ``[planes, S]``."""
+    """Tokens of sequence `i`, and where they stand, ``[planes, S]``; `most`: how many it ever had."""
 
     made: Made
     i: int
     tokens: list[int] = field(default_factory=list)
     places: Array = field(default_factory=lambda: np.zeros((1, 0), np.int64))
+    most: int = 0
 
     @classmethod
     def of(cls, made: Made, i: int) -> Text:
@@ -184,6 +191,25 @@ class Text:
         planes = max(len(places), len(self.places))
         self.places = np.concatenate([np.broadcast_to(p, (planes, p.shape[1])) for p in (self.places, places)], axis=1)
         self.tokens += tokens
+        self.most = max(self.most, len(self.tokens))
+
+    take = extend
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def copy(self) -> Text:
+        return replace(self, tokens=[*self.tokens], places=self.places.copy())
+
+    def scored(self, logits: Array) -> None:
+        """Check the scores that a session gives after the tokens."""
+        expected = self.logits()
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+
+    def chosen(self, token: int) -> None:
+        """Check that a token is the likeliest one, or as likely as rounding tells."""
+        expected = self.logits()
+        assert expected[token] >= expected.max() - 1e-3 * np.abs(expected).max()
 
     def cut(self, length: int) -> None:
         """Keep the first tokens."""

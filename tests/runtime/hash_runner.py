@@ -265,6 +265,9 @@ class Alone:
         windows = [None if c.mode is UpdateMode.LINEAR else c.capacity for c in runner.plan.caches]
         return cls(windows, not isinstance(runner, EmbeddedRunner))
 
+    def __len__(self) -> int:
+        return len(self.codes)
+
     def copy(self) -> Alone:
         return replace(self, codes=list(self.codes), places=list(self.places))
 
@@ -286,6 +289,14 @@ class Alone:
     def next(self) -> int:
         """The token that the model chooses now."""
         return sum(next_token(self.codes, window) for window in self.windows) % VOCAB
+
+    def chosen(self, token: int) -> None:
+        """Check what a session says comes next."""
+        assert token == self.next()
+
+    def scored(self, logits: NDArray[np.float32]) -> None:
+        """Check the scores that a session gives."""
+        self.chosen(int(logits.argmax()))
 
     def continued(self, count: int) -> list[int]:
         """The next tokens, without the changes."""
