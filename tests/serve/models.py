@@ -1,4 +1,4 @@
-"""Models that other servers serve in tests."""
+"""Models that servers serve in tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from runtime.tokenizers_in_code import byte_level
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-def write_served(folder: Path, *, capacity: int = 96) -> Path:
-    """A small decoder with a tokenizer and a chat template."""
-    folder.mkdir()
+def write_served(folder: Path, *, capacity: int = 512, template: str = TEMPLATE, **settings: str) -> Path:
+    """A small decoder with a tokenizer and a chat template; `settings` are the tokenizer's, too."""
+    folder.mkdir(exist_ok=True)
     write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=capacity, layers=1))
     byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
     return folder
 
 

@@ -17,8 +17,6 @@ pytest.importorskip("starlette", reason="Starlette is not installed (extra: serv
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: serve)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
-from decoders import DecoderConfig, write_decoder
-from runtime.tokenizers_in_code import byte_level
 from serve.asgi import Reply, ask
 
 from trt_kvcache import DecodeSession, GenerationConfig, SessionError
@@ -26,30 +24,6 @@ from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.core import ServingCore, Work
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=96, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> Iterator[DecodeSession]:
-    """The reference: no server, one sequence at a time."""
-    with DecodeSession.open(folder, max_batch=1) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def rows(folder: Path) -> Iterator[DecodeSession]:
-    """What is served: four rows, and no slot left in use after any test."""
-    with DecodeSession.open(folder, max_batch=4) as session:
-        yield session
 
 
 @pytest.fixture
@@ -228,7 +202,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": [300]}, "token id 300 is out of range", "prompt"),
     (TEXT, {"prompt": [-1]}, "token id -1", "prompt"),
     (TEXT, {"prompt": [1.5]}, "give a text", "prompt"),
-    (TEXT, {"prompt": [1] * 97}, "97 tokens, and the model takes 96", "prompt"),
+    (TEXT, {"prompt": [1] * 513}, "513 tokens, and the model takes 512", "prompt"),
     (TEXT, {"prompt": ["x"] * 105}, "105 sequences", "n"),
     (TEXT, {"prompt": "x", "n": 0}, "n", "n"),
     (TEXT, {"prompt": "x", "max_tokens": 0}, ">= 1", "max_tokens"),
@@ -254,7 +228,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "guided_regex": "a"}, "give structured_outputs: {'regex': ...}", "guided_regex"),
     (CHAT, HELLO | {"logprobs": False, "top_logprobs": 3}, "they come with logprobs", "top_logprobs"),
     (CHAT, HELLO | {"logprobs": True, "top_logprobs": 21}, "<= 20", "top_logprobs"),
-    (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}, "the model takes 96", "prompt"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "the model takes 512", "prompt"),
 ]
 
 
@@ -301,7 +275,7 @@ def test_keys(alone: DecodeSession) -> None:
 def test_models_health_version_and_metrics(service: Service) -> None:
     post(service, GREEDY | {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True})
     (card,) = post(service, None, "/v1/models").data["data"]
-    assert (card["id"], card["max_model_len"]) == ("tiny", 96)
+    assert (card["id"], card["max_model_len"]) == ("tiny", 512)
     assert post(service, None, "/v1/models/tiny").data == card
     assert post(service, None, "/ready").data == {"status": "ready"}
     assert "version" in post(service, None, "/version").data

@@ -16,8 +16,6 @@ import pytest
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: batch)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
-from decoders import DecoderConfig, write_decoder
-from runtime.tokenizers_in_code import byte_level
 from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, OptionError, OutputError, SessionError
@@ -26,30 +24,7 @@ from trt_kvcache.serve.batch import Answered, BatchDone, RowRunner, run_batch
 from trt_kvcache.serve.journal import Journal
 from trt_kvcache.serve.rows import Row
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=96, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> Iterator[DecodeSession]:
-    """The reference: no batch, one sequence at a time."""
-    with DecodeSession.open(folder, max_batch=1) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def rows(folder: Path) -> Iterator[DecodeSession]:
-    with DecodeSession.open(folder, max_batch=4) as session:
-        yield session
 
 
 def compute(session: DecodeSession, most: int | None = None, computed: list[int] | None = None) -> Callable[..., None]:
@@ -156,7 +131,7 @@ WRONG: list[tuple[Any, int, str]] = [
     ({"id": 1, "prompt": "x", "stream": True}, 400, "row 1: stream: a batch has no streams"),
     ({"id": 1, "prompt": "x", "best_of": 2}, 400, "best_of: "),
     ({"id": 1, "prompt": "x", "model": "other"}, 404, "there is no model 'other'; this is 'tiny'"),
-    ({"id": 1, "prompt": "x" * 200}, 400, "the prompt has 200 tokens, and the model takes 96"),
+    ({"id": 1, "prompt": "x" * 600}, 400, "the prompt has 600 tokens, and the model takes 512"),
     ({"id": 1, "prompt": "x", "n": 2000}, 400, "Expected `int` <= 128"),
     ('{"id": 1, "prompt": "' + "x" * (4 << 20) + '"}', 400, "row 1: the row has more than 4194304 bytes"),
 ]

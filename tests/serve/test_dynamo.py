@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: serve)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
-from serve.models import TEMPLATE, write_served
+from serve.models import TEMPLATE
 from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, OptionError
@@ -58,11 +58,6 @@ def module() -> Iterator[Any]:
 
         yield trt_kvcache.serve.dynamo
         patch.delitem(sys.modules, "trt_kvcache.serve.dynamo")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_served(tmp_path_factory.mktemp("served") / "model", capacity=512)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,35 +21,17 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra: serve)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import uvicorn
-from decoders import DecoderConfig, write_decoder
-from runtime.tokenizers_in_code import byte_level
 from serve.asgi import ask
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.server import bind
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=4096, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def session(folder: Path) -> Iterator[DecodeSession]:
-    with DecodeSession.open(folder, max_batch=2) as session:
-        yield session
-
-
-def test_the_page_runs_its_own_script_alone_and_names_nobody_else(session: DecodeSession) -> None:
-    service = Service(session, "tiny", ["secret"])
+def test_the_page_runs_its_own_script_alone_and_names_nobody_else(rows: DecodeSession) -> None:
+    service = Service(rows, "tiny", ["secret"])
     try:
         reply = asyncio.run(ask(service.app, "/"))
     finally:
@@ -87,10 +68,10 @@ def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.slow  # a browser takes seconds to start
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-def test_a_chat_in_a_browser(folder: Path, session: DecodeSession) -> None:
+def test_a_chat_in_a_browser(alone: DecodeSession, rows: DecodeSession) -> None:
     """A wrong key and the right one, two turns that are those of the session, a stop, an error, a new chat."""
     drive = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    service = Service(session, "tiny", ["secret"])
+    service = Service(rows, "tiny", ["secret"])
 
     def greedy(route: Any) -> None:
         body = route.request.post_data_json
@@ -120,21 +101,20 @@ def test_a_chat_in_a_browser(folder: Path, session: DecodeSession) -> None:
             page.press("#text", "Enter")
             page.wait_for_selector(f".note >> nth={turn}")
             messages.append({"role": "user", "content": text})
-            with DecodeSession.open(folder, max_batch=1) as alone:
-                messages.append({"role": "assistant", "content": alone.chat(messages, max_new_tokens=20).text})
+            messages.append({"role": "assistant", "content": alone.chat(messages, max_new_tokens=20).text})
         assert page.locator(".said:not(.error)").all_text_contents() == [m["content"] for m in messages]
         assert page.text_content(".note").startswith("20 tokens in")
 
         page.fill("#text", "long")
         page.click("#send")
         until(lambda: len(page.text_content(".assistant >> nth=2")) > 30)
-        until(lambda: page.text_content("#rows") == "rows 1 of 2")
+        until(lambda: page.text_content("#rows") == "rows 1 of 4")
         page.click("#stop")
         page.wait_for_selector("text=stopped")
         until(lambda: not service.core.running)
-        page.fill("#text", "#" * 5000)
+        page.fill("#text", "#" * 600)
         page.click("#send")
-        page.wait_for_selector("text=the model takes 4096")
+        page.wait_for_selector("text=the model takes 512")
 
         page.click("#again")
         assert page.locator(".said").count() == 0

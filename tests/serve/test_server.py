@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -24,23 +23,10 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 import openai
 import psutil
-from decoders import DecoderConfig, write_decoder
-from runtime.tokenizers_in_code import byte_level
 from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
-
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=2048, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
 
 
 @contextmanager
@@ -60,15 +46,14 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 @pytest.mark.slow  # a process takes seconds to start; tests/serve/test_app.py has the client without one
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM that a process can answer")
-def test_the_real_client_and_the_end(folder: Path, tmp_path: Path) -> None:
+def test_the_real_client_and_the_end(folder: Path, alone: DecodeSession, tmp_path: Path) -> None:
     """One server for all: its start is what takes time. Sync and async, whole and streamed, keys; then SIGTERM."""
     keys = tmp_path / "keys"
     keys.write_text("# for tests\nsecret\n")
     keys.chmod(0o600)
     messages: Any = [{"role": "user", "content": "the cache"}]
-    with DecodeSession.open(folder, max_batch=1) as session:
-        expected = session.chat(messages, max_new_tokens=8).text
-        completed = session.generate("the", max_new_tokens=8, seed=4, do_sample=True, top_k=0).text
+    expected = alone.chat(messages, max_new_tokens=8).text
+    completed = alone.generate("the", max_new_tokens=8, seed=4, do_sample=True, top_k=0).text
     flags = (
         "--api-key-file",
         str(keys),
@@ -129,7 +114,7 @@ def test_what_takes_longer_than_the_drain_is_cut_off(folder: Path) -> None:
     with serving(folder, "--drain-timeout", "0.2") as (process, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         stream = client.completions.create(
-            model=folder.name, prompt=[1] * 3, max_tokens=2000, n=8, stream=True, extra_body={"ignore_eos": True}
+            model=folder.name, prompt=[1] * 3, max_tokens=500, n=64, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(stream))
         process.send_signal(signal.SIGTERM)

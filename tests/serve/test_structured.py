@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +19,9 @@ pytest.importorskip("httpx2", reason="OpenAI's client comes without httpx2")
 import httpx2 as httpx
 import numpy as np
 import openai
-from decoders import DecoderConfig, write_decoder
 from pydantic import BaseModel, Field
-from runtime.tokenizers_in_code import byte_level
 from serve.asgi import Reply, ask
-from starlette.testclient import TestClient
+from serve.models import write_served
 
 from trt_kvcache import DecodeSession, Grammars, OptionError
 from trt_kvcache.runtime.generation.masks import Grammar
@@ -62,11 +59,7 @@ class Clock(BaseModel):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=384, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
-    return folder
+    return write_served(tmp_path_factory.mktemp("model"), template=TEMPLATE, eos_token="</s>")
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +113,6 @@ def test_the_real_client_reads_models_and_calls(service: Service) -> None:
             assert after.choices[0].message.role == "assistant"
 
     asyncio.run(run())
-
-
-def test_the_sync_client(service: Service) -> None:
-    with TestClient(service.app) as there:
-        client = openai.OpenAI(base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=there)
-        asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 2, "max_completion_tokens": 200}
-        whole = client.chat.completions.parse(**asked, response_format=Answer).choices[0].message.parsed
-        with client.chat.completions.stream(**asked, response_format=Answer) as stream:
-            streamed = stream.get_final_completion().choices[0].message.parsed
-        assert isinstance(whole, Answer)
-        assert streamed == whole
 
 
 def test_answers_are_those_alone(service: Service, folder: Path) -> None:

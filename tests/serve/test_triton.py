@@ -19,7 +19,6 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import numpy as np
-from serve.models import write_served
 from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, OptionError, OutputError
@@ -92,11 +91,6 @@ def encoded(text: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_served(tmp_path_factory.mktemp("served") / "model", capacity=512)
-
-
-@pytest.fixture(scope="module")
 def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The model of a repository, as the backend drives it."""
     backend = ModuleType("triton_python_backend_utils")
@@ -129,19 +123,18 @@ def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
         patch.delitem(sys.modules, "trt_kvcache.serve.triton")
 
 
-def test_answers_are_those_of_the_same_prompt_alone(model: Any, folder: Path) -> None:
+def test_answers_are_those_of_the_same_prompt_alone(model: Any, alone: DecodeSession) -> None:
     prompts: list[str | list[int]] = ["the cache", [1, 2, 3], "reads", [7] * 20]
-    with DecodeSession.open(folder, max_batch=1) as session:
-        greedy = [session.generate(p, max_new_tokens=12, eos_token_id=()) for p in prompts]
-        drawn = session.generate("the", max_new_tokens=12, eos_token_id=(), do_sample=True, top_k=0, seed=5)
+    greedy = [alone.generate(p, max_new_tokens=12, eos_token_id=()) for p in prompts]
+    drawn = alone.generate("the", max_new_tokens=12, eos_token_id=(), do_sample=True, top_k=0, seed=5)
     requests = [asked(p, temperature=0, max_tokens=12, ignore_eos=True) for p in prompts]
     requests.append(asked("the", seed=5, max_tokens=12, ignore_eos=True))
     model.execute(requests[:2])
     model.execute(requests[2:])
-    for request, alone in zip(requests, [*greedy, drawn], strict=True):
+    for request, wanted in zip(requests, [*greedy, drawn], strict=True):
         responses = [response.outputs for response in request.wait()]
-        assert [said["output_ids"] for said in responses] == [[token] for token in alone.tokens]
-        assert b"".join(said["text_output"][0] for said in responses).decode() == alone.text
+        assert [said["output_ids"] for said in responses] == [[token] for token in wanted.tokens]
+        assert b"".join(said["text_output"][0] for said in responses).decode() == wanted.text
         assert [said["finish_reason"] for said in responses] == [[b""]] * 11 + [[b"length"]]
     whole = asked("the cache", stream=False, temperature=0, max_tokens=12, ignore_eos=True)
     model.execute([whole])

