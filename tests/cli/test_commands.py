@@ -37,20 +37,6 @@ def run(*arguments: object) -> Result:
     return result
 
 
-@pytest.mark.slow
-def test_plan(model: Path) -> None:
-    text = run("plan", model, "--max-batch", 4).stdout
-    for part in ("4 of 4 caches in place", "key_cache.0..1", "4 native", "for a batch of 4"):
-        assert part in text
-    assert text.splitlines()[-1] == f"next       trt-kvcache build {model} -o model-engine/ --max-batch 4"
-    every = run("plan", model, "--all").stdout
-    for part in ("4 of 4 caches in place", "key_cache.0..1", "native x2", "write_indices", "\nnext       trt-kvcache"):
-        assert part in every
-    assert "…" not in text
-    data = run("plan", model, "--json").stdout
-    assert msgspec.json.decode(data, type=CachePlan) == plan_model(model)
-
-
 def test_plan_options_reach_the_plan(model: Path) -> None:
     data = run("plan", model, "--json", "--target", "tensorrt", "--cache-layout", "preserve", "--attention-span", "off",
                "--fallback", "functional", "--packed-native", "off", "--sliding", "circular", "--window-chunk", 7,
@@ -111,13 +97,10 @@ def test_engines_are_not_planned_again(command: list[str], option: list[str]) ->
 
 def test_build_and_inspect(model: Path, tmp_path: Path) -> None:
     engine = tmp_path / "model.engine"
-    data = run("build", model, "-o", engine, "--json", "--backend", "tensorrt-rtx").stdout
-    assert msgspec.json.decode(data, type=Manifest) == load_manifest(engine)
-    result = run("build", model, "-o", engine, "--max-batch", 4, "--max-chunk", 16, "--backend", "tensorrt-rtx")
-    for part in ("model.engine: ", "with tensorrt-rtx", "its manifest", "4 of 4 caches in place", "next  "):
-        assert part in result.stdout
-    assert result.stderr == ""
+    sizes = ["--max-batch", 4, "--max-chunk", 16]
+    result = run("build", model, "-o", engine, *sizes, "--backend", "tensorrt-rtx", "--json")
     manifest = load_manifest(engine)
+    assert (msgspec.json.decode(result.stdout, type=Manifest), result.stderr) == (manifest, "")
     assert (manifest.max_batch, manifest.max_chunk, len(manifest.aliases)) == (4, 16, 4)
     lines = run("inspect", engine).stdout.splitlines()
     assert len(lines) <= 20
@@ -167,17 +150,6 @@ def test_rewrite(model: Path, tmp_path: Path) -> None:
     done, following = run("rewrite", model, "-o", output).stdout.splitlines()
     assert done == f"{output}: 4 of 4 caches in place"
     assert following == f"next       trt-kvcache verify {model} --rewritten {output}"
-
-
-@pytest.mark.slow
-def test_verify(model: Path) -> None:
-    text = run("verify", model).stdout
-    for part in ("logits", "updated_key_cache.0..1", "largest difference", "gives the original's numbers"):
-        assert part in text
-    every = run("verify", model, "--all").stdout
-    assert "updated_key_cache.1 " in every
-    data = run("verify", model, "--json", "--batch", 2, "--chunks", "4", "--tokens", 1, "--seed", 3).stdout
-    assert msgspec.json.decode(data, type=VerifyReport).passed
 
 
 def test_verify_fails_above_the_tolerance(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from hybrids import cross_model
 from runtime.tokenizers_in_code import byte_level
+from serve.models import write_served
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -38,12 +39,8 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer beside it, as exporters leave them."""
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=64))
-    byte_level().save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    return write_served(tmp_path_factory.mktemp("model"), capacity=64, template=TEMPLATE, **named)
 
 
 @pytest.mark.slow
@@ -91,15 +88,6 @@ def test_live_text_is_the_text(folder: Path) -> None:
     result = call(folder, "--prompt", "the cache", "--max-new-tokens", "9")
     assert result.stdout == text + "\n"
     assert re.search(rf"{len(tokens)} new \(.*\), the first after .* s, .* tokens/s; ONNX Runtime", result.stderr)
-
-
-@pytest.mark.slow
-def test_ids_need_no_tokenizer(folder: Path) -> None:
-    ((tokens, _),) = expected(folder, [[5, 6, 7]], max_new_tokens=6)
-    result = call(folder, "--tokens", "5,6 7", "--max-new-tokens", "6")
-    assert result.stdout == " ".join(map(str, tokens)) + "\n"
-    (sequence,) = report(folder, "--tokens", "5,6,7", "--max-new-tokens", "6")["sequences"]
-    assert (sequence["tokens"], sequence["text"]) == (tokens, None)
 
 
 @pytest.mark.slow
@@ -180,31 +168,6 @@ def test_an_end_of_the_tokenizer_the_flag_and_the_file(folder: Path, tmp_path: P
     assert through["tokens"] == plain["tokens"]
     warning = call(folder, *arguments, "--generation-config", str(file)).stderr.splitlines()[0]
     assert re.match(r"warning: .*temperature=0.5 has no effect", warning)
-
-
-@pytest.mark.slow
-def test_what_a_model_was_trained_with_is_read_beside_it(folder: Path, tmp_path: Path) -> None:
-    """Ends of a text and tokens that never come count where nothing else is said; ways of drawing do not."""
-    (tmp_path / "model.onnx").symlink_to(folder / "model.onnx")
-    arguments = ("--tokens", "5,6,7", "--max-new-tokens", "8")
-    (plain,) = report(folder, *arguments)["sequences"]
-    never, end = plain["tokens"][0], plain["tokens"][3]
-    file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps({"eos_token_id": [end], "do_sample": True, "temperature": 2.0}))
-    (ended,) = report(tmp_path, *arguments)["sequences"]
-    assert ended["tokens"] == plain["tokens"][: plain["tokens"].index(end) + 1]
-    (through,) = report(tmp_path, *arguments, "--ignore-eos")["sequences"]
-    assert through["tokens"] == plain["tokens"]
-    file.write_text(json.dumps({"suppress_tokens": [never], "forced_eos_token_id": 9}))
-    (other,) = report(tmp_path, *arguments)["sequences"]
-    assert other["tokens"] == expected(folder, [[5, 6, 7]], max_new_tokens=8, suppress_tokens=[never],
-                                       forced_eos_token_id=9)[0][0]  # fmt: skip
-    assert other["tokens"][-1] == 9
-    assert never not in other["tokens"]
-    elsewhere = tmp_path / "another.json"
-    elsewhere.write_text("{}")
-    (again,) = report(tmp_path, *arguments, "--generation-config", str(elsewhere))["sequences"]
-    assert again["tokens"] == plain["tokens"]
 
 
 @pytest.mark.slow
@@ -325,40 +288,17 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
     assert (result.stdout, result.stderr) == ("", "error: interrupted\n")
 
 
-@pytest.mark.few(9)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds"),
-        (["--prompt", "x", "--tokenizer", "none.json"], "none.json cannot be read"),
-        (["--prompt", "x", "--chat", "--tokens", "5"], "--chat needs messages as text, and --tokens gives ids"),
-        (["--tokens", "1,x"], "'1,x' is not a list of token ids"),
-        (["--tokens", ""], "prompt 0 is empty"),
-        (["--tokens", "300"], "token id 300 is out of range"),
-        (["--tokens", ",".join(["5"] * 65)], "65 tokens"),
-        (["--tokens", "5", "--temperature", "0"], "temperature is 0.0"),
-        (["--tokens", "5", "--top-p", "2"], "--top-p is 2.0; supported: above 0 and at most 1"),
-        (["--tokens", "5", "--logit-bias", "7"], "'7' is not ID=BIAS"),
-        (["--tokens", "5", "--eos", "3", "--ignore-eos"], "use one of them"),
-        (["--tokens", "5", "--prefix-cache", "much"], "size 'much' is not a number of bytes"),
-        (["--tokens", "5", "--prefix-cache", "10"], "--prefix-cache is 10 bytes, and a block of 32 tokens takes"),
-        (["--tokens", "5", "--device", "cuda"], "a GPU runs engines"),
-        (["--tokens", "5", "--num-beams", "99"], "--num-beams 99 needs as many rows, and 8 of 8 are free"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
-)
-@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
-def test_bad_input_is_one_line(arguments: list[str], extra: list[str], message: str, folder: Path) -> None:
-    result = call(folder, *arguments, *extra, code=1)
-    assert result.stdout in ("", "\n") if not extra else result.stdout == ""
-    assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)
+def test_a_text_that_ends_by_capacity_is_a_warning(tmp_path: Path) -> None:
+    write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, capacity=16))
 
+    def said(*arguments: str) -> str:
+        return str(call(tmp_path, "--tokens", "1,2,3", *arguments).stderr)
 
-def test_text_without_a_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "m.onnx").touch()
-    result = CliRunner().invoke(app, ["generate", str(tmp_path / "m.onnx"), "--prompt", "x"])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert re.fullmatch(r"error: text needs a tokenizer, and there is no [^\n]*tokenizer.json; [^\n]*\n", result.stderr)
+    full = "full at 16 tokens; more need a larger --capacity\n"
+    assert f"warning: 1 text ends because its cache is {full}" in said("--max-new-tokens", "99")
+    twice = said("--tokens", "4", "--max-new-tokens", "99", "--json")
+    assert twice == f"warning: 2 texts end because their caches are {full}"
+    assert "warning" not in said("--max-new-tokens", "3")
 
 
 @pytest.fixture

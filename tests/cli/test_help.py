@@ -1,16 +1,28 @@
-"""`--help` and `import trt_kvcache` load nothing heavy: that is what makes them quick."""
+"""`--help` is readable at 80 columns; it and `import trt_kvcache` load nothing heavy, which makes them quick."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
 import trt_kvcache
+from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptions
+from trt_kvcache.cli.app import app
+from trt_kvcache.cli.build import BuildFlags
+from trt_kvcache.cli.command import FOREIGN
+from trt_kvcache.cli.generate import EarlyStopping, GenerationFlags
+from trt_kvcache.cli.options import PlanFlags
+from trt_kvcache.cli.verify import VerifyFlags
 
 HEAVY = (
     "onnx",
@@ -31,32 +43,46 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
 
-COMMANDS = ("plan", "rewrite", "build", "verify", "generate", "inspect", "plugins", "doctor")
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_loads_nothing_heavy(command: str) -> None:
-    arguments = [command, "--help"] if command else ["--help"]
+def test_help_loads_nothing_heavy() -> None:
     code = f"""
 import contextlib, io
 from trt_kvcache.cli.app import app
-out = io.StringIO()
-with contextlib.redirect_stdout(out):
-    try:
-        app({arguments}, prog_name="trt-kvcache")
-    except SystemExit as stop:
-        assert not stop.code, stop.code
-assert "Usage: trt-kvcache {command}" in out.getvalue(), out.getvalue()
+for command in {["", *COMMANDS]}:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            app([*command.split(), "--help"], prog_name="trt-kvcache")
+        except SystemExit as stop:
+            assert not stop.code, stop.code
+    assert "Usage: trt-kvcache " + command in out.getvalue(), out.getvalue()
 {LOADED}
 """
     assert run_python(code).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["TrtKvCacheError", "CachePlan", "Manifest"])
-def test_import_loads_nothing_heavy(name: str) -> None:
+def test_hints_name_flags_that_exist() -> None:
+    own = {name for command in COMMANDS.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    named = {flag for hint in FOREIGN.values() for flag in re.findall(r"(?<!\w)--?[a-zA-Z][\w-]*", hint)}
+    assert named <= own
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_80_columns_wide_and_cuts_no_name(name: str) -> None:
+    text = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [name, "--help"]).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    for parameter in COMMANDS[name].params:
+        for flag in (*parameter.opts, *parameter.secondary_opts) if parameter.param_type_name == "option" else ():
+            assert re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
+    assert "…" not in text
+
+
+def test_import_loads_nothing_heavy() -> None:
     """Nor do data classes: a program that only reads plans and manifests needs no ONNX."""
-    assert run_python(f"import trt_kvcache; trt_kvcache.{name}; {LOADED}").stdout.strip() == "[]"
+    code = "import trt_kvcache; trt_kvcache.TrtKvCacheError; trt_kvcache.CachePlan; trt_kvcache.Manifest"
+    assert run_python(f"{code}; {LOADED}").stdout.strip() == "[]"
 
 
 def test_imports_without_tensorrt_and_cuda() -> None:
@@ -98,3 +124,25 @@ def test_shells_complete_what_is_typed(typed: str, completed: list[str]) -> None
     command = [sys.executable, "-m", "trt_kvcache"]
     done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == completed
+
+
+# Flags are declared once, as dataclasses: none of a station's options may be without one.
+
+
+STATIONS: list[tuple[Any, Any]] = [(PlanFlags, PlanOptions), (BuildFlags, BuildOptions), (VerifyFlags, VerifyOptions)]
+
+
+@pytest.mark.parametrize(("flags", "options"), STATIONS, ids=lambda kind: kind.__name__)
+def test_every_option_has_a_flag_of_the_same_default(flags: Any, options: Any) -> None:
+    assert {f.name for f in fields(flags)} == {f.name for f in fields(options)}
+    assert flags().options() == options()
+
+
+def test_zeros_are_given_and_empty_lists_are_not(tmp_path: Path) -> None:
+    flags = GenerationFlags(top_k=0, temperature=1.0, seed=0, eos_token_id=[], sequence_bias=["3=-inf"])
+    assert flags.config(tmp_path / "model.onnx", None) == GenerationConfig(
+        do_sample=True, top_k=0, seed=0, sequence_bias={3: float("-inf")}
+    )
+    for given, value in ((EarlyStopping.TRUE, True), (EarlyStopping.FALSE, False), (EarlyStopping.NEVER, "never")):
+        made = GenerationFlags(num_beams=2, early_stopping=given).config(tmp_path / "model.onnx", None)
+        assert made.early_stopping == value

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from sample_plans import cache_update, sample_plan, with_contract
 
-from trt_kvcache.cli.output import console, human_bytes
+from trt_kvcache.cli.output import console
 from trt_kvcache.cli.plan_view import batch_of, bytes_of, mask_text, plan_data, print_plan
 from trt_kvcache.importer.plan import AttentionKind, CachePlan, InterfaceChange, MaskGeometry, Route, StateUpdate
 
@@ -138,9 +138,3 @@ def test_odd_plans() -> None:
 )  # fmt: skip
 def test_masks_in_words(mask: MaskGeometry, text: str) -> None:
     assert mask_text(mask) == text
-
-
-def test_human_bytes() -> None:
-    assert [human_bytes(n) for n in (0, 1023, 1024, 1536 * 1024, 5 << 30, 3 << 50)] == [
-        "0 B", "1023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB", "3072.0 TiB",
-    ]  # fmt: skip

@@ -50,18 +50,8 @@ def test_28_layers_are_20_lines(width: int, built: bool) -> None:
         assert lines[-1] == "next       trt-kvcache build model.onnx -o model.engine"
 
 
-def test_what_a_plan_says() -> None:
-    assert shown(sample_plan(28)) == [
-        "model.onnx: 56 of 56 caches in place",
-        "caches     56 native: linear update of a float16 cache",
-        "           key_cache.0..27, value_cache.0..27: float16 [batch, 4, 256, 64] from",
-        "           TensorScatter",
-        "attention  28 fused: float16, head size 64",
-        "steps      attend to the rows in use; logits as exported",
-        "memory     7.0 MiB per sequence of 256 tokens, 28.0 MiB for a batch of 4",
-        "refused    nothing",
-        "next       trt-kvcache build model.onnx -o model.engine",
-    ]
+def test_what_a_plan_says_where_it_is_odd() -> None:
+    """A plain one: golden/plan-80.txt."""
     odd = "\n".join(shown(odd_plan(), 1000))
     for part in (
         "1 functional: no update straddles",
