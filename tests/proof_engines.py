@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import onnx
@@ -22,10 +21,15 @@ from trt_kvcache.proof.schedule import Most
 BATCH, CHUNK = 3, 8
 
 
-@lru_cache(maxsize=8)
+_PROOFS: dict[object, Proof] = {}
+
+
 def recorded(model: Path, options: PlanOptions | None = None, batch: int = BATCH) -> Proof:
-    """The proof of a model."""
-    return record_proof(import_model(model, options or PlanOptions()), Most(batch, CHUNK, 4))
+    """The proof of a model, recorded once for all of the same contents."""
+    key = model.read_bytes(), options, batch
+    if key not in _PROOFS:
+        _PROOFS[key] = record_proof(import_model(model, options or PlanOptions()), Most(batch, CHUNK, 4))
+    return _PROOFS[key]
 
 
 def write_proved(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import sys
 import threading
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,16 @@ from decoders import DecoderConfig, make_decoder, write_decoder
 from onnx import helper, numpy_helper
 
 from trt_kvcache import GenerationConfig
+from trt_kvcache.engine import build as build_module
 from trt_kvcache.engine import process
 from trt_kvcache.engine.build import ProgressEvent, build_engine
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.protocol import STAGES
-from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
+from trt_kvcache.errors import BuildError, InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import pipeline
-from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target
+from trt_kvcache.importer.plan import AttentionKind, Fallback, PlanOptions, Route, Target
 
 TINY = DecoderConfig(layers=1, head_size=16)
 
@@ -112,20 +115,6 @@ def test_a_batch_of_one_stores_weights_once(tmp_path: Path, dtype: str) -> None:
         build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=16, decode_weights=kind))
         sizes[kind] = (tmp_path / "model.engine").stat().st_size
     assert sizes["own"] - sizes["shared"] > 0.4 * weights, sizes
-
-
-@pytest.mark.slow
-def test_options_reach_tensorrt(model: Path, tmp_path: Path) -> None:
-    build = BuildOptions(
-        compute_capabilities=("sm86", "12.0"), workspace=1 << 30, profiling_verbosity="detailed", max_chunk=4
-    )
-    manifest = build_engine(model, tmp_path / "model.engine", build=build)
-    assert manifest.compute_capabilities == ("sm86", "sm120")
-    assert manifest.options["workspace"] == 1 << 30
-    # A limit that no kernel keeps shows that the number arrives.
-    with pytest.raises(BuildError, match=r"TensorRT for RTX .* cannot build the engine: .*workspace"):
-        build_engine(model, tmp_path / "model.engine", build=replace(build, workspace=1))
-    assert load_manifest(tmp_path / "model.engine") == manifest
 
 
 @pytest.mark.slow
@@ -269,3 +258,75 @@ def test_the_working_folder_does_not_matter(tmp_path: Path, monkeypatch: pytest.
     manifest = build_engine("model.onnx", "model.engine")
     assert Path("model.engine").stat().st_size == manifest.engine.size
     assert [f.name for f in manifest.model] == ["model.onnx", "model.onnx.data"]
+
+
+# A model whose files change while TensorRT builds is refused: weights of two files would be in one engine.
+
+
+def swapped(file: Path, aside: Path) -> None:
+    shutil.copy(file, aside)
+    aside.replace(file)
+
+
+def link_out(file: Path, aside: Path) -> None:
+    shutil.move(file, aside)
+    file.symlink_to(aside)
+
+
+def write(file: Path, aside: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.write(b"\x01")
+
+
+def move_and_return(file: Path, aside: Path) -> None:
+    shutil.move(file, aside)
+    shutil.move(aside, file)
+
+
+def remove(file: Path, aside: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("stage", ["loading", "parsing", "building"])
+@pytest.mark.parametrize("change", [swapped, link_out, write, move_and_return, remove], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("changed", ["model.onnx.data", "model.onnx"])
+def test_a_change_while_tensorrt_builds_is_an_error(
+    tmp_path: Path, changed: str, change: Callable[[Path, Path], None], stage: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = write_decoder(folder / "model.onnx", DecoderConfig(layers=1, head_size=16), external_threshold=256)
+    left: list[str] = []
+
+    def meanwhile(event: ProgressEvent) -> None:
+        if event.phase.startswith(stage) and not left:
+            change(folder / changed, tmp_path / "aside")
+            left.extend(p.name for p in folder.iterdir() if not p.name.startswith("."))
+
+    with pytest.raises(InvalidModelError, match=rf"{changed}: (was changed or replaced while|cannot be read)"):
+        build_engine(model, folder / "model.engine", progress=meanwhile)
+    assert left
+    assert {p.name for p in folder.iterdir()} == set(left)
+
+
+# A plan that counts on a fused kernel which TensorRT lacks: built all the same, with a warning.
+
+
+@pytest.mark.slow
+def test_attention_is_decomposed_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pipeline.import_unchecked
+
+    def optimistic(*args, **kwargs):
+        """float32 attention has no fused kernel; this plan says it has."""
+        imported, verdict = real(*args, **kwargs)
+        fused = tuple(dataclasses.replace(a, kind=AttentionKind.FUSED) for a in imported.plan.attention)
+        assert imported.plan.attention != fused
+        return dataclasses.replace(imported, plan=dataclasses.replace(imported.plan, attention=fused)), verdict
+
+    monkeypatch.setattr(pipeline, "import_unchecked", optimistic)
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, dtype="float32"))
+    manifest = build_module.build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=8))
+    assert (tmp_path / "model.engine").stat().st_size == manifest.engine.size > 0
+    assert any("lacks a fused kernel" in warning for warning in manifest.warnings)
+    assert not (tmp_path / "model.engine").read_bytes().startswith(bytes(64))

@@ -189,35 +189,3 @@ def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death
         assert parent.wait(20) != 0
     assert wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
     assert wait_for(lambda: unchanged(output))
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda s: s.name)
-def test_a_signal_in_a_real_build(death: signal.Signals, tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=8, hidden=256, head_size=64))
-    folder = tmp_path / "out"
-    folder.mkdir()
-    command = [sys.executable, "-m", "trt_kvcache", "build", str(model), "-o", str(folder / "model.engine")]
-    command += ["--proof", "off"]  # what is interrupted while it is recorded: tests/proof
-    parent = subprocess.Popen(
-        command,
-        cwd=process._ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # tests under nohup ignore it
-    )
-    try:
-        assert wait_for(lambda: any(folder.iterdir()))
-        # In a session of its own: what is killed together with its caller leaves its file, until the next build.
-        assert wait_for(lambda: any(os.getsid(w.pid) == w.pid for w in psutil.Process(parent.pid).children()))
-        workers = psutil.Process(parent.pid).children()
-        os.killpg(parent.pid, death)
-        _, stderr = parent.communicate(timeout=20)
-    finally:
-        parent.kill()
-    assert parent.returncode == (-death if death is signal.SIGKILL else 128 + death)
-    assert len(stderr.splitlines()) == (0 if death is signal.SIGKILL else 1)
-    assert wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers))
-    assert not list(folder.iterdir())

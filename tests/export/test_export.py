@@ -147,16 +147,6 @@ def test_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
         export_checkpoint(checkpoint, tmp_path / "full")
 
 
-@pytest.mark.parametrize(
-    "command", [["plan"], ["build", "-o", "e/"], ["generate", "--prompt", "a"], ["verify"], ["chat"], ["bench"]]
-)
-def test_commands_on_a_checkpoint_say_how_to_export_it(command: list[str], checkpoint: Path) -> None:
-    result = CliRunner().invoke(app, [*command, str(checkpoint)])
-    assert result.exit_code == 1
-    following = f"export it first: trt-kvcache export {checkpoint} -o checkpoint-onnx/\n"
-    assert result.stderr == f"error: {checkpoint}: a checkpoint; {following}"
-
-
 def test_installed_asks_the_interpreter(tmp_path: Path) -> None:
     (tmp_path / "mobius.py").touch()
     code = "from trt_kvcache.export.run import installed; print(installed())"

@@ -113,21 +113,6 @@ def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:
         check(host, [ChoiceCase(logits, 1, blocks, shift)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_number_against_its_neighbours(host: HostChoice, dtype: str) -> None:
-    """Of two that follow each other the higher one wins, from either place: some, and all around the edges."""
-    every = np.arange(65536, dtype=np.uint16).view(CHOICE_DTYPES[dtype])
-    numbers = every[~np.isnan(every.astype(np.float32))]
-    numbers = numbers[np.argsort(numbers.astype(np.float32), kind="stable")]
-    pairs = np.stack([numbers[1:], numbers[:-1]], axis=-1)
-    least = np.finfo(CHOICE_DTYPES[dtype]).tiny if dtype == "float16" else 2.0**-126
-    sizes = np.abs(pairs.astype(np.float32)).max(axis=1)
-    edges = (sizes < 4e-7) | (np.abs(sizes - least) < least / 100) | np.isinf(sizes)
-    some = np.concatenate([pairs[::41], pairs[edges][:200]])
-    check(host, [ChoiceCase(both[:, None], 1, 1) for both in (some, np.ascontiguousarray(some[:, ::-1]))])
-
-
 def some_cases(rng: np.random.Generator, dtype: str, count: int) -> list[ChoiceCase]:
     size, cases = np.dtype(CHOICE_DTYPES[dtype]).itemsize, []
     for _ in range(count):

@@ -20,16 +20,35 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 CASES_PER_KERNEL = 40
 """For each of the 56 kernels: 2,240 cases."""
 
+ROWS, ROW = 2**20, 5 * 2**10  # 5 GiB in each of two heads
+LARGE = {
+    "": KernelConfig(8),
+    "circular": KernelConfig(8, mode=UpdateMode.CIRCULAR),
+    "quantized": KernelConfig(8, quantization=Quantization("float16", "int8", per_head=True)),
+    "packed": KernelConfig(8, UpdateForm.PACKED_NHD, length_type="int64"),
+    "packed quantized": KernelConfig(
+        8, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR, quantization=Quantization("float", "int8"), length_type="int64"
+    ),
+}
+QUANTIZING = [
+    KernelConfig(8, quantization=Quantization(source, target))  # type: ignore[arg-type]
+    for target in ("int8", "float8e4m3fn") for source in ("float16", "bfloat16", "float")
+]  # fmt: skip
+
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler (g++ or clang++)")
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    """Without slow tests, every fourth kernel and those that tests name: compiling all takes most of the time."""
     folder = tmp_path_factory.mktemp("host")
     flags = sanitizer_flags(folder)
     if flags is None:
         pytest.skip(f"{compiler()} has no address and undefined-behavior sanitizers (libasan, libubsan)")
-    return HostKernels(folder, all_kernels(), ["-O0", *flags])
+    kernels = list(all_kernels())
+    if request.config.option.markexpr == "not slow":
+        kernels = [*kernels[::4], *LARGE.values(), *QUANTIZING]
+    return HostKernels(folder, kernels, ["-O0", *flags])
 
 
 def check(host: HostKernels, cases: list[Case]) -> None:
@@ -63,18 +82,6 @@ def test_any_lengths_stay_inside_the_cache(host: HostKernels) -> None:
                 cases += [packed_case(config, x.astype(kind)) for x in (near, any_, np.where([1, 0, 1, 0], near, any_))]
     host.run(cases)
     assert cases
-
-
-ROWS, ROW = 2**20, 5 * 2**10  # 5 GiB in each of two heads
-LARGE = {
-    "": KernelConfig(8),
-    "circular": KernelConfig(8, mode=UpdateMode.CIRCULAR),
-    "quantized": KernelConfig(8, quantization=Quantization("float16", "int8", per_head=True)),
-    "packed": KernelConfig(8, UpdateForm.PACKED_NHD, length_type="int64"),
-    "packed quantized": KernelConfig(
-        8, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR, quantization=Quantization("float", "int8"), length_type="int64"
-    ),
-}
 
 
 @pytest.mark.parametrize("case", ["all rows", "last row", "copy", "copy and last row"])
@@ -126,6 +133,15 @@ def packed_case(config: KernelConfig, lengths: np.ndarray) -> Launch:
     return Launch(config, launch.grid, launch.block, inputs, [0] * len(inputs), launch.scalars, sizes, aliases)
 
 
+def test_the_grid_follows_the_update_not_the_capacity() -> None:
+    config = KernelConfig(16, caches=2)
+    one, long = (launch_params(config, Shapes(2, 8, s, 1, (128, 128))).grid for s in (256, 131072))
+    assert one == long == 2 * 2 * 8
+    many = launch_params(config, Shapes(2, 8, 131072, 1000, (128, 128))).grid
+    assert many == 2 * 2 * 8 * (1000 * 256 // 8192 + 1)
+    assert launch_params(config, Shapes(2, 8, 1024, 1, (128, 128)), copies=True).grid == 2 * 2 * 8 * (32 + 1)
+
+
 @pytest.mark.parametrize("empty", ["batch", "heads", "capacity", "length", "size"])
 def test_sizes_may_be_zero(host: HostKernels, empty: str) -> None:
     launches = []
@@ -168,8 +184,10 @@ def test_quantization_equals_division_and_rounding_for_all_halves_and_many_float
     eighths = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(np.float64)
     between = np.tile((eighths[1:] + eighths[:-1]) / 2, 16)  # where float8 rounds up or down
     launches, expected = [], []
-    for source in ("float16", "bfloat16", "float"):
-        config = KernelConfig(8, quantization=Quantization(source, target))  # type: ignore[arg-type]
+    for config in QUANTIZING:
+        if config.quantization is None or config.quantization.target != target:
+            continue
+        source = config.quantization.source
         for scale in np.array(scales, np.float32):
             bits = np.arange(2**16, dtype=np.uint16)
             if source == "float":  # any floats, and those whose quotient is near what rounding decides on

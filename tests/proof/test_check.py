@@ -5,53 +5,41 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import proof_engines
 import pytest
 from decoders import DecoderConfig, write_decoder
 from onnx import helper, numpy_helper
 from proof_engines import bind, named, recorded, write_proved
 from runtime.engines import edit
 from runtime.fake_cuda import Machine
-from runtime.fake_tensorrt import fake_module
+from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, ManifestError, OptionError, VerificationError
 from trt_kvcache.cli.app import app
+from trt_kvcache.engine import marked
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
+from trt_kvcache.engine.protocol import Done, Job
 from trt_kvcache.errors import BackendError, TrtKvCacheError
+from trt_kvcache.files import identify
 from trt_kvcache.proof import check as checking
 from trt_kvcache.proof import contents
+from trt_kvcache.proof.check import CheckReport, check_engine_on_gpu
 from trt_kvcache.proof.file import Facts
+from trt_kvcache.proof.locate import with_layer
 from trt_kvcache.runtime.trt.runner import Bindings
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig())
-
-
 @pytest.fixture
-def own(model: Path, tmp_path: Path) -> Path:
-    """A copy of the model, so that engines of other tests are elsewhere."""
-    for path in model.parent.glob("model.onnx*"):
-        shutil.copy(path, tmp_path)
-    proof = recorded(model)
-    proof_engines.recorded = lambda *_: proof  # type: ignore[assignment]
-    return tmp_path / "model.onnx"
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    kept = proof_engines.recorded
-    yield
-    proof_engines.recorded = kept
+def own(tmp_path: Path) -> Path:
+    """A model, so that engines of other tests are elsewhere."""
+    return write_decoder(tmp_path / "model.onnx", DecoderConfig())
 
 
 class Gpu:
@@ -125,8 +113,7 @@ def test_a_wrong_engine_is_refused_by_output_step_row_and_size(own: Path, fault:
 
 
 @pytest.mark.slow
-def test_a_batch_of_one(own: Path, model: Path) -> None:
-    proof_engines.recorded = recorded
+def test_a_batch_of_one(own: Path) -> None:
     with Gpu().open(write_proved(own, batch=1), check="always") as session:
         assert session.max_batch == 1
 
@@ -178,51 +165,51 @@ def test_a_folder_that_takes_no_receipt_is_worth_a_warning(own: Path, monkeypatc
     assert any("no receipt is kept" in str(w.message) for w in said)
 
 
-def cut(engine: Path, model: Path) -> None:
+def cut(engine: Path) -> None:
     proof_path(engine).write_bytes(proof_path(engine).read_bytes()[:-10])
 
 
-def edited(engine: Path, model: Path) -> None:
+def edited(engine: Path) -> None:
     content = bytearray(proof_path(engine).read_bytes())
     content[-1] ^= 1
     proof_path(engine).write_bytes(content)
 
 
-def gone(engine: Path, model: Path) -> None:
+def gone(engine: Path) -> None:
     proof_path(engine).unlink()
 
 
-def of_another_engine(engine: Path, model: Path) -> None:
+def of_another_engine(engine: Path) -> None:
     content = proof_path(engine).read_bytes()
     digest = load_manifest(engine).engine.blake3.encode()
     proof_path(engine).write_bytes(content.replace(digest, b"0" * 64))
     edit(engine, lambda m: named(m, proof_path(engine)))
 
 
-def no_proof_at_all(engine: Path, model: Path) -> None:
+def no_proof_at_all(engine: Path) -> None:
     proof_path(engine).write_bytes(b"\xff" * 100)
     edit(engine, lambda m: named(m, proof_path(engine)))
 
 
-def of_another_format(engine: Path, model: Path) -> None:
+def of_another_format(engine: Path) -> None:
     content = proof_path(engine).read_bytes()
     proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.1", b"trt_kvcache.proof.2"))
     edit(engine, lambda m: named(m, proof_path(engine)))
 
 
-def of_another_vocabulary(engine: Path, model: Path) -> None:
-    proof = recorded(model)
+def of_another_vocabulary(engine: Path) -> None:
+    proof = recorded(engine.with_suffix(".onnx"))
     arrays = {n: a[..., :100] if n.endswith("logits") else a for n, a in proof.arrays.items()}
     bind(engine, replace(proof, facts=replace(proof.facts, vocab=100), arrays=arrays))
 
 
-def of_other_caches(engine: Path, model: Path) -> None:
-    proof = recorded(model)
+def of_other_caches(engine: Path) -> None:
+    proof = recorded(engine.with_suffix(".onnx"))
     bind(engine, replace(proof, arrays={n: a for n, a in proof.arrays.items() if "/rows/" not in n}))
 
 
-def of_more_rows(engine: Path, model: Path) -> None:
-    proof = recorded(model)
+def of_more_rows(engine: Path) -> None:
+    proof = recorded(engine.with_suffix(".onnx"))
     episodes = tuple(replace(e, starts=(*e.starts, 0, 0)) for e in proof.facts.episodes)
     bind(engine, replace(proof, facts=replace(proof.facts, episodes=episodes)))
 
@@ -243,10 +230,10 @@ def of_more_rows(engine: Path, model: Path) -> None:
     ],
 )
 def test_what_is_no_proof_of_the_engine_is_refused_in_one_line(
-    own: Path, model: Path, damage: Callable[[Path, Path], None], words: str
+    own: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     engine, gpu = write_proved(own), Gpu()
-    damage(engine, model)
+    damage(engine)
     with pytest.raises(ManifestError, match=words) as refused:
         gpu.open(engine)
     assert "\n" not in str(refused.value)
@@ -311,9 +298,94 @@ def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (lost.exit_code, lost.stderr.count("\n")) == (1, 1)
 
 
-def test_facts_are_plain_data(model: Path) -> None:
-    facts = recorded(model).facts
+def test_facts_are_plain_data(own: Path) -> None:
+    facts = recorded(own).facts
     assert isinstance(facts, Facts)
     assert {e.name for e in facts.episodes} == {"decode", "full"}
     assert facts.rows == 3
     assert not isinstance(facts, TrtKvCacheError)
+
+
+# `check --locate` names the layer that goes wrong: on the stand-in, whose engines compute the model with a fault.
+
+
+def doubled(decoder: onnx.ModelProto) -> None:
+    """The output of the second layer's attention, twice as large."""
+    node = [n for n in decoder.graph.node if n.op_type == "Attention"][1]
+    at, name = list(decoder.graph.node).index(node), node.output[0]
+    node.output[0] = "half"
+    decoder.graph.initializer.append(numpy_helper.from_array(np.float32(2), "two"))
+    decoder.graph.node.insert(at + 1, helper.make_node("Mul", ["half", "two"], [name], "doubled"))
+
+
+def fused_apart(decoder: onnx.ModelProto) -> None:
+    """The same, of an engine that gives nothing of its layers: there it is right."""
+    if len(decoder.graph.output) < 10:
+        doubled(decoder)
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[onnx.ModelProto], None]], None]:
+    """Lets `build_marked` write engines of the fake TensorRT with this fault."""
+
+    def with_fault(fault: Callable[[onnx.ModelProto], None]) -> None:
+        def run(job: Job, content: Callable[[], bytes]) -> tuple[Done, tuple[str, ...]]:
+            decoder = onnx.load_from_string(content())
+            fault(decoder)
+            facts = {
+                "profiles": [{n: [r.min, r.opt, r.max] for n, r in p.shapes.items()} for p in job.profiles],
+                "aliases": {c.present: c.past for c in job.plan.caches if c.carried and c.in_place},
+            }
+            path = Path(job.engine)
+            path.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + decoder.SerializeToString())
+            made = identify(path)
+            return Done(VERSIONS["tensorrt-rtx"], made.size, made.blake3), ()
+
+        monkeypatch.setattr(marked, "run_worker", run)
+
+    return with_fault
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Path:
+    return write_decoder(tmp_path / "model.onnx", DecoderConfig())
+
+
+def bindings() -> Bindings:
+    machine = Machine()
+    return Bindings(fake_module(machine), machine.bindings())
+
+
+def refused(engine: Path) -> CheckReport:
+    report = check_engine_on_gpu(engine, {"bindings": bindings()})
+    assert not report.passed
+    return report
+
+
+def test_the_first_wrong_layer_is_named(decoder: Path, build: Callable[..., None]) -> None:
+    engine = write_proved(decoder, fault=doubled)
+    build(doubled)
+    found = with_layer(refused(engine), engine, decoder, {"bindings": bindings()}).layer
+    second = [n.name for n in onnx.load(decoder).graph.node if n.op_type == "Attention"][1]
+    assert f"'{second}' (Attention)" in found
+    assert "layers before it agree" in found
+    assert "\n" not in found
+
+
+@pytest.mark.slow
+def test_layers_that_are_right_as_outputs(decoder: Path, build: Callable[..., None]) -> None:
+    engine = write_proved(decoder, fault=fused_apart)
+    build(fused_apart)
+    found = with_layer(refused(engine), engine, decoder, {"bindings": bindings()}).layer
+    assert found.startswith("none of the ")
+
+
+@pytest.mark.slow
+def test_another_model_is_refused(decoder: Path, tmp_path: Path) -> None:
+    engine = write_proved(decoder, fault=doubled)
+    other = tmp_path / "other"
+    other.mkdir()
+    write_decoder(other / "model.onnx", DecoderConfig(seed=5))
+    with pytest.raises(ManifestError, match="not the decoder that the engine was built from"):
+        with_layer(refused(engine), engine, other / "model.onnx")
+    shutil.rmtree(other)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.events import FinishReason
-from trt_kvcache.runtime.generation.beam import Hypothesis, beam_search, hypothesis_events
+from trt_kvcache.runtime.generation.beam import Hypothesis, beam_search
 from trt_kvcache.runtime.generation.config import GenerationConfig
 
 Logits = npt.NDArray[np.float32]
@@ -184,23 +184,6 @@ def test_nan_is_an_error() -> None:
 
     with pytest.raises(SessionError, match="NaN"):
         search(broken, GenerationConfig(max_new_tokens=4, num_beams=2))
-
-
-def test_events_of_a_hypothesis() -> None:
-    class Letters:
-        def decode(self, tokens: Any) -> str:
-            return "".join("abcdef"[token] for token in tokens)
-
-    hypothesis = Hypothesis((2, 3, 0), (-0.5, -0.25, -1.0), -0.5, FinishReason.EOS)
-    config = GenerationConfig(num_beams=2, eos_token_id=0, output_logprobs=True)
-    events = hypothesis_events(hypothesis, 4, config, Letters(), np.array([5, 5]))
-    assert [(e.sequence, e.token, e.text, e.logprob, e.finish_reason) for e in events] == [
-        (4, 2, "c", -0.5, None),
-        (4, 3, "d", -0.25, None),
-        (4, 0, "", -1.0, FinishReason.EOS),
-    ]
-    plain = hypothesis_events(hypothesis, 4, GenerationConfig(num_beams=2))
-    assert {(event.text, event.logprob) for event in plain} == {("", None)}
 
 
 HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("transformers", "torch"))

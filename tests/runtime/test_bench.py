@@ -77,11 +77,7 @@ def test_command(model: Path) -> None:
     assert json.loads(alone.stdout)["capacity"] == 64
 
 
-def test_command_refusals(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", str(model), "--lengths", "4;16"])
-    assert result.exit_code == 1
-    assert "--lengths is '4;16'; give numbers with commas" in result.stderr
-
+def test_a_plot_needs_matplotlib(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing(_: str) -> Any:
         raise ImportError
 

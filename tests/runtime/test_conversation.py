@@ -14,6 +14,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from decoders import DecoderConfig, write_decoder
 from runtime.tokenizers_in_code import byte_level
+from serve.models import TEMPLATE, write_served
 from typer.testing import CliRunner
 
 from trt_kvcache import CapacityError, DecodeSession, GenerationConfig, SlotError, TokenEvent
@@ -21,7 +22,6 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.runtime.conversation import Conversation
 from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 FORGETFUL = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}"
     "{% endfor %}<assistant>"
@@ -31,11 +31,7 @@ BRIEF = GenerationConfig(max_new_tokens=6, eos_token_id=())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=160, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
+    return write_served(tmp_path_factory.mktemp("model"), capacity=160)
 
 
 @pytest.fixture

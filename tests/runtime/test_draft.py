@@ -1,4 +1,4 @@
-"""Draft models: the tokens are the model's own, whatever the draft guesses. Of real models: test_families."""
+"""Draft models and prompt lookup: the tokens are the model's own, whatever is guessed. On models: test_any_schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from itertools import count, product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runtime.engines import drain
 from runtime.hash_runner import (
@@ -27,7 +30,8 @@ from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
-from trt_kvcache.runtime.generation.speculation import SpeculationStats
+from trt_kvcache.runtime.events import FinishReason
+from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
 from trt_kvcache.runtime.runner import StepBatch
 
 RINGED = (("linear", 64), ("circular", 16))
@@ -303,3 +307,64 @@ def test_settings_that_contradict_each_other() -> None:
         assert not session._draft._runner.steps  # type: ignore[attr-defined]
         (beams,) = session.generate([[1]], config(4, num_beams=2))
         assert beams.tokens == DecodeSession(HashRunner()).generate([[1]], config(4, num_beams=2))[0].tokens
+
+
+# What prompt lookup proposes. Drafts never change the tokens: test_any_schedule, test_draft.
+
+
+Logits = npt.NDArray[np.float32]
+
+VOCAB = 5
+
+
+def ids(*tokens: int) -> npt.NDArray[np.int64]:
+    return np.array(tokens, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "ngram", "expected"),
+    [
+        ((1, 2, 3, 4, 1, 2), 2, 2, (3, 4)),
+        ((1, 2, 3, 4, 1, 2), 9, 2, (3, 4, 1, 2)),
+        ((1, 2, 3), 4, 2, ()),
+        ((5,), 4, 2, ()),
+        ((1, 2, 3, 9, 2, 4, 1, 2), 1, 2, (3,)),  # the longer n-gram decides, though (2, 4) is nearer
+        ((1, 2, 3, 9, 2, 4, 1, 2), 1, 1, (4,)),
+        ((2, 7, 8, 2, 5, 6, 2), 2, 3, (5, 6)),  # the nearer of two
+        ((2, 7, 8, 9, 2, 5, 2), 3, 3, (7, 8, 9)),  # but not where too little follows it
+        ((4, 4, 4, 4), 3, 2, (4, 4)),  # of those with too little, the one with most
+        ((4, 4), 3, 2, (4,)),
+    ],
+)
+def test_look_up(tokens: tuple[int, ...], count: int, ngram: int, expected: tuple[int, ...]) -> None:
+    assert tuple(look_up(ids(*tokens), count, ngram)) == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 4))
+def test_a_proposal_followed_the_longest_suffix_before(tokens: list[int], count: int, ngram: int) -> None:
+    found = look_up(ids(*tokens), count, ngram).tolist()
+    assert len(found) <= count
+    sizes = [
+        size
+        for size in range(1, min(ngram, len(tokens) - 1) + 1)
+        if any(tokens[at : at + size] == tokens[-size:] for at in range(len(tokens) - size))
+    ]
+    if not sizes:
+        assert found == []
+        return
+    size = max(sizes)
+    after = [
+        tokens[at + size : at + size + count]
+        for at in range(len(tokens) - size)
+        if tokens[at : at + size] == tokens[-size:]
+    ]
+    assert found in after
+    assert len(found) == max(map(len, after))
+
+
+def test_nothing_after_the_end_is_chosen() -> None:
+    sequence = Continuation(0, [1, 2, 1, 2], GenerationConfig(prompt_lookup_num_tokens=3, eos_token_id=2))
+    sequence.advance(np.eye(VOCAB, dtype=np.float32)[1])
+    events = list(sequence.verify(ids(2, 1), np.eye(VOCAB, dtype=np.float32)[[2, 1, 1]]))
+    assert [(event.token, event.finish_reason) for event in events] == [(2, FinishReason.EOS)]

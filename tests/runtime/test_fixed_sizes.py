@@ -14,11 +14,10 @@ from runtime.embedded_models import MODELS
 from runtime.engines import runner_on
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.axes import fixed_length, fixed_rows
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Runner, StepBatch
 
 BASE = DecoderConfig(vocab=64, capacity=32)
@@ -74,35 +73,10 @@ def test_a_vocabulary_that_the_model_leaves_open(device: str, tmp_path: Path) ->
     np.testing.assert_allclose(opened.step(batch), fixed.step(batch), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "words"),
-    [
-        (replace(BASE, mode="circular", sequence=4), UnsupportedModelError,
-         "tokens per step is fixed at 4, and cache 'key_cache.0' stands beside or is a circular cache"),
-        (replace(BASE, batch=3), OptionError, "max_batch is 2, and this model computes 3 sequences in every step"),
-    ],
-)  # fmt: skip
-def test_refusals(config: DecoderConfig, error: type[Exception], words: str, tmp_path: Path) -> None:
-    with pytest.raises(error, match=words):
-        runner(config, tmp_path, "cpu", max_batch=2)
-
-
-@pytest.mark.slow
-def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Caches in place once, others twice; a fixed batch as a whole; packed ones are not in place on ONNX Runtime."""
-    from trt_kvcache.runtime.ort import runner as ort_runner
-
-    asked: list[tuple[int, int | None]] = []
-    admit = ort_runner._admit
-    monkeypatch.setattr(ort_runner, "_admit", lambda one, batch: asked.append((one, batch)) or admit(one, batch))
-    row = 2 * BASE.layers * BASE.kv_heads * BASE.capacity * BASE.head_size * 4
-    runner(BASE, tmp_path, "cpu")
-    runner(FIXED["batch"], tmp_path, "cpu")
-    model = write_decoder(tmp_path / "circular.onnx", replace(BASE, mode="circular"))
-    OnnxRuntimeRunner(model, PlanOptions(fallback=Fallback.FUNCTIONAL), max_batch=2)
-    assert asked == [(row, None), (row, 3), (2 * row, 2)]
-    with pytest.raises(SessionError, match="lower max_batch, or the capacity"):
-        admit(1 << 60, None)
+def test_fixed_steps_beside_a_ring_are_refused(tmp_path: Path) -> None:
+    words = "tokens per step is fixed at 4, and cache 'key_cache.0' stands beside or is a circular cache"
+    with pytest.raises(UnsupportedModelError, match=words):
+        runner(replace(BASE, mode="circular", sequence=4), tmp_path, "cpu")
 
 
 @pytest.mark.few(1)

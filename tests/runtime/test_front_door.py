@@ -18,11 +18,12 @@ import pytest
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import onnx
-from decoders import DecoderConfig, write_decoder
+from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 from runtime.hash_runner import HashRunner
 from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
+from serve.models import write_served
 from typer.testing import CliRunner
 
 import trt_kvcache
@@ -37,12 +38,8 @@ HELLO = [{"role": "user", "content": "the cache"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=64, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    return write_served(tmp_path_factory.mktemp("model"), capacity=64, template=TEMPLATE, **named)
 
 
 def said_by_command(folder: Path, *arguments: str) -> dict[str, Any]:

@@ -10,11 +10,9 @@ import pytest
 import sample_plans
 from numpy.testing import assert_array_equal
 
-from trt_kvcache.engine.manifest import FileIdentity
-from trt_kvcache.errors import OptionError, PromptError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateContract, UpdateForm, UpdateMode
-from trt_kvcache.runtime.inputs import StepInputs, array_dtype, model_identity
-from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.errors import PromptError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateForm, UpdateMode
+from trt_kvcache.runtime.inputs import StepInputs, array_dtype
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import StepBatch
 
@@ -105,34 +103,6 @@ def test_which_positions_a_caller_may_give(
         assert_array_equal(found.read([4, 7], 2), [[4, 7]] * planes)
 
 
-def test_embeddings() -> None:
-    values = np.arange(12).reshape(2, 2, 3) + 0.5
-    step = replace(STEP, embeds=values)
-    wide = TensorRole("x", "input", Role.TOKENS, "float16", ("batch", "seq", 3), "test", ("batch", "sequence", ""))
-    flat = TensorRole("x", "input", Role.TOKENS, "bfloat16", ("t", 3), "test", ("tokens", ""))
-    for role in (wide, flat):
-        base = plan()
-        others = tuple(t for t in base.tensors if t.role is not Role.TOKENS)
-        inputs = StepInputs(replace(base, tensors=(role, *others)))
-        found = inputs.arrays(step)["x"]
-        assert found.dtype == array_dtype(role.dtype)
-        assert_array_equal(found.astype(float), values if role is wide else values.reshape(4, 3))
-        assert found.shape == inputs.shapes(step)["x"]
-        with pytest.raises(SessionError, match=r"takes embeddings \(input 'x'\), and the step has token ids alone"):
-            inputs.arrays(STEP)
-    open_width = replace(wide, shape=("batch", "seq", "h"), axes=("batch", "sequence", "?"))
-    with pytest.raises(UnsupportedModelError, match="nothing says how large its size 'h' is"):
-        StepInputs(replace(base, tensors=(open_width, *others)))
-
-
-def test_a_linear_mask_is_causal_and_ends_with_what_is_written() -> None:
-    mask = tensor("m", Role.MASK, ("batch", 1, "seq", 16), ("batch", "", "sequence", ""), "bool")
-    found = value(mask)
-    assert found.shape == (2, 1, 2, 16)
-    assert found.sum(-1).tolist() == [[[4, 5]], [[10, 11]]]
-    assert found[1, 0, 0, :10].all()
-
-
 def test_a_circular_mask_follows_the_wrap() -> None:
     mask = tensor("m", Role.MASK, ("batch", 1, "seq", 8), ("batch", "", "sequence", ""), "bool")
     early = StepBatch(0, np.array([[1, 2, 3]]), np.array([2]))
@@ -148,56 +118,6 @@ def test_a_float_mask_hides_with_the_lowest_number_of_its_dtype() -> None:
         found = value(mask)[0, 0].astype(np.float64)
         assert_array_equal(found[0, :4], 0)
         np.testing.assert_allclose(found[0, 4:], lowest, rtol=1e-6)
-
-
-def test_chunk() -> None:
-    assert StepInputs(plan()).chunk(None, 512) == 16
-    assert StepInputs(plan()).chunk(None, 8) == 8
-    assert StepInputs(plan()).chunk(12, 8) == 12
-    with pytest.raises(OptionError, match="max_chunk is 17, and this model takes at most 16"):
-        StepInputs(plan()).chunk(17, 8)
-    bound = plan()
-    caches = tuple(replace(c, contract=UpdateContract(True, 4)) for c in bound.caches)
-    assert StepInputs(replace(bound, caches=caches)).chunk(None, 8) == 4
-    one = tuple(replace(c, update_length=1) for c in bound.caches)
-    assert StepInputs(replace(bound, caches=one)).chunk(None, 8) == 1
-
-
-def test_identity_is_of_contents() -> None:
-    a, b = FileIdentity("a", 1, "00"), FileIdentity("b", 1, "11")
-    renamed = FileIdentity("c", 1, "00")
-    assert model_identity([a, b]) == model_identity([b, renamed])
-    assert model_identity([a, b]) != model_identity([a])
-
-
-def test_logits_of_all_positions_of_the_last_and_packed() -> None:
-    base = plan()
-
-    def logits(shape: tuple[int | str, ...], axes: tuple[str, ...]) -> StepLogits:
-        tensors = tuple(
-            replace(t, shape=shape, axes=axes, dtype="float") if t.role is Role.LOGITS else t for t in base.tensors
-        )
-        return StepLogits(replace(base, tensors=tensors))
-
-    step = replace(STEP, keep=2)
-    full = logits(("batch", "seq", 4), ("batch", "sequence", ""))
-    values = np.arange(16.0)
-    assert full.shape(step) == (2, 2, 4)
-    assert_array_equal(full.last(values.reshape(2, 2, 4), STEP)[:, 0], [[4, 5, 6, 7], [12, 13, 14, 15]])
-    packed = logits(("t", 4), ("tokens", ""))
-    assert packed.shape(step) == (4, 4)
-    assert_array_equal(packed.last(values.reshape(4, 4), step), values.reshape(2, 2, 4))
-    last = logits(("batch", 4), ("batch", ""))
-    assert last.shape(step) == (2, 4)
-    assert last.last(values[:8].reshape(2, 4), STEP).shape == (2, 1, 4)
-    with pytest.raises(SessionError, match="logits of the last position only"):
-        last.last(values[:8].reshape(2, 4), step)
-    unsettled = logits(("batch", "seq", "v"), ("batch", "sequence", "?"))
-    assert not unsettled.known
-    with pytest.raises(UnsupportedModelError, match="nothing says how large the vocabulary is"):
-        unsettled.shape(step)
-    unsettled.settle(4)
-    assert unsettled.shape(step) == (2, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
 from graphs import Graph
 from onnx import TensorProto, helper
 
+from trt_kvcache import DecodeSession
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.runtime.open import open_runner
+from trt_kvcache.runtime.ort import memory
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
@@ -140,20 +141,6 @@ def test_an_input_without_a_role_is_refused_by_name(tmp_path: Path) -> None:
         OnnxRuntimeRunner(tmp_path / "model.onnx")
 
 
-@pytest.mark.slow
-def test_open_runner_chooses_by_file_and_says_what_does_not_fit(model: Path) -> None:
-    assert isinstance(open_runner(model, "auto", {"max_batch": 2, "max_chunk": None}), OnnxRuntimeRunner)
-    assert open_runner(model, "cpu", {"plan_options": PlanOptions(attention_span=False)}).plan.spans == ()
-    with pytest.raises(OptionError, match="a GPU runs engines; write one with 'trt-kvcache build'"):
-        open_runner(model, "cuda", {})
-    with pytest.raises(OptionError, match="the CPU runs models; open the .onnx file"):
-        open_runner("model.engine", "cpu", {})
-    with pytest.raises(OptionError, match="device is 'tpu'; it must be one of auto, cpu, cuda"):
-        open_runner(model, "tpu", {})
-    with pytest.raises(OptionError, match=r"'cuda_graphs' is no option of a model on the CPU; .* capacity, "):
-        open_runner(model, "auto", {"cuda_graphs": True})
-
-
 def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
     """Tokens of all rows in one axis, with cumulative lengths: no padding, and not in place on ONNX Runtime."""
     g = Graph()
@@ -174,3 +161,25 @@ def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
     expected = np.zeros((4, 16))
     expected[1, :2], expected[2, 5:7] = [8, 16], [24, 32]
     np.testing.assert_array_equal(runner.view("key_cache")[:, 0, :, 0], expected)
+
+
+# Models whose weights do not fit into memory are refused before ONNX Runtime is started, which would be killed.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "factor", "why"),
+    [("float32", 0.8, "packs them for products"), ("float16", 2.5, "computes float16 in float32")],
+)
+def test_weights_that_do_not_fit_are_refused(
+    dtype: str, factor: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(dtype=dtype, hidden=256), 1024)
+    need = int(factor * (tmp_path / "m.onnx.data").stat().st_size)
+    monkeypatch.setattr(memory, "free_memory", lambda *, swap: int(1.1 * need))
+    with DecodeSession.open(path, device="cpu") as session:
+        assert session.name.startswith("ONNX Runtime")
+    monkeypatch.setattr(memory, "free_memory", lambda *, swap: int(0.9 * need))
+    monkeypatch.delattr(ort, "InferenceSession")
+    with pytest.raises(SessionError, match=f"take at least 0.0 GB of memory .*{why}.* are to be had; free memory"):
+        DecodeSession.open(path, device="cpu")

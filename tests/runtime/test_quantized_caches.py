@@ -12,16 +12,15 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
+from graphs import scatter_model
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
-from runtime.engines import open_engine, write_engine
 
 from trt_kvcache import (
     BuildOptions,
     CacheDtype,
     DecodeSession,
     Fallback,
-    GenerationConfig,
     OptionError,
     PlanOptions,
     Target,
@@ -120,18 +119,6 @@ def test_plan_says_bytes_saved_and_sessions_take_them(tmp_path: Path, kind: Cach
     assert all(c.in_place and c.carried for c in plan.caches)
     with DecodeSession.open(model, plan_options=options(kind, target), max_batch=2) as session:
         assert session.cache.bytes == 2 * 64 * after
-
-
-@pytest.mark.parametrize("kind", [INT8, INT4])
-def test_engines_of_tensorrt_on_the_stand_in(tmp_path: Path, kind: CacheDtype) -> None:
-    """The plugin's nodes and the scales beside them decode as the CPU does."""
-    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, capacity=128))
-    engine = write_engine(model, options=options(kind), backend="tensorrt")
-    config = GenerationConfig(max_new_tokens=6)
-    with DecodeSession.open(model, plan_options=options(kind, FULL)) as session:
-        wanted = [r.tokens for r in session.generate([PROMPT, PROMPT[:3]], config)]
-    with DecodeSession(open_engine(engine, backend="tensorrt")) as session:
-        assert [r.tokens for r in session.generate([PROMPT, PROMPT[:3]], config)] == wanted
 
 
 @pytest.mark.few(2)
@@ -249,34 +236,10 @@ def test_refusals(tmp_path: Path, config: DecoderConfig, planned: PlanOptions, w
 
 
 def test_caches_that_are_quantized_already_are_refused(tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", CONFIG)
-    held = onnx.load(model)
-    for node in held.graph.node:
-        if node.op_type == "TensorScatter":
-            update, present = node.input[1], node.output[0]
-            node.input[1], readers = f"{update}/codes", [n for n in held.graph.node if present in n.input]
-            for reader in readers:
-                reader.input[:] = [f"{present}/read" if name == present else name for name in reader.input]
-    scale = numpy_helper.from_array(np.float32(0.1), "scale")
-    held.graph.initializer.extend([scale, numpy_helper.from_array(np.int8(0), "zero")])
-    made: list[onnx.NodeProto] = []
-    for node in held.graph.node:
-        if node.op_type == "TensorScatter":
-            update = node.input[1].removesuffix("/codes")
-            made.append(helper.make_node("QuantizeLinear", [update, "scale", "zero"], [node.input[1]]))
-        made.append(node)
-        if node.op_type == "TensorScatter":
-            present = node.output[0]
-            made.append(helper.make_node("DequantizeLinear", [present, "scale", "zero"], [f"{present}/read"]))
-    del held.graph.node[:]
-    held.graph.node.extend(made)
-    for value in (*held.graph.input, *held.graph.output):
-        if "cache" in value.name:
-            value.type.tensor_type.elem_type = onnx.TensorProto.INT8
-    onnx.save(held, model)
-    assert plan_model(model, PlanOptions(target=FULL)).caches[0].dtype == "int8"
-    with pytest.raises(OptionError, match="cache_dtype is int8, and cache 'key_cache.0' is int8 already"):
-        plan_model(model, options(INT8, FULL))
+    onnx.save(scatter_model(dtype=onnx.TensorProto.INT8), tmp_path / "model.onnx")
+    assert plan_model(tmp_path / "model.onnx", PlanOptions(target=FULL)).caches[0].dtype == "int8"
+    with pytest.raises(OptionError, match="cache_dtype is int8, and cache 'past' is int8 already"):
+        plan_model(tmp_path / "model.onnx", options(INT8, FULL))
 
 
 @pytest.mark.slow

@@ -6,16 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from trt_kvcache.errors import OptionError, PromptError, SessionError
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.greedy import as_scores, best
 from trt_kvcache.runtime.generation.sampling import Sampler
 
 Logits = npt.NDArray[np.float32]
@@ -257,3 +260,34 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(OptionError, match="need a tokenizer"):
         Continuation(0, [1], GenerationConfig(stop_strings="x"))
+
+
+# The best token is that of float32, whatever the type of the scores.
+
+
+HALVES = st.integers(0, 65535)
+
+
+def is_best(logits: np.ndarray[Any, Any]) -> None:
+    scores = logits.astype(np.float32)
+    token, top = best(logits)
+    if np.isnan(scores).any():
+        assert np.isnan(top)
+    else:
+        assert (token, top) == (int(scores.argmax()), float(scores.max()))
+
+
+@given(arrays.arrays(np.uint16, st.integers(1, 20), elements=HALVES))
+def test_any_bits(bits: np.ndarray[Any, Any]) -> None:
+    """Subnormal numbers, zeros of both signs, infinities and NaN of both signs among them."""
+    is_best(bits.view(np.float16))
+    is_best(bits.view(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
+def test_every_type(dtype: Any) -> None:
+    logits = np.random.default_rng(0).standard_normal(1000).astype(dtype)
+    is_best(logits)
+    is_best(logits.reshape(10, 100)[:, 3])
+    assert as_scores(logits).dtype == np.float32
+    assert (as_scores(logits) is logits) == (dtype == np.float32)

@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed (extra: structured)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
-from decoders import DecoderConfig, write_decoder
 from runtime.engines import open_engine, write_engine
 from runtime.fake_cuda import Machine
 from runtime.tokenizers_in_code import byte_fallback, byte_level
+from serve.models import write_served
 
 from trt_kvcache import DecodeSession, GenerationConfig, Grammars, OptionError
 from trt_kvcache.runtime.text.tokenizer import Tokenizer
@@ -37,11 +37,7 @@ PROMPTS = ["the cache", "naïve", "the model reads what the cache keeps"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=192, layers=1))
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return folder
+    return write_served(tmp_path_factory.mktemp("model"), capacity=192, eos_token="</s>")
 
 
 @pytest.fixture(scope="module")

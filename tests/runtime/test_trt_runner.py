@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from runtime.engines import open_engine, write_engine
 from runtime.fake_cuda import Machine
 from runtime.interrupts import interrupted
@@ -65,11 +63,6 @@ def pair_of(engine: Path, machine: Machine | None = None, **arguments: Any) -> P
     return Pair(runner, OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=runner.max_batch))
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_engine(write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig(capacity=64)))
-
-
 def test_rows_go_through_pinned_memory_in_pieces(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trt_kvcache.runtime.trt.caches._STAGING", 1000)
     monkeypatch.setattr("trt_kvcache.runtime.trt.io._LOGITS_STAGING", 0)
@@ -107,41 +100,6 @@ def test_row_operations_touch_the_rows_that_they_name(name: str, tmp_path: Path)
     for past, capacity in caches:
         for row in range(3):
             np.testing.assert_array_equal(*(one.read_row(past, row, capacity) for one in both))
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["heads-major", "two buffers"])
-@given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_order_of_steps_and_moves(name: str, backend: str, tmp_path: Path, seed: int) -> None:
-    """Row ranges of all kinds, long enough for graphs of each to be recorded and replayed."""
-    config, options = CONFIGS[name]
-    path = tmp_path / "model.onnx"
-    if not path.exists():
-        write_engine(write_decoder(path, config), options=options, backend=backend)
-    machine = Machine()
-    runner = open_engine(path.with_suffix(".engine"), machine, backend=backend)
-    pair = Pair(runner, OnnxRuntimeRunner(path, options, max_batch=3))
-    rng = np.random.default_rng(seed)
-    for _ in range(40):
-        first = int(rng.integers(0, 3))
-        rows = int(rng.integers(1, 4 - first))
-        if rng.random() < 0.75:
-            room = 16 - int(pair.lengths[first : first + rows].max())
-            length = 1 if rng.random() < 0.8 else int(rng.integers(1, 9))
-            if length <= room:
-                pair.check_step(first, rows, length)
-                continue
-        source, target = (int(i) for i in rng.integers(0, 3, 2))
-        for one in (pair.engine, pair.reference):
-            one.copy_rows(source, target, int(pair.lengths[source]))
-            one.zero_rows(first, 0, config.capacity)
-        pair.lengths[target] = pair.lengths[source]
-        pair.lengths[first] = 0
-    runner.close()
-    assert machine.used == 0
 
 
 def test_span_inputs_count_from_zero(engine: Path) -> None:
