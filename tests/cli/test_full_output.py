@@ -28,6 +28,7 @@ def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [["plan", "MODEL"], ["plan", "MODEL", "--json"], ["--help"]], ids=" ".join)
 def test_a_closed_stdout_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))

@@ -60,12 +60,6 @@ def test_caches_that_grow_become_as_long_as_the_texts_can(tmp_path: Path) -> Non
     assert [s["tokens"] for s in found["sequences"]] == [s["tokens"] for s in wanted["sequences"]]
 
 
-def test_a_capacity_that_nobody_gave_is_explained(tmp_path: Path) -> None:
-    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
-    said = call(tmp_path, "--tokens", "1,2", "--max-new-tokens", str(1 << 24), code=1).stderr
-    assert said.startswith("error: --capacity is 16777218; it must be at most 16777216 tokens (16777218 is the default")
-
-
 def call(folder: Path, *arguments: str, stdin: str | None = None, code: int = 0) -> Any:
     result = CliRunner().invoke(app, ["generate", str(folder / "model.onnx"), *arguments], input=stdin)
     assert result.exit_code == code, result.output

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from sample_plans import sample_plan, with_contract
+from sample_plans import sample_plan
 
 from trt_kvcache.cli.options import PlanFlags, SessionPlanFlags
 from trt_kvcache.cli.output import table, wrapped
 from trt_kvcache.cli.summary import advice, build_line, command_line, plan_lines, print_lines, print_next, tell_next
-from trt_kvcache.importer.plan import AttentionKind, CachePlan, Fallback, Route, StateUpdate, Target
+from trt_kvcache.importer.plan import CachePlan, Fallback, Target
 
 
 def shown(plan: CachePlan, width: int = 80, *, built: bool = False) -> list[str]:
@@ -22,48 +22,6 @@ def shown(plan: CachePlan, width: int = 80, *, built: bool = False) -> list[str]
     print_next(out, "trt-kvcache build model.onnx -o model.engine")
     text = out.file.getvalue()  # type: ignore[attr-defined]
     return str(text).splitlines()
-
-
-def odd_plan() -> CachePlan:
-    """28 layers of all that can be said: five kinds of caches with long names, states, notes without end."""
-    plan = sample_plan(28)
-    prefix = "model/decoder/transformer/block_sparse_mixture/"
-    caches = [replace(c, past=prefix + c.past, reason=f"reason {at % 5} " * 9) for at, c in enumerate(plan.caches)]
-    caches[0] = replace(with_contract(caches[0]), route=Route.FUNCTIONAL)
-    nodes = [
-        replace(a, kind=list(AttentionKind)[at % 3], reason=f"why {at % 4}") for at, a in enumerate(plan.attention)
-    ]
-    states = (StateUpdate("conv.0", "new_conv.0", "float16", ("batch", 64, 4), "replaced whole"),)
-    notes = tuple(f"note {number} of many, with words that fill more than one line " * 3 for number in range(9))
-    return replace(
-        plan, caches=tuple(caches), attention=tuple(nodes), states=states, notes=notes, inlined=("Function",)
-    )
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-@pytest.mark.parametrize("built", [False, True])
-def test_28_layers_are_20_lines(width: int, built: bool) -> None:
-    for plan in (sample_plan(28), odd_plan()):
-        lines = shown(plan, width, built=built)
-        assert len(lines) <= 20
-        assert max(map(len, lines)) <= width
-        assert lines[-1] == "next       trt-kvcache build model.onnx -o model.engine"
-
-
-def test_what_a_plan_says_where_it_is_odd() -> None:
-    """A plain one: golden/plan-80.txt."""
-    odd = "\n".join(shown(odd_plan(), 1000))
-    for part in (
-        "1 functional: no update straddles",
-        "4 more kinds (--all)",
-        "states     1 in two buffers: replaced whole",
-        "note       inlined: Function",
-        "more (--all)",
-    ):
-        assert part in odd
-    assert "advice" not in odd
-    none = replace(sample_plan(1), caches=(), attention=(), masks=(), spans=())
-    assert [line.split()[0] for line in shown(none)] == ["model.onnx:", "refused", "next"]
 
 
 def test_notes_that_fit_are_shown() -> None:
