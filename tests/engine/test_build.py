@@ -206,6 +206,7 @@ def test_a_full_disk_is_an_output_error(model: Path, tmp_path: Path, monkeypatch
     assert not names(tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["at once", "meanwhile", "at the end", "of a build that fails"])
 def test_a_model_that_the_check_refuses_becomes_no_engine(
     when: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
