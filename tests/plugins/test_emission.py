@@ -94,7 +94,7 @@ def grid() -> Iterator[Case]:
         yield dtype, "circular", -2, (2, 4), 4, True
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("case", list(grid()), ids=str)
 def test_plugin_nodes_equal_tensor_scatter(
     case: tuple[str, str, int, tuple[int, ...], int, bool], tmp_path: Path
