@@ -47,7 +47,8 @@ def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip(f"{compiler()} has no address and undefined-behavior sanitizers (libasan, libubsan)")
     kernels = list(all_kernels())
     if request.config.option.markexpr == "not slow":
-        kernels = [*kernels[::4], *LARGE.values(), *QUANTIZING]
+        named = {config.name for config in (*LARGE.values(), *QUANTIZING)}
+        kernels = [config for i, config in enumerate(kernels) if i % 4 == 0 or config.name in named]
     return HostKernels(folder, kernels, ["-O0", *flags])
 
 
