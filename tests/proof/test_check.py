@@ -309,19 +309,19 @@ def test_facts_are_plain_data(own: Path) -> None:
 # `check --locate` names the layer that goes wrong: on the stand-in, whose engines compute the model with a fault.
 
 
-def doubled(decoder: onnx.ModelProto) -> None:
+def doubled(model: onnx.ModelProto) -> None:
     """The output of the second layer's attention, twice as large."""
-    node = [n for n in decoder.graph.node if n.op_type == "Attention"][1]
-    at, name = list(decoder.graph.node).index(node), node.output[0]
+    node = [n for n in model.graph.node if n.op_type == "Attention"][1]
+    at, name = list(model.graph.node).index(node), node.output[0]
     node.output[0] = "half"
-    decoder.graph.initializer.append(numpy_helper.from_array(np.float32(2), "two"))
-    decoder.graph.node.insert(at + 1, helper.make_node("Mul", ["half", "two"], [name], "doubled"))
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(2), "two"))
+    model.graph.node.insert(at + 1, helper.make_node("Mul", ["half", "two"], [name], "doubled"))
 
 
-def fused_apart(decoder: onnx.ModelProto) -> None:
+def fused_apart(model: onnx.ModelProto) -> None:
     """The same, of an engine that gives nothing of its layers: there it is right."""
-    if len(decoder.graph.output) < 10:
-        doubled(decoder)
+    if len(model.graph.output) < 10:
+        doubled(model)
 
 
 @pytest.fixture
@@ -330,25 +330,20 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[onnx.ModelProt
 
     def with_fault(fault: Callable[[onnx.ModelProto], None]) -> None:
         def run(job: Job, content: Callable[[], bytes]) -> tuple[Done, tuple[str, ...]]:
-            decoder = onnx.load_from_string(content())
-            fault(decoder)
+            model = onnx.load_from_string(content())
+            fault(model)
             facts = {
                 "profiles": [{n: [r.min, r.opt, r.max] for n, r in p.shapes.items()} for p in job.profiles],
                 "aliases": {c.present: c.past for c in job.plan.caches if c.carried and c.in_place},
             }
             path = Path(job.engine)
-            path.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + decoder.SerializeToString())
+            path.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + model.SerializeToString())
             made = identify(path)
             return Done(VERSIONS["tensorrt-rtx"], made.size, made.blake3), ()
 
         monkeypatch.setattr(marked, "run_worker", run)
 
     return with_fault
-
-
-@pytest.fixture
-def decoder(tmp_path: Path) -> Path:
-    return write_decoder(tmp_path / "model.onnx", DecoderConfig())
 
 
 def bindings() -> Bindings:
@@ -362,30 +357,30 @@ def refused(engine: Path) -> CheckReport:
     return report
 
 
-def test_the_first_wrong_layer_is_named(decoder: Path, build: Callable[..., None]) -> None:
-    engine = write_proved(decoder, fault=doubled)
+def test_the_first_wrong_layer_is_named(own: Path, build: Callable[..., None]) -> None:
+    engine = write_proved(own, fault=doubled)
     build(doubled)
-    found = with_layer(refused(engine), engine, decoder, {"bindings": bindings()}).layer
-    second = [n.name for n in onnx.load(decoder).graph.node if n.op_type == "Attention"][1]
+    found = with_layer(refused(engine), engine, own, {"bindings": bindings()}).layer
+    second = [n.name for n in onnx.load(own).graph.node if n.op_type == "Attention"][1]
     assert f"'{second}' (Attention)" in found
     assert "layers before it agree" in found
     assert "\n" not in found
 
 
 @pytest.mark.slow
-def test_layers_that_are_right_as_outputs(decoder: Path, build: Callable[..., None]) -> None:
-    engine = write_proved(decoder, fault=fused_apart)
+def test_layers_that_are_right_as_outputs(own: Path, build: Callable[..., None]) -> None:
+    engine = write_proved(own, fault=fused_apart)
     build(fused_apart)
-    found = with_layer(refused(engine), engine, decoder, {"bindings": bindings()}).layer
+    found = with_layer(refused(engine), engine, own, {"bindings": bindings()}).layer
     assert found.startswith("none of the ")
 
 
 @pytest.mark.slow
-def test_another_model_is_refused(decoder: Path, tmp_path: Path) -> None:
-    engine = write_proved(decoder, fault=doubled)
+def test_another_model_is_refused(own: Path, tmp_path: Path) -> None:
+    engine = write_proved(own, fault=doubled)
     other = tmp_path / "other"
     other.mkdir()
     write_decoder(other / "model.onnx", DecoderConfig(seed=5))
-    with pytest.raises(ManifestError, match="not the decoder that the engine was built from"):
+    with pytest.raises(ManifestError, match="not the model that the engine was built from"):
         with_layer(refused(engine), engine, other / "model.onnx")
     shutil.rmtree(other)

@@ -141,7 +141,8 @@ class Models:
         self.taken = self.machine and self.machine.allocations
         self.windows = [c.capacity for c in self.session.plan.caches if c.mode is UpdateMode.CIRCULAR]
         self.crops = not family.state
-        self.elsewhere = lambda: corpus.open(name)
+        # Where caches are quantized, full TensorRT holds them in another form.
+        self.elsewhere = lambda: corpus.open(name, device if name.startswith("int") else "cpu")
 
     def draft(self, session: DecodeSession) -> DraftModel:
         """One that is right but where the likeliest token is a multiple of three."""
@@ -178,7 +179,7 @@ class Models:
         return [t[0] % self.session.vocab for t in what[0]]
 
     def carry(self, saved: Path, parked: dict[int, Text]) -> None:
-        """What is saved goes on on the CPU."""
+        """What is saved goes on in another session, on the CPU."""
         kept = [slot for slot in parked if fits(self.session, slot, 1)][:3]
         self.session.cache.save(saved, kept)
         with self.elsewhere() as other:
