@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import net
 import onnx
 import pytest
 from corpus import Entry, entries
-from onnx import ModelProto
-from outside import as_constants, save_outside
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.protos import iter_tensors
 
 ENTRIES = entries()
 STORED = [e for e in ENTRIES if e[0].startswith("stored/")]
@@ -57,6 +58,43 @@ def test_a_plan_is_the_dry_run_of_a_rewrite(entry: Entry, tmp_path: Path) -> Non
     assert [c.past for c in plan.caches if c.past in inputs] == [
         n for n in inputs if n in {c.past for c in plan.caches}
     ]
+
+
+SHAPES = 100
+"""Bytes of the smallest integers that optimum-onnx puts outside: shapes and axes stay."""
+
+
+def as_constants(model: ModelProto) -> ModelProto:
+    """The model with Constants in the place of its initializers, as torch's TorchScript exporter writes buffers."""
+    made = deepcopy(model)
+    nodes = [helper.make_node("Constant", [], [t.name], f"at_{t.name}", value=t) for t in model.graph.initializer]
+    del made.graph.node[:], made.graph.initializer[:]
+    made.graph.node.extend([*nodes, *model.graph.node])
+    return made
+
+
+def save_outside(model: ModelProto, path: Path) -> Path:
+    """Write a model with all of its floats, and integers from `SHAPES` bytes on, in ``<path>_data``.
+
+    Args:
+        model: whose data are inside. Changed.
+        path: of the file.
+    """
+    parts: list[bytes] = []
+    for tensor in iter_tensors(model):
+        value = numpy_helper.to_array(tensor)
+        if value.size < 2 or (value.dtype.kind in "iub" and value.nbytes < SHAPES):
+            continue
+        raw = numpy_helper.from_array(value).raw_data
+        entries = {"location": f"{path.name}_data", "offset": str(sum(map(len, parts))), "length": str(len(raw))}
+        parts.append(raw)
+        tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, entry in entries.items():
+            tensor.external_data.add(key=key, value=entry)
+    (path.parent / f"{path.name}_data").write_bytes(b"".join(parts))
+    path.write_bytes(model.SerializeToString())
+    return path
 
 
 @pytest.mark.slow
