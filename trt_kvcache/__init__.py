@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         UpdateMode,
     )
     from trt_kvcache.runtime.cache import KVCache
+    from trt_kvcache.runtime.calibration import calibrate_caches
     from trt_kvcache.runtime.embeddings import GivenEmbeddings
     from trt_kvcache.runtime.encoders.encoder import Source
     from trt_kvcache.runtime.events import FinishReason, TokenEvent
@@ -185,6 +186,7 @@ _HOMES = {
         "UpdateMode",
     ),
     "trt_kvcache.runtime.cache": ("KVCache",),
+    "trt_kvcache.runtime.calibration": ("calibrate_caches",),
     "trt_kvcache.runtime.embeddings": ("GivenEmbeddings",),
     "trt_kvcache.runtime.encoders.encoder": ("Source",),
     "trt_kvcache.runtime.events": (
@@ -307,6 +309,7 @@ __all__ = [
     "VerifyStep",
     "__version__",
     "build_engine",
+    "calibrate_caches",
     "diagnose",
     "inspect_engine",
     "load_manifest",

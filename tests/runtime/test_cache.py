@@ -138,7 +138,7 @@ def test_files_that_are_refused_change_nothing(tmp_path: Path) -> None:
     strange = HashRunner()
     strange.model = "11"
     refused(r"saved with another model \(00\.\.\., this one is 11", runner=strange)
-    refused("caches of other sizes or layouts of the same model", runner=HashRunner([("linear", 32)]))
+    refused("caches of other sizes, layouts or scales of the same model", runner=HashRunner([("linear", 32)]))
     (tmp_path / "text").write_text("hello " * 100)
     refused("not a saved cache", tmp_path / "text")
     refused("not a saved cache", tmp_path / "missing")

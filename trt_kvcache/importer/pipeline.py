@@ -184,8 +184,12 @@ def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
     return quantize_caches(ImportedModel(source, plan, rewritten))
 
 
-def quantize_caches(imported: ImportedModel) -> ImportedModel:
+def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:
     """The model with caches in the type that its options ask for; the same object if they ask for none.
+
+    Args:
+        imported: with its own caches.
+        plain: for ONNX Runtime, not for the target, with `PlanOptions.cache_ranges`.
 
     Raises:
         OptionError: a cache cannot be held in this type.
@@ -193,16 +197,16 @@ def quantize_caches(imported: ImportedModel) -> ImportedModel:
     if imported.plan.options.cache_dtype is None:
         return imported
     light, weights = detach_weights(imported.model)
-    plan, model = _quantize(imported.plan, light)
+    plan, model = _quantize(imported.plan, light, plain=plain)
     attach_weights(model, weights)
     return replace(imported, plan=plan, model=model)
 
 
-def _quantize(plan: CachePlan, model: onnx.ModelProto) -> tuple[CachePlan, onnx.ModelProto]:
+def _quantize(plan: CachePlan, model: onnx.ModelProto, *, plain: bool = False) -> tuple[CachePlan, onnx.ModelProto]:
     if plan.options.cache_dtype is None:
         return plan, model
     graph = gs.import_onnx(model)
-    plan = extensions.load("quantized_caches").quantize(graph, plan)
+    plan = extensions.load("quantized_caches").quantize(graph, plan, plain=plain)
     return plan, _export(model, graph)
 
 

@@ -5,11 +5,12 @@ Nothing here imports ONNX or TensorRT.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_path, given_switch, given_whole, shown
+from trt_kvcache.given import given_path, given_switch, given_whole, is_number, shown
 
 
 class Target(str, Enum):
@@ -68,7 +69,7 @@ class LogitPositions(str, Enum):
 
 
 class CacheDtype(str, Enum):
-    """The option ``--cache-dtype``: what rows of a cache of floats are quantized to, with a scale for each."""
+    """The option ``--cache-dtype``: what rows of a cache of floats are quantized to."""
 
     INT8 = "int8"
     INT4 = "int4"
@@ -94,6 +95,8 @@ class PlanOptions:
         latent_attention: how to attend over latents.
         logits: of which positions of a step the logits are computed.
         cache_dtype: what the rows of caches are quantized to; None: caches stay in the model's type.
+        cache_ranges: the largest magnitude in each cache, by the name of its input, as `calibrate_caches` finds it: one
+            scale for the whole cache follows from it, and larger numbers become it. None: each row has its own scale.
         check_seconds: the most time that the comparison of the rewritten model with the original may take.
         check_memory: GiB of address space that it may use.
 
@@ -113,6 +116,7 @@ class PlanOptions:
     latent_attention: LatentAttention = LatentAttention.ABSORBED
     logits: LogitPositions = LogitPositions.LAST
     cache_dtype: CacheDtype | None = None
+    cache_ranges: Mapping[str, float] | None = None
     check_seconds: int = 120
     check_memory: int = 8
 
@@ -136,6 +140,29 @@ class PlanOptions:
             given_switch(getattr(self, name), name)
         if self.config is not None:
             object.__setattr__(self, "config", str(given_path(self.config, "config")))
+        if self.cache_ranges is not None:
+            object.__setattr__(self, "cache_ranges", _given_ranges(self.cache_ranges, self.cache_dtype))
+
+    def unquantized(self) -> PlanOptions:
+        """The same with the caches that the model has."""
+        return replace(self, cache_dtype=None, cache_ranges=None)
+
+
+def _given_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float]:
+    if dtype is None:
+        raise OptionError("cache_ranges are given, and no cache_dtype: give the type as well, or leave the ranges out")
+    if not isinstance(ranges, Mapping):
+        raise OptionError(f"cache_ranges is {shown(ranges)}; give a mapping, as calibrate_caches returns it")
+    for name, value in ranges.items():
+        if not (is_number(value) and _LEAST < float(value) < _MOST):
+            raise OptionError(
+                f"cache_ranges['{name}'] is {shown(value)}; it must be the largest magnitude in that cache, a number "
+                "above 0"
+            )
+    return {str(name): float(value) for name, value in ranges.items()}
+
+
+_LEAST, _MOST = 1e-30, 3e38  # their scales are normal numbers in float32
 
 
 _ENUMS: dict[str, type[Enum]] = {

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 import msgspec
 import onnx
 
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
+from trt_kvcache.given import shown
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
@@ -140,4 +142,4 @@ def _type(value: onnx.ValueInfoProto) -> str:
 
 
 def _text(value: object) -> str:
-    return str(getattr(value, "value", value))
+    return str(value.value) if isinstance(value, Enum) else shown(value)

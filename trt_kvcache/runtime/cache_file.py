@@ -194,8 +194,8 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
             )
         if metadata.get("caches") != _layout(runner):
             raise CacheFileError(
-                f"{path}: saved from caches of other sizes or layouts of the same model; open the model with the "
-                "options (capacity, cache layout) that it was saved with"
+                f"{path}: saved from caches of other sizes, layouts or scales of the same model; open the model with "
+                "the options (capacity, cache layout, calibration) that it was saved with"
             )
         tensors = _Tensors(file, path)
         yield SavedSlots(_slots(tensors, metadata, runner), metadata.get("digest"), tensors, runner)
@@ -274,7 +274,8 @@ def _layout(runner: Runner) -> str:
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)
     ]
-    return msgspec.json.encode(carried).decode()
+    ranges = runner.plan.options.cache_ranges  # the scales of all codes follow from them
+    return msgspec.json.encode(carried if ranges is None else [carried, ranges], order="sorted").decode()
 
 
 def _plain(data: Array) -> Array:

@@ -82,12 +82,12 @@ def verify_model(
     verify = given_options(verify, VerifyOptions, "verify")
     options = given_options(options, PlanOptions, "options")
     if rewritten is None:
-        return _verify(import_model(model, _unquantized(options), thorough=verify.thorough), options, verify)
+        return _verify(import_model(model, options.unquantized(), thorough=verify.thorough), options, verify)
     if verify.thorough:
         raise OptionError("thorough compares a fresh rewrite of a model: leave --rewritten out")
     file = load_source(rewritten)
     options = recorded_options(file.proto, options, file.path)
-    return _verify(import_model(model, _unquantized(options)), options, verify, file)
+    return _verify(import_model(model, options.unquantized()), options, verify, file)
 
 
 def _verify(
@@ -103,7 +103,3 @@ def _verify(
     if options.cache_dtype is None:
         return verify_import(asked, verify, folder)
     return verify_quantized(imported, asked, verify, folder)
-
-
-def _unquantized(options: PlanOptions) -> PlanOptions:
-    return replace(options, cache_dtype=None)

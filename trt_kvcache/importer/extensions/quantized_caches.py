@@ -5,6 +5,9 @@ A row of a head [H] becomes codes and one float32 scale. Rows are never written 
     scale = max(|row|) / M                      M: 127 for int8, 7 for int4, 448 for fp8
     codes = round(row / scale)
 
+With `PlanOptions.cache_ranges`, a cache has one scale, which is a constant: its range / M. Codes saturate, as those of
+QuantizeLinear do: integers at -M - 1 and M.
+
 It is an edit of a model that was rewritten and checked with the caches that it has:
 
     past [B, N, S_max, H]  -- update(new rows) -- present  -- Slice(rows in use) -- reader
@@ -23,6 +26,7 @@ IConcatenationLayer, IShuffleLayer, IShapeLayer").
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,6 +57,7 @@ from trt_kvcache.importer.planning.routes import NATIVE_DTYPES
 _ROW = 2
 """Axis of the rows in every cache of a rewritten model; the numbers of a row follow."""
 _LEAST = float(np.finfo(np.float32).tiny)  # by which a row of zeros is divided
+_IN_ATTENTION = "GroupQueryAttention"
 _MOST = {CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 448}
 _BITS = {CacheDtype.INT8: 8, CacheDtype.INT4: 4}
 _EXACT = 24  # bits that float32 holds exactly
@@ -68,7 +73,10 @@ class _Form:
         dtype: ONNX name of the numbers that hold codes.
         codes: in one number; the first in the lowest bits.
         bits: of a code, where a number holds several.
-        scale_inside: the scale is the last number of the row; otherwise it has a cache of its own.
+        scale_inside: the scale is the last number of the row.
+        ranges: the largest magnitude in each cache, whose scale is a constant. None: rows have scales, inside or in a
+            cache of their own.
+        route: of the caches that hold codes.
     """
 
     most: int
@@ -76,6 +84,8 @@ class _Form:
     codes: int
     bits: int
     scale_inside: bool
+    ranges: Mapping[str, float] | None
+    route: Route
 
     def numbers(self, size: int) -> int:
         """The count of numbers that hold the codes of a row of `size`."""
@@ -83,7 +93,7 @@ class _Form:
 
     def row_bits(self, size: int) -> int:
         """Bits of a row of `size` and its scale."""
-        return self.numbers(size) * dtype_bits(self.dtype) + 32
+        return self.numbers(size) * dtype_bits(self.dtype) + (32 if self.ranges is None else 0)
 
     @property
     def zero(self) -> int:
@@ -91,18 +101,23 @@ class _Form:
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
-def quantize(graph: gs.Graph, plan: CachePlan) -> CachePlan:
+def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CachePlan:
     """Edit, in place, a rewritten model whose plan asks for another type of caches; returns the plan that it has now.
+
+    Args:
+        graph: rewritten. GroupQueryAttention of ONNX Runtime may have taken in updates and attention, with
+            `cache_ranges` alone.
+        plan: of the model, with its own caches.
+        plain: for ONNX Runtime, not for the target: integers that its own operators write.
 
     Raises:
         OptionError: a cache cannot be held in this type.
     """
-    form = _form(plan)
+    form = _form(plan, plain=plain)
     for cache in plan.caches:
         _check(cache, plan, form)
     emitter = Emitter(graph)
-    nodes = {node.name: node for node in graph.nodes}
-    made = [_Quantized(emitter, form, cache, nodes[cache.node]) for cache in plan.caches]
+    made = [_Quantized(emitter, form, cache, _writer(graph, cache)) for cache in plan.caches]
     for each in made:
         each.edit()
     planned = _plan(plan, [each.planned() for each in made])
@@ -112,25 +127,38 @@ def quantize(graph: gs.Graph, plan: CachePlan) -> CachePlan:
     return planned
 
 
-def _form(plan: CachePlan) -> _Form:
-    wanted, target = plan.options.cache_dtype, plan.options.target
+def _writer(graph: gs.Graph, cache: CacheUpdate) -> gs.Node:
+    """The update of a cache, or the attention of ONNX Runtime that took it in."""
+    (past,) = (t for t in graph.inputs if t.name == cache.past)
+    return next(n for n in consumers(past) if n.name == cache.node or n.op == _IN_ATTENTION)
+
+
+def _form(plan: CachePlan, *, plain: bool) -> _Form:
+    wanted, target, ranges = plan.options.cache_dtype, plan.options.target, plan.options.cache_ranges
     assert wanted is not None
+    if ranges is not None:
+        names = {cache.past for cache in plan.caches}
+        if wrong := sorted(names ^ ranges.keys()):
+            found = "has no" if wrong[0] in names else "names"
+            raise OptionError(f"cache_ranges {found} '{wrong[0]}'; give the range of each cache of this model")
     most = _MOST[wanted]
-    if target is Target.TENSORRT:
-        if plan.options.fallback is not Fallback.AUTO:
+    if target is Target.TENSORRT or plain:
+        if plan.options.fallback is not Fallback.AUTO and not plain:
             raise OptionError(
                 f"cache_dtype is {wanted.value}, which the plugin writes on TensorRT, and fallback "
                 f"{plan.options.fallback.value} does without it: leave one of them out"
             )
-        if wanted is CacheDtype.FP8:
-            return _Form(most, _FLOAT8, 1, 0, scale_inside=False)
-        return _Form(most, "int8", 8 // _BITS[wanted], _BITS[wanted], scale_inside=False)
+        if wanted is CacheDtype.FP8:  # of which ONNX Runtime's TensorScatter has no kernel (1.32.0)
+            return _Form(most, _FLOAT8, 1, 0, scale_inside=False, ranges=ranges, route=Route.PLUGIN)
+        each, bits, route = 8 // _BITS[wanted], _BITS[wanted], Route.NATIVE if plain else Route.PLUGIN
+        return _Form(most, "int8", each, bits, scale_inside=False, ranges=ranges, route=route)
     if wanted is CacheDtype.FP8:
         raise OptionError(
             "cache_dtype is fp8, and TensorRT for RTX holds caches of float32, float16 and bfloat16, in which only "
             "integers can be packed: take int8, of as many bits, or plan for TensorRT"
         )
-    return _Form(most, "float", _EXACT // _BITS[wanted], _BITS[wanted], scale_inside=True)
+    each, bits = _EXACT // _BITS[wanted], _BITS[wanted]
+    return _Form(most, "float", each, bits, scale_inside=ranges is None, ranges=ranges, route=Route.NATIVE)
 
 
 def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
@@ -148,9 +176,10 @@ def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
     assert isinstance(size, int)
     before, after = size * dtype_bits(cache.dtype), form.row_bits(size)
     if after >= before:
+        scales = " with a scale each" if form.ranges is None else ""
         raise OptionError(
             f"{asked} {list(cache.physical_shape)} has rows of {size} numbers, which take {before} bits as "
-            f"{cache.dtype} and would take {after} with a scale each: leave the option out"
+            f"{cache.dtype} and would take {after}{scales}: leave the option out"
         )
 
 
@@ -161,7 +190,7 @@ class _Quantized:
         emitter: adds nodes.
         form: of the codes.
         cache: as planned.
-        node: the update.
+        node: the update, or the attention that took it in.
     """
 
     def __init__(self, emitter: Emitter, form: _Form, cache: CacheUpdate, node: gs.Node) -> None:
@@ -169,27 +198,33 @@ class _Quantized:
         self._form = form
         self._cache = cache
         self._node = node
-        self._past, self._present = node.inputs[0], node.outputs[0]
-        self._dtype = self._past.dtype
+        # Past and present are the first ones of an update. GroupQueryAttention has Q, K, V and its result before them.
+        self._at = next(i for i, tensor in enumerate(node.inputs) if tensor.name == cache.past)
+        self._past, self._present = node.inputs[self._at], node.outputs[max(0, self._at - 2)]
         shape = cache.physical_shape
         assert isinstance(shape[-1], int)
         self._size = shape[-1]
         self._numbers = form.numbers(self._size)
         self._scales: tuple[gs.Variable, gs.Variable, gs.Node] | None = None
+        self._dtype = form.dtype
+        self._scale = None if form.ranges is None else self._number(form.ranges[cache.past] / form.most)
+        self._unit = self._scale if self._scale is not None and form.codes == 1 else self._number(1)
 
     def edit(self) -> None:
         """Let the update write codes, and readers read what they stand for."""
         readers = [r for r in consumers(self._present) if not is_op(r, "Shape")]
         self._keep_shapes(self._past, self._cache.physical_shape)
         self._keep_shapes(self._present, self._cache.physical_shape)
+        if self._node.op == _IN_ATTENTION:
+            self._hold_in_attention()
+            return
         codes, scale = self._quantize(self._node.inputs[1])
         if self._form.scale_inside:
             codes = self._op("Concat", [codes, scale], "rows", axis=-1)
-        else:
+        elif self._scale is None:
             self._add_scales(scale)
         self._node.inputs[1] = codes
-        for tensor in (self._past, self._present):
-            tensor.dtype, tensor.shape = codes.dtype, [*tensor.shape[:-1], self._planned_size]
+        self._retype(codes.dtype)
         held = self._present
         if self._form.dtype == _FLOAT8:
             held = self._codes(held)
@@ -197,33 +232,53 @@ class _Quantized:
             reader.inputs = [held if t is self._present else t for t in reader.inputs]
             self._dequantize_for(reader, held)
 
+    def _retype(self, dtype: int) -> None:
+        for tensor in (self._past, self._present):
+            tensor.dtype, tensor.shape = dtype, [*tensor.shape[:-1], self._planned_size]
+
+    def _hold_in_attention(self) -> None:
+        """ONNX Runtime's attention quantizes new rows itself, and reads codes; two of 4 bits lie in a uint8."""
+        node, which, bits = self._node, "kv"[self._at - 3], self._form.bits
+        assert self._scale is not None
+        self._dtype = "uint8" if self._form.codes > 1 else self._form.dtype
+        at = 12 + self._at - 3
+        node.inputs = [*node.inputs, *(gs.Variable.empty() for _ in range(at + 1 - len(node.inputs)))]
+        node.inputs[at] = self._scale
+        node.attrs |= {f"{which}_quant_type": "PER_TENSOR", "kv_cache_bit_width": bits}
+        self._retype(_elem_type(self._dtype))
+
     def planned(self) -> tuple[CacheUpdate, ...]:
         """Its entries in the plan: the codes, and scales that have a cache of their own."""
         form, cache = self._form, self._cache
         shape = cache.physical_shape[:-1]
         moved = replace(
             cache,
-            update=self._node.inputs[1].name,
-            dtype=form.dtype,
+            update=self._node.inputs[self._at + 1].name,
+            dtype=self._dtype,
             logical_shape=(*shape, self._planned_size),
             physical_shape=(*shape, self._planned_size),
             sequence_axis=_ROW,
             physical_sequence_axis=_ROW,
             layout=PhysicalLayout.AS_IS,
         )
-        if self._scales is None:
-            many = f"{form.codes} codes of {form.bits} bits in each float32, and a scale in the last"
+        if form.dtype == "float":
+            many = f"{form.codes} codes of {form.bits} bits in each float32"
+            many += ", and a scale in the last" if form.scale_inside else ""
             return (replace(moved, reason=f"{cache.reason}; {many}"),)
-        past, present, node = self._scales
         codes = "two codes of 4 bits in each int8" if form.codes > 1 else f"codes of {form.dtype}"
         if form.dtype == _FLOAT8:
             codes += ", all of which a step reads, not only those of the rows in use"
-        why = f"{codes}, which IKVCacheUpdateLayer does not move"
+        if form.route is Route.PLUGIN:
+            moved = replace(moved, route=form.route, reason=f"{codes}, which IKVCacheUpdateLayer does not move")
+        if self._scales is None:
+            return (moved,)
+        past, present, node = self._scales
         scales = replace(
             moved, node=node.name, past=past.name, present=present.name, update=node.inputs[1].name, dtype="float",
-            logical_shape=(*shape, 1), physical_shape=(*shape, 1), reason=f"{cache.reason}; scales",
+            logical_shape=(*shape, 1), physical_shape=(*shape, 1), route=Route.NATIVE,
+            reason=f"{cache.reason}; scales",
         )  # fmt: skip
-        return replace(moved, route=Route.PLUGIN, reason=why), scales
+        return moved, scales
 
     @property
     def _planned_size(self) -> int:
@@ -237,22 +292,29 @@ class _Quantized:
     def _number(self, value: float) -> gs.Constant:
         return self._emitter.scalar(value, FLOAT)
 
-    def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Variable]:
-        """New rows [..., H] as codes [..., L] and float32 scales [..., 1]."""
-        form = self._form
-        wide = self._op("Cast", [rows], "wide", to=FLOAT)
-        largest = self._op(
-            "ReduceMax", [self._op("Abs", [wide], "abs"), self._emitter.ints([-1])], "largest", keepdims=1
-        )
-        scale = self._op("Div", [largest, self._number(form.most)], "scale")
-        divisor = self._op("Max", [scale, self._number(_LEAST)], "divisor")
-        scaled = self._op("Div", [wide, divisor], "scaled")
+    def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Tensor]:
+        """New rows [..., H] as codes [..., L] and float32 scales [..., 1], or the one of the cache."""
+        form, scale = self._form, self._scale
+        codes = self._op("Cast", [rows], "wide", to=FLOAT)
+        if scale is None:
+            largest = self._op(
+                "ReduceMax", [self._op("Abs", [codes], "abs"), self._emitter.ints([-1])], "largest", keepdims=1
+            )
+            scale = self._op("Div", [largest, self._number(form.most)], "scale")
+            divisor = self._op("Max", [scale, self._number(_LEAST)], "divisor")
+            codes = self._op("Div", [codes, divisor], "scaled")
+        elif form.codes > 1:
+            codes = self._op("Div", [codes, scale], "scaled")
         if form.codes > 1:
-            scaled = self._pack(self._op("Round", [scaled], "codes"))
-        if form.scale_inside:
-            return scaled, scale
-        dtype = int(onnx.TensorProto.DataType.Value(form.dtype.upper()))
-        return self._op("QuantizeLinear", [scaled, self._number(1), self._zero(dtype)], "quantized", dtype), scale
+            codes = self._op("Round", [codes], "codes")
+            if self._scale is not None:
+                limits = [self._number(-form.most - 1), self._number(form.most)]
+                codes = self._op("Clip", [codes, *limits], "saturated")
+            codes = self._pack(codes)
+        if form.dtype == "float":
+            return codes, scale
+        dtype = _elem_type(form.dtype)
+        return self._op("QuantizeLinear", [codes, self._unit, self._zero(dtype)], "quantized", dtype), scale
 
     def _zero(self, dtype: int) -> gs.Constant:
         return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
@@ -289,7 +351,7 @@ class _Quantized:
     @property
     def _shift(self) -> int:
         """The offset that whole numbers lose so that they fit into the type of the cache."""
-        return 0 if self._form.scale_inside else 1 << (dtype_bits(self._form.dtype) - 1)
+        return 0 if self._form.dtype == "float" else 1 << (dtype_bits(self._form.dtype) - 1)
 
     def _powers(self, first: int, sign: int = 1) -> gs.Constant:
         """Powers of two, by which a code is moved to its place in a number: ``[codes, 1]``."""
@@ -316,21 +378,22 @@ class _Quantized:
 
     def _dequantize(self, rows: gs.Tensor, cut: gs.Node | None) -> gs.Variable:
         """What the codes of rows stand for: of all, or of those that a Slice takes."""
-        if self._scales is None:
+        codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scale
+        if self._form.scale_inside:
             codes, scale = self._cut(rows, 0, self._numbers), self._cut(rows, self._numbers, self._numbers + 1)
-        else:
-            codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scales[1]
+        elif self._scales is not None:
+            scale = self._scales[1]
             if cut is not None:
                 scale = self._op("Slice", [scale, *cut.inputs[1:]], "scales_read")
         if self._form.codes > 1:
             codes = self._unpack(codes)
-        values = self._op("Mul", [codes, scale], "values")
-        to = int(onnx.TensorProto.DataType.Value(self._cache.dtype.upper()))
+        values = codes if scale is self._unit else self._op("Mul", [codes, scale], "values")
+        to = _elem_type(self._cache.dtype)
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, held: gs.Tensor) -> gs.Variable:
-        """Numbers of a narrow type as float32."""
-        return self._op("DequantizeLinear", [held, self._number(1), self._zero(int(held.dtype))], "codes_held")
+        """Numbers of a narrow type as float32, times the scale of the cache where each of them is a code."""
+        return self._op("DequantizeLinear", [held, self._unit, self._zero(int(held.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
         """The update of the scales, beside that of the codes."""
@@ -368,6 +431,10 @@ class _Quantized:
                 self._keep_shapes(reader.outputs[0], tuple(shape[i] for i in reader.attrs["perm"]))
             elif tensor is not self._present and is_op(reader, "Reshape"):
                 self._keep_shapes(reader.outputs[0], self._cache.logical_shape)
+
+
+def _elem_type(name: str) -> int:
+    return int(onnx.TensorProto.DataType.Value(name.upper()))
 
 
 def _place(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
@@ -420,7 +487,8 @@ def _saved(plan: CachePlan, quantized: CachePlan) -> str:
     wanted = plan.options.cache_dtype
     assert wanted is not None
     kinds = " and ".join(dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in plan.caches))
+    scales = "with their scales" if plan.options.cache_ranges is None else "with a scale for each cache"
     return (
-        f"--cache-dtype {wanted.value}: {after} bytes of caches per token with their scales, {before} as {kinds}: "
+        f"--cache-dtype {wanted.value}: {after} bytes of caches per token {scales}, {before} as {kinds}: "
         f"{before - after} saved ({1 - after / before:.0%})"
     )

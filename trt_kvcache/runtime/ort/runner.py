@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import onnxruntime as ort
 from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.files import identify, stamp
 from trt_kvcache.given import given_whole
-from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
+from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.machine import allow_memory, memory
@@ -97,19 +97,19 @@ class OnnxRuntimeRunner:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         if threads is not None and threads > _MOST_THREADS:
             raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")
-        imported = import_model(model, options or PlanOptions())
+        options = options or PlanOptions()
+        imported = import_model(model, options if options.cache_ranges is None else options.unquantized())
         self._source = imported.source
         self._identity: str | None = None
         # Without the time of the inode, which a backup by hard links changes.
         self._stamps = [(path, found[:-1]) for path, found in self._source.stamps.items()]
-        self._plan = imported.plan
-        self._carried = {c.past: c for c in carried_buffers(imported.plan)}
         self._inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
         limits = index_limits(imported.model, imported.plan)
         self._max_positions = self._inputs.positions(min(limits.positions.values(), default=None))
         self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
-        model_run = _fastest(imported, self._inputs)
+        model_run, self._plan = _fastest(imported, self._inputs, options)
+        self._carried = {c.past: c for c in carried_buffers(self._plan)}
         in_place = _updated_in_place(model_run, self._carried.values())
         per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
         self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
@@ -320,15 +320,22 @@ class OnnxRuntimeRunner:
         return bound
 
 
-def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
-    """The rewritten model with experts and attention as ONNX Runtime computes them fastest.
+def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
+    """The rewritten model with experts and attention as ONNX Runtime computes them fastest, and its plan.
 
-    Attention not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches.
+    Attention not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches. It
+    quantizes and reads caches with one scale itself, but for float8, of which it has no kernel (1.32.0).
     """
     model = imported.model
-    if inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
+    taken = options.cache_ranges is None or options.cache_dtype is not CacheDtype.FP8
+    if taken and inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
         model = fuse_attention(model, imported.plan)
-    return keep_experts(model, imported.source.proto)
+    model = keep_experts(model, imported.source.proto)
+    if options.cache_ranges is None:
+        return model, imported.plan
+    planned = replace(imported, plan=replace(imported.plan, options=options), model=model)
+    quantized = quantize_caches(planned, plain=True)
+    return quantized.model, quantized.plan
 
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:

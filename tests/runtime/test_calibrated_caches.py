@@ -1,0 +1,328 @@
+"""Quantized caches with one scale each, from a calibration: against NumPy, the float session, and broken scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from decoders import DecoderConfig, write_decoder
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from runtime.engines import open_engine, write_engine
+from runtime.families import Twin
+from typer.testing import CliRunner
+
+from trt_kvcache import (
+    CacheDtype,
+    CacheFileError,
+    CachePlan,
+    CapacityError,
+    DecodeSession,
+    Fallback,
+    GenerationConfig,
+    OptionError,
+    PlanOptions,
+    PromptError,
+    Target,
+    VerificationError,
+    VerifyOptions,
+    VerifyReport,
+    calibrate_caches,
+    plan_model,
+    rewrite_model,
+    verify_model,
+)
+from trt_kvcache.cli.app import app
+from trt_kvcache.importer import import_model, quantize_caches
+from trt_kvcache.runtime.ort import runner as ort_runner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.verify import verify_quantized
+
+Array = NDArray[Any]
+CONFIG = DecoderConfig(layers=2, capacity=64, vocab=128, form="heads-major")
+INT8, INT4, FP8 = CacheDtype.INT8, CacheDtype.INT4, CacheDtype.FP8
+RTX, FULL = Target.TENSORRT_RTX, Target.TENSORRT
+FORMS = [(INT8, RTX), (INT4, RTX), (INT8, FULL), (INT4, FULL), (FP8, FULL)]
+MOST = {INT8: 127, INT4: 7, FP8: 448}
+PROMPTS = [[5, 9, 3, 77, 1, 2, 4, 8, 16, 32], [100, 90, 80, 70], list(range(20, 50))]
+SHORT = VerifyOptions(chunks=(6,), tokens=3, batch=1)
+
+
+def options(kind: CacheDtype, ranges: dict[str, float], target: Target = RTX) -> PlanOptions:
+    return PlanOptions(cache_dtype=kind, cache_ranges=ranges, target=target)
+
+
+def rows_of(model: Path, planned: PlanOptions, prompt: Sequence[int] = PROMPTS[0]) -> dict[str, Array]:
+    """All caches of one sequence after a prompt, by name, written in two steps and a single token."""
+    runner = OnnxRuntimeRunner(model, planned, max_batch=1)
+    with DecodeSession(runner) as session:
+        slot = session.cache.acquire()
+        for part in filter(None, (prompt[:6], prompt[6:-1], prompt[6:][-1:])):
+            session.update({slot: part})
+        return {c.past: runner.read_row(c.past, 0, len(prompt)) for c in runner.plan.caches}
+
+
+def codes_of(rows: Array, span: float, kind: CacheDtype) -> Array:
+    """Codes as numbers, by NumPy."""
+    scale = np.float32(span / MOST[kind])
+    scaled = rows.astype(np.float32) / scale
+    if kind is FP8:
+        return np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return np.clip(np.round(scaled), -MOST[kind] - 1, MOST[kind])
+
+
+def held(codes: Array, kind: CacheDtype, *, attention: bool) -> Array:
+    """The bytes of codes `[N, S, H]`: 4 bits lie in a uint8 of ONNX Runtime's attention, else in an int8."""
+    if kind is INT4:
+        whole, size = codes.astype(np.int64) + 8, -(-codes.shape[-1] // 2)
+        if attention:
+            return (whole[..., ::2] + (whole[..., 1::2] << 4)).astype(np.uint8)
+        return (whole[..., :size] + (whole[..., size:] << 4) - 128).astype(np.int8)
+    return codes.astype(np.int8 if kind is INT8 else ml_dtypes.float8_e4m3fn)
+
+
+class Calibrated(Twin):
+    """The NumPy decoder whose keys and values become codes and back, by the scale of their cache."""
+
+    def __init__(self, path: Path, config: DecoderConfig, kind: CacheDtype, ranges: dict[str, float]) -> None:
+        super().__init__(path, config)
+        self._kind, self._ranges = kind, ranges
+
+    def logits(self, tokens: Sequence[int], places: Array | None = None) -> Array:
+        self._order = iter(self._ranges.values())  # keys and values of the first layer, of the second, ...
+        return super().logits(tokens, places)
+
+    def _rounded(self, rows: Array) -> Array:
+        span = next(self._order)
+        return codes_of(rows, span, self._kind) * (span / MOST[self._kind])
+
+
+CASES = [
+    (CONFIG, INT8, True),
+    (CONFIG, INT4, True),
+    (CONFIG, FP8, False),
+    (replace(CONFIG, head_size=20), INT8, False),  # rows that GroupQueryAttention does not take
+    (replace(CONFIG, head_size=20), INT4, False),
+    (replace(CONFIG, form="mobius", query_heads=2, kv_heads=1, head_size=32, layers=1), INT8, True),
+    (replace(CONFIG, form="seq-major", query_heads=6, head_size=8, layers=3), INT4, True),
+    (replace(CONFIG, softcap=5.0), INT8, False),
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("config", "kind", "attention"), CASES)
+def test_sessions_equal_numpy(tmp_path: Path, config: DecoderConfig, kind: CacheDtype, attention: bool) -> None:
+    """Bytes of the caches, and logits of three sequences; every other range is halved, so that codes saturate."""
+    model = write_decoder(tmp_path / "model.onnx", config)
+    own = rows_of(model, PlanOptions())
+    ranges = calibrate_caches(model, PROMPTS)
+    ranges = {name: span / (1 + at % 2) for at, (name, span) in enumerate(ranges.items())}
+    found = rows_of(model, options(kind, ranges))
+    for name in list(own)[:2]:  # later layers read what was quantized
+        wanted = held(codes_of(own[name], ranges[name], kind), kind, attention=attention)
+        assert found[name].dtype == wanted.dtype
+        assert found[name].tobytes() == wanted.tobytes()
+    twin = Calibrated(model, config, kind, ranges)
+    with DecodeSession.open(model, plan_options=options(kind, ranges), max_batch=3) as session:
+        assert session.cache.bytes == 3 * plan_model(model, options(kind, ranges, FULL)).cache_bytes()
+        slots = {session.cache.acquire(): list(prompt) for prompt in PROMPTS}
+        logits = session.update(slots)
+        for token in (7, 11):
+            for slot, tokens in slots.items():
+                wanted = twin.logits(tokens)
+                assert np.abs(logits[slot][-1] - wanted).max() < 1e-3 * np.abs(wanted).max()
+                tokens.append(token)
+            logits = session.update({slot: [token] for slot in slots})
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_ranges_are_the_largest_magnitudes(tmp_path: Path, dtype: str) -> None:
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, dtype=dtype))
+    found = calibrate_caches(model, PROMPTS[:2], PlanOptions(target=FULL))
+    rows = [rows_of(model, PlanOptions(), prompt) for prompt in PROMPTS[:2]]
+    for name, span in found.items():
+        largest = max(float(np.abs(each[name]).max()) for each in rows)
+        assert span == pytest.approx(largest, rel=1e-5 if dtype == "float32" else 0.01)
+
+
+def test_a_ring_is_read_before_it_overwrites_rows(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "ring.onnx", replace(CONFIG, form="mobius", mode="circular", capacity=16))
+    planned, prompt = PlanOptions(fallback=Fallback.CONTRACT), list(range(60))
+    found = calibrate_caches(model, [prompt], planned)
+    runner = OnnxRuntimeRunner(model, planned, max_batch=1)
+    seen: dict[str, list[float]] = {name: [] for name in found}
+    with DecodeSession(runner) as session:
+        slot = session.cache.acquire()
+        for token in prompt:
+            session.update({slot: [token]})
+            for name, largest in seen.items():
+                largest.append(float(np.abs(runner.view(name)).max()))
+    assert found == pytest.approx({name: max(largest) for name, largest in seen.items()}, rel=1e-5)
+    assert any(largest[-1] < 0.99 * found[name] for name, largest in seen.items())
+    made = PlanOptions(cache_dtype=INT8, cache_ranges=found, fallback=Fallback.CONTRACT)
+    assert all(cache.reason.endswith("; 3 codes of 8 bits in each float32") for cache in plan_model(model, made).caches)
+    config = GenerationConfig(max_new_tokens=4)
+    with DecodeSession.open(model, plan_options=made) as session, DecodeSession.open(model) as own:
+        assert session.generate([prompt], config)[0].tokens == own.generate([prompt], config)[0].tokens
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("kind", "target"), FORMS, ids=lambda value: value.value)
+def test_plan_verify_and_broken_scales(tmp_path: Path, kind: CacheDtype, target: Target) -> None:
+    config = replace(CONFIG, form="five-d", head_size=64, layers=1)
+    model = write_decoder(tmp_path / "model.onnx", config)
+    ranges = calibrate_caches(model, [*PROMPTS, list(range(60))])
+    plan = plan_model(model, options(kind, ranges, target))
+    row = {(INT8, RTX): 4 * 22, (INT4, RTX): 4 * 11, (INT8, FULL): 64, (INT4, FULL): 32, (FP8, FULL): 64}[kind, target]
+    before, after = 2 * 2 * 4 * 64, 2 * 2 * row
+    assert plan.notes[0] == (
+        f"--cache-dtype {kind.value}: {after} bytes of caches per token with a scale for each cache, {before} as "
+        f"float32: {before - after} saved ({1 - after / before:.0%})"
+    )
+    imported = import_model(model, PlanOptions(target=target))
+
+    def verified(ranges: dict[str, float]) -> VerifyReport:
+        asked = replace(imported.plan, options=options(kind, ranges, target))
+        return verify_quantized(imported, quantize_caches(replace(imported, plan=asked)), SHORT)
+
+    report = verified(ranges)
+    report.check()
+    assert report.divergence is not None
+    assert 0 < report.divergence.error_share < {INT8: 0.02, FP8: 0.08, INT4: 0.3}[kind]
+    for factor in (1 / 50, 50):
+        wrong = {name: span * factor for name, span in ranges.items()}
+        if kind is FP8 and factor > 1:
+            continue  # float8 has as many digits below 9 as below 448
+        with pytest.raises(VerificationError, match="quantized caches change too much"):
+            verified(wrong).check()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("kind", "target"), FORMS[:4], ids=lambda value: value.value)
+def test_engines_decode_as_the_cpu_does(tmp_path: Path, kind: CacheDtype, target: Target) -> None:
+    """On the stand-ins. The first tokens are those of the float session, too."""
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, capacity=128))
+    ranges = calibrate_caches(model, PROMPTS)
+    engine = write_engine(model, options=options(kind, ranges), backend=target.value)
+    config = GenerationConfig(max_new_tokens=6)
+    with DecodeSession.open(model, plan_options=options(kind, ranges, target)) as session:
+        wanted = [r.tokens for r in session.generate(PROMPTS, config)]
+    with DecodeSession(open_engine(engine, backend=target.value)) as session:
+        assert [r.tokens for r in session.generate(PROMPTS, config)] == wanted
+    if kind is INT8:
+        with DecodeSession.open(model) as session:
+            assert [r.tokens for r in session.generate(PROMPTS, config)] == wanted
+
+
+def test_attention_of_onnx_runtime_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as by ordinary operators."""
+    model = write_decoder(tmp_path / "model.onnx", CONFIG)
+    planned = options(INT8, calibrate_caches(model, PROMPTS))
+    opened: list[onnx.ModelProto] = []
+    admit = ort_runner.admit_weights
+    monkeypatch.setattr(ort_runner, "admit_weights", lambda proto: (opened.append(proto), admit(proto)))
+    logits = []
+    for fuse in (ort_runner.fuse_attention, lambda proto, plan: proto):
+        monkeypatch.setattr(ort_runner, "fuse_attention", fuse)
+        with DecodeSession.open(model, plan_options=planned) as session:
+            logits.append(session.update({session.cache.acquire(): PROMPTS[0]}, keep=10))
+    kinds = [{node.op_type for node in proto.graph.node} for proto in opened]
+    assert "GroupQueryAttention" in kinds[0]
+    assert {"QuantizeLinear", "TensorScatter", "DequantizeLinear"} <= kinds[1]
+    (one,), (other,) = (list(found.values()) for found in logits)
+    np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+def test_files_say_their_scales(tmp_path: Path) -> None:
+    """A rewritten model is verified without another calibration; saved caches of other scales are refused."""
+    model, made = write_decoder(tmp_path / "model.onnx", CONFIG), tmp_path / "made.onnx"
+    ranges = calibrate_caches(model, PROMPTS)
+    rewrite_model(model, made, options(INT8, ranges))
+    assert verify_model(model, verify=SHORT, rewritten=made).passed
+    with DecodeSession.open(model, plan_options=options(INT8, ranges)) as session:
+        session.update({session.cache.acquire(): PROMPTS[0]})
+        session.cache.save(tmp_path / "slots")
+    with DecodeSession.open(model, plan_options=options(INT8, ranges)) as session:
+        session.cache.load(tmp_path / "slots")
+    other = {name: 2 * span for name, span in ranges.items()}
+    with (
+        DecodeSession.open(model, plan_options=options(INT8, other)) as session,
+        pytest.raises(CacheFileError, match="other sizes, layouts or scales"),
+    ):
+        session.cache.load(tmp_path / "slots")
+
+
+def _changed(path: Path, name: str, value: float) -> Path:
+    """The model with other values in a weight."""
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        if tensor.name == name:
+            values = np.full_like(numpy_helper.to_array(tensor), value)
+            tensor.CopyFrom(numpy_helper.from_array(values, name))
+    onnx.save(model, path)
+    return path
+
+
+def test_prompts_that_are_refused(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", CONFIG)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ([], OptionError, "there are no prompts to calibrate caches with; give some"),
+        ([[1], []], PromptError, "calibration prompt 2 is empty; it needs at least one token"),
+        ([[1, 128]], PromptError, r"calibration prompt 1: token id 128 is out of range; the model has 0 to 127"),
+        ([[1] * 65], CapacityError, "prompt 1 has 65 tokens, and a sequence may have 64; shorten it, or plan"),
+        (["text"], PromptError, "calibration prompt 1 is text, and there is no tokenizer beside the model; give token"),
+        ("text", OptionError, "prompts is 'text'; give a list"),
+    ]
+    for prompts, error, words in cases:
+        with pytest.raises(error, match=words):
+            calibrate_caches(model, prompts)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0, "cache 'value_cache.1' holds nothing but 0 after all"), (np.inf, "holds NaN or infinity after calibration")],
+)
+def test_caches_that_no_scale_fits(tmp_path: Path, value: float, words: str) -> None:
+    model = _changed(write_decoder(tmp_path / "model.onnx", CONFIG), "layers.1.v.weight", value)
+    with pytest.raises(OptionError, match=words):
+        calibrate_caches(model, [[1, 2, 3]])
+
+
+def test_ranges_that_are_refused(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, layers=1))
+    right = {"key_cache.0": 1.0, "value_cache.0": 1.0}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"cache_ranges": right}, "cache_ranges are given, and no cache_dtype: give the type as well"),
+        ({"cache_dtype": "int8", "cache_ranges": [1.0]}, "cache_ranges is .1.0.; give a mapping, as calibrate_caches"),
+        (
+            {"cache_dtype": "int8", "cache_ranges": right | {"key_cache.0": 0}},
+            r"cache_ranges\['key_cache.0'\] is 0; it",
+        ),
+        (
+            {"cache_dtype": "int8", "cache_ranges": right | {"key_cache.0": float("nan")}},
+            "must be the largest magnitude",
+        ),
+        ({"cache_dtype": "int8", "cache_ranges": right | {"other": 1}}, "cache_ranges names 'other'; give the range"),
+        ({"cache_dtype": "int8", "cache_ranges": {"key_cache.0": 1}}, "cache_ranges has no 'value_cache.0'; give the"),
+        ({"cache_dtype": "fp8", "cache_ranges": right}, "cache_dtype is fp8, and TensorRT for RTX holds"),
+    ]
+    for given, words in cases:
+        with pytest.raises(OptionError, match=words):
+            plan_model(model, PlanOptions(**given))
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, layers=1))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('[5, 9, 3]\n\n{"id": "a", "prompt": [100, 90]}\n', encoding="utf-8")
+    done = CliRunner().invoke(app, ["plan", str(model), "--cache-dtype", "int8", "--calibrate", str(prompts), "--json"])
+    found = msgspec.json.decode(done.stdout, type=CachePlan).options.cache_ranges
+    assert found == pytest.approx(calibrate_caches(model, [[5, 9, 3], [100, 90]]))

@@ -1,0 +1,85 @@
+"""The ranges of caches over given prompts, from which quantized caches get one scale each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from trt_kvcache.errors import CapacityError, OptionError, PromptError
+from trt_kvcache.given import given_list, given_options
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.runtime.requests import Prompt
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.tokens import read_ids
+
+__all__ = ["calibrate_caches"]
+
+_OPTIONS = PlanOptions()
+
+
+def calibrate_caches(
+    model: str | os.PathLike[str], prompts: Sequence[Prompt], options: PlanOptions = _OPTIONS
+) -> dict[str, float]:
+    """Run a model over prompts, on the CPU with its own caches, and return the largest magnitude in each cache.
+
+    Args:
+        model: path of an ONNX decoder, or of its folder.
+        prompts: texts, if a tokenizer lies beside the model, or token ids; such as the model will get.
+        options: how the model is planned. The type of the caches does not matter.
+
+    Returns:
+        `PlanOptions.cache_ranges`: by the name of a cache's input.
+
+    Raises:
+        OptionError: there are no prompts; a cache holds NaN or infinity, or nothing but 0.
+        PromptError: a prompt is empty, is text without a tokenizer, or has a token that the model does not know.
+        CapacityError: a prompt is longer than the caches.
+        ModelError, SessionError: the model does not run on the CPU.
+    """
+    prompts = given_list(prompts, "prompts", "prompts, each a text or a list of token ids")
+    if not prompts:
+        raise OptionError("there are no prompts to calibrate caches with; give some that the model will get")
+    options = given_options(options, PlanOptions, "options").unquantized()
+    with DecodeSession.open(model, device="cpu", plan_options=options) as session:
+        caches = [cache for cache in session.plan.caches if cache.carried]
+        ranges = dict.fromkeys((cache.past for cache in caches), 0.0)
+        chunk = min(cache.capacity for cache in caches)  # of which no ring has overwritten a row when it is read
+        for number, prompt in enumerate(prompts, start=1):
+            what = f"calibration prompt {number}"
+            ids = _ids(session, prompt, what)
+            slot = session.cache.acquire()
+            for start in range(0, len(ids), chunk):
+                session.update({slot: ids[start : start + chunk]}, keep=0)
+                row = session.cache.slot(slot).row
+                for name, before in ranges.items():
+                    largest = float(np.abs(session.cache.view(name)[row]).max())
+                    if not np.isfinite(largest):
+                        raise OptionError(
+                            f"cache '{name}' holds NaN or infinity after {what}, which no scale fits; leave that "
+                            "prompt out, or export the model in a wider type"
+                        )
+                    ranges[name] = max(before, largest)
+            session.cache.release(slot)
+    if empty := [name for name, largest in ranges.items() if largest == 0]:
+        raise OptionError(f"cache '{empty[0]}' holds nothing but 0 after all calibration prompts; give other ones")
+    return ranges
+
+
+def _ids(session: DecodeSession, prompt: Prompt, what: str) -> list[int]:
+    if isinstance(prompt, str) and session.tokenizer is None:
+        raise PromptError(f"{what} is text, and there is no tokenizer beside the model; give token ids")
+    try:
+        ids = read_ids(session.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, session.vocab)
+    except PromptError as error:
+        raise PromptError(f"{what}: {error.message}") from None
+    if not ids:
+        raise PromptError(f"{what} is empty; it needs at least one token")
+    most = session.cache.capacity
+    if most is not None and len(ids) > most:
+        raise CapacityError(
+            f"{what} has {len(ids)} tokens, and a sequence may have {most}; shorten it, or plan with a larger "
+            "--capacity where the model leaves that open"
+        )
+    return ids
