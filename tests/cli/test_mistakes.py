@@ -59,6 +59,10 @@ MISTAKES = {
     "plan model.onnx --capacity=1.5K": "--capacity is 1.5K; write 1536",
     "plan model.onnx --capacity 99": "the model fixes its cache length at 16: leave the option out",
     "plan model.onnx --window-chunk 4": "has no effect without --sliding circular; add that",
+    "plan model.onnx --calibrate ids.jsonl": "has no effect without --cache-dtype; add that, or leave --calibrate out",
+    "plan model.onnx --cache-dtype int8 --calibrate no.txt": "--calibrate no.txt cannot be read: No such file",
+    "plan model.onnx --cache-dtype int8 --calibrate empty.txt": "empty.txt is empty; give a prompt in each line",
+    "plan model.onnx --cache-dtype int8 --calibrate ids.jsonl": "line 2: Expected `str | array`, got `int`",
     "build model.onnx -o e --workspace 4": "give a unit, as in 4GiB",
     "build model.onnx -o e --compute-capabilities a100": "is not of the form sm80",
     "verify model.onnx --chunks 5;3": "is not a list of token counts such as 5,3",
@@ -112,6 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "weights.gguf").write_bytes(b"GGUF")
     (folder / "data.npz").write_bytes(b"PK")
     (folder / "old.json").write_text("{}")
+    (folder / "empty.txt").write_text("\n")
+    (folder / "ids.jsonl").write_text('[1, 2]\n{"prompt": 3}\n')
     return folder
 
 

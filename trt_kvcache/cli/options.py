@@ -6,7 +6,7 @@ import inspect
 import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -151,6 +151,15 @@ class SessionPlanFlags:
         CacheDtype | None,
         _plan_flag(help="Quantize the rows of float caches, with a scale for each row and head. fp8: TensorRT only."),
     ] = None
+    calibrate: Annotated[
+        Path | None,
+        _plan_flag(
+            metavar="FILE",
+            help="With --cache-dtype: one scale for each cache, from a run over these prompts on the CPU. A text in "
+            "each line; .jsonl: a text, a list of token ids, or an object with one of them as its prompt.",
+            readable=False,
+        ),
+    ] = None
     check_seconds: Annotated[
         int,
         _plan_flag(min=1, metavar="SECONDS", help="Time limit for the check of the rewritten model."),
@@ -171,7 +180,11 @@ class SessionPlanFlags:
                 f"--window-chunk {self.window_chunk} has no effect without --sliding circular; add that, or leave "
                 "--window-chunk out"
             )
-        return PlanOptions(**given_flags(self))
+        if self.calibrate is not None and self.cache_dtype is None:
+            raise OptionError(
+                f"--calibrate {self.calibrate} has no effect without --cache-dtype; add that, or leave --calibrate out"
+            )
+        return PlanOptions(**{name: value for name, value in given_flags(self).items() if name != "calibrate"})
 
     def options_for(self, model: Path) -> PlanOptions:
         """Return the `PlanOptions` for a model. A missing file is an error here, before the slow imports.
@@ -179,12 +192,21 @@ class SessionPlanFlags:
         Raises:
             OptionError: a flag has no effect without another.
             InvalidModelError: there is no such file.
+            TrtKvCacheError: see `calibrate_caches`.
         """
         options = self.options()
         if not model.exists():
             raise InvalidModelError(f"{model}: no such file; give the path of an .onnx file")
         refuse_checkpoint(model)
-        return options
+        if self.calibrate is None:
+            return options
+        from trt_kvcache.cli.prompts import read_prompts
+
+        prompts = read_prompts(self.calibrate, "--calibrate")
+        from trt_kvcache.runtime.calibration import calibrate_caches
+
+        with bounded_on_cpu(model):
+            return replace(options, cache_ranges=calibrate_caches(model, prompts, options))
 
     def options_for_file(self, path: Path) -> PlanOptions | None:
         """Return the `PlanOptions` for a model; None for an engine.

@@ -32,6 +32,7 @@ def plugins(
 
     from trt_kvcache.cli.output import console, print_json
     from trt_kvcache.cli.summary import build_line, command_line, print_next
+    from trt_kvcache.engine.folder import is_model
     from trt_kvcache.errors import OptionError
 
     known = _kernels(model, flags)
@@ -55,7 +56,7 @@ def plugins(
     if not known and not json:
         console().print(f"{model.name} needs no kernel beside TensorRT's own")
     if not json:
-        built = flags.options_for_file(model) is None
+        built = not is_model(model)
         print_next(console(), command_line("check", model) if built else build_line(model, flags, tensorrt=True))
 
 

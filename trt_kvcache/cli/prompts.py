@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from trt_kvcache.cli.options import EmbeddingsOption, refuse_checkpoint
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from trt_kvcache.runtime.encoders.encoder import Source
-    from trt_kvcache.runtime.requests import GivenAll
+    from trt_kvcache.runtime.requests import GivenAll, Prompt
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
@@ -284,17 +285,47 @@ def token_ids(text: str, option: str) -> list[int]:
         raise OptionError(f"{option} {text!r} is not a list of token ids such as 1,15,7") from None
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, option: str = "--prompt-file") -> str:
     """Return the text in a file, or on stdin for ``-``.
 
     Raises:
         OptionError: it cannot be read.
     """
     if str(file) == "-" and sys.stdin is None:
-        raise OptionError("--prompt-file - reads stdin, which is closed")
+        raise OptionError(f"{option} - reads stdin, which is closed")
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"--prompt-file {file} cannot be read: {error.strerror}") from None
+        raise OptionError(f"{option} {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise OptionError(f"--prompt-file {file} is not UTF-8 text") from None
+        raise OptionError(f"{option} {file} is not UTF-8 text") from None
+
+
+def read_prompts(file: Path, option: str) -> list[Prompt]:
+    """Return the prompts in a file, one in each line that is not empty: a text, or JSON in a ``.jsonl`` file.
+
+    JSON is a text, a list of token ids, or an object with one of them as its ``prompt``.
+
+    Raises:
+        OptionError: the file cannot be read, has no prompt, or a line is no such JSON.
+    """
+    lines = [(at, line) for at, line in enumerate(read_text(file, option).split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise OptionError(f"{option} {file} is empty; give a prompt in each line")
+    if file.suffix.lower() != ".jsonl":
+        return [line.rstrip("\r") for _, line in lines]
+    prompts: list[Prompt] = []
+    for at, line in lines:
+        try:
+            read = msgspec.json.decode(line, type=str | list[int] | _Line)
+        except msgspec.MsgspecError as error:
+            raise OptionError(
+                f"{option} {file}, line {at}: {error}; a line is a text, a list of token ids, or an object with one "
+                'of them as "prompt", in JSON'
+            ) from None
+        prompts.append(read.prompt if isinstance(read, _Line) else read)
+    return prompts
+
+
+class _Line(msgspec.Struct):
+    prompt: str | list[int]
