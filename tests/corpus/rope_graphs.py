@@ -1,4 +1,4 @@
-"""Rotary factors that a graph makes of positions by itself, in the ways that hand-written decoders have it."""
+"""Rotary factors that a graph makes of positions by itself, as decoders of older transformers do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rope:
         form: of the new tokens' factors: rows of all tokens' ones by "slice", "negative" or "open" bounds, by "gather",
             by "gather 2d", or by the "position_ids" of the caller; those of "range" from P on; rows of a "table".
         angles: "mul", "matmul" (along the last axis) or "einsum" of positions and frequencies.
-        keys: the whole past is rotated in every step as well.
+        keys: the whole past is rotated in every step as well, which is refused.
         first, every, given: change the first row that is taken, the positions of all tokens, and those of the caller.
     """
 
@@ -124,21 +124,9 @@ def _plus(number: str, tensor: str, g: Build) -> str:
     return g.Add(tensor, odd)
 
 
-def _reversed(g: Build, positions: str) -> str:
-    return g.Sub(g.Sub(g.all, 1), positions)
-
-
-def _moved(g: Build, positions: str) -> str:
-    long = g.Cast(g.Equal(g.all, 20), to=TensorProto.INT64)
-    return g.Add(positions, long)
-
-
 ODD: dict[str, dict[str, Any]] = {
     "other positions after 7 tokens": {"form": "range", "first": lambda g, first: _plus(g.past, first, g)},
-    "keys in reverse": {"keys": True, "every": _reversed},
-    "keys that move at a length of 20": {"keys": True, "every": _moved},
     "one position back": {"form": "position_ids", "given": lambda g, ids: g.Sub(ids, 1)},
-    "keys, table": {"form": "table", "keys": True},
 }
 
 
@@ -147,13 +135,15 @@ def entries() -> Iterator[Entry]:
     how: list[dict[str, Any]] = [{"form": f} for f in forms]
     how += [{"angles": "einsum"}, {"angles": "matmul"}]
     models = {str(h): Decoder(attend=Rope(**h), positions="none") for h in how}
-    models |= {f"keys, {n} heads": Decoder(attend=Rope(keys=True), positions="none", kv_heads=n) for n in (2, 4)}
-    models |= {n: Decoder(attend=Rope(**h), positions="none", kv_heads=4 if "keys" in h else 2) for n, h in ODD.items()}
+    models |= {
+        f"keys, {f}": Decoder(attend=Rope(f, keys=True), positions="none", kv_heads=4) for f in ("slice", "table")
+    }
+    models |= {n: Decoder(attend=Rope(**h), positions="none") for n, h in ODD.items()}
     models |= {"two sequences": Decoder(attend=Rope(), positions="none", batch=2)}
     models |= {"one token": Decoder(attend=Rope("range"), positions="none", sequence=1)}
     yield from decoders("rope", models)
-    tables = {f"keys={k}": Decoder(attend=Rope("table", keys=k), positions="none") for k in (False, True)}
-    yield from decoders("rope, beyond the table", tables, capacity=ROWS + 1)
+    table = {"table": Decoder(attend=Rope("table"), positions="none")}
+    yield from decoders("rope, beyond the table", table, capacity=ROWS + 1)
     half = {"float16": Decoder(attend=Rope(every=_as_half), positions="none")}
     for capacity in (48, 2200):
         yield from decoders(f"rope, {capacity}", half, capacity=capacity)

@@ -66,7 +66,7 @@ def test_stacked_caches_are_loaded_for_stacked_caches(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("attend", [Latent(), Rope(), Rope(keys=True)], ids=["latents", "factors", "keys"])
+@pytest.mark.parametrize("attend", [Latent(), Rope()], ids=["latents", "factors"])
 def test_latent_attention_is_loaded_for_what_is_computed_row_by_row(tmp_path: Path, attend: Any) -> None:
     is_rope = isinstance(attend, Rope)
     decoder = Decoder(positions="none", kv_heads=4, attend=attend) if is_rope else latent_decoder(attend)

@@ -127,12 +127,7 @@ def _heads(function: RowFunction, samples: Samples) -> int | None:
 
 
 def _rows_in_use(leaf: RowFunction, canonical: Canonical) -> gs.Tensor:
-    """The rows in use of a cache, or of what each position has."""
-    emit = canonical.emit
-    if leaf.positions is not None:
-        every = emit.ints(range(canonical.capacity))
-        positions = emit.once("positions in use", lambda: emit_cut(emit, every, 0, canonical.capacity))
-        return leaf.positions.emit(canonical, positions)
+    """The rows in use of a cache."""
     write = leaf.writes[0]
     rows = (write.present.shape or ())[write.axis]
-    return emit_cut(emit, write.present, write.axis, int(rows))
+    return emit_cut(canonical.emit, write.present, write.axis, int(rows))

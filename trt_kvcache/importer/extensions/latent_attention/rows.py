@@ -110,7 +110,8 @@ class RowFunction:
 class Rows:
     """All tensors of a model as exported that are computed row by row.
 
-    Nodes are left out that read a tensor of `given`: names of the caller's positions, and of what is made of these.
+    With `writes`, those computed from caches, else those made of positions. Nodes are left out that read a tensor of
+    `given`: names of the caller's positions, and of what is made of these.
 
     Attributes:
         found: by name of the tensor.
@@ -137,7 +138,9 @@ class Rows:
                 continue
             if any(t.name in self.found for t in node.inputs):
                 self._follow(node)
-            if node.outputs[0].name not in self.found and (made := self._positions(node)) is not None:
+            if writes or node.outputs[0].name in self.found:
+                continue
+            if (made := self._positions(node)) is not None:
                 self.found[node.outputs[0].name] = made
 
     def emit(
@@ -211,10 +214,9 @@ class Rows:
                 words = f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant"
                 raise MixedError("" if is_op(node, "MatMul") else words)
         writes = tuple(dict.fromkeys(w for source in sources for w in source.writes))
-        made_of = max(sources, key=lambda source: len(source.axes))
         functions = []
         for tensor in (t for t in node.outputs if not t.is_empty()):
-            axes = self._axes(node, tensor, made_of, is_new=first.is_new)
+            axes = self._axes(node, tensor, first, is_new=first.is_new)
             operand = self._shape(node, tensor, first.axes, axes) if shaped else None
             moves = self._moves(node, sources)
             functions.append(RowFunction(tensor, axes, writes, node, operand, moves, first.is_new))
