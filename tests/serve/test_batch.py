@@ -18,7 +18,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, OptionError, OutputError, SessionError
+from trt_kvcache import CacheDtype, DecodeSession, OptionError, OutputError, PlanOptions, SessionError
 from trt_kvcache.cli.app import app
 from trt_kvcache.serve.batch import Answered, BatchDone, RowRunner, run_batch
 from trt_kvcache.serve.journal import Journal
@@ -251,11 +251,21 @@ def test_refusals(tmp_path: Path, rows: DecodeSession) -> None:
             Journal(output)
         journal.claim("another")
         journal.put(7, b"", 200, b"")
-    with pytest.raises(OutputError, match="holds answers of another model, capacity or generation config"):
+    with pytest.raises(OutputError, match="holds answers of another model, capacity, type of caches"):
         job(file, output, compute(rows))
     (tmp_path / "out.jsonl.journal").write_text("no database" * 100)
     with pytest.raises(OutputError, match="no journal of a batch; remove it"):
         job(file, output, compute(rows))
+
+
+def test_answers_of_other_caches_are_not_those_of_this_job(folder: Path, rows: DecodeSession) -> None:
+    runners = [RowRunner(rows, "tiny")]
+    options = PlanOptions(cache_dtype=CacheDtype.INT8)
+    with DecodeSession.open(folder, max_batch=4, plan_options=options) as session:
+        runners.append(RowRunner(session, "tiny"))
+        for runner in runners:
+            runner.close()
+    assert runners[0].model != runners[1].model
 
 
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, rows: DecodeSession) -> None:

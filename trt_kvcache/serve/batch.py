@@ -62,7 +62,9 @@ class RowRunner:
 
     def __init__(self, session: DecodeSession, name: str) -> None:
         self._session, self._name = session, name
-        made = f"{session.identity()} {session.cache.capacity} {session.tokenizer is None} {session.config!r}"
+        options = session.plan.options
+        caches = f"{session.cache.capacity} {options.cache_dtype} {options.cache_ranges}"
+        made = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r}"
         self.model = blake3(made.encode()).hexdigest()
         self._ahead = 2 * session.max_batch
         self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)
