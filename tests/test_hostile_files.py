@@ -318,9 +318,11 @@ def test_data_that_change_while_they_are_copied(tmp_path: Path, monkeypatch: pyt
     assert not [*tmp_path.glob("out/*")]
 
 
-def test_optional_values_are_one_line(tmp_path: Path) -> None:
-    proto = make_foreign("concat", SMALL)
-    node = next(n for n in proto.graph.node if n.op_type == "Add")
+@pytest.mark.parametrize(("form", "op"), [("concat", "Add"), ("gqa", "Mul")])
+def test_optional_values_are_one_line(tmp_path: Path, form: str, op: str) -> None:
+    """ONNX infers no type after operators of other domains."""
+    proto = make_foreign(form, SMALL)
+    node = [n for n in proto.graph.node if n.op_type == op][-1]
     made = [
         helper.make_node("Optional", [node.input[0]], ["optional"]),
         helper.make_node("OptionalGetElement", ["optional"], ["element"]),

@@ -279,14 +279,14 @@ def _check_are_tensors(graph: GraphProto, source: str) -> None:
 
 
 def _check_no_optional(model: ModelProto, source: str) -> None:
-    """Refuse values that may be there or not."""
-    for scope in iter_scopes(model):
-        for info in scope.value_info:
-            if info.type.WhichOneof("value") == "optional_type":
-                raise UnsupportedModelError(
-                    f"{source}: '{info.name}' is of type optional; supported are tensors: export the model without "
-                    "optional values"
-                )
+    """Refuse values that may be there or not, also where ONNX infers no types before them."""
+    found = [n.output[0] for top in (model.graph, *model.functions) for n in all_nodes(top) if is_op(n, "Optional")]
+    found += [i.name for s in iter_scopes(model) for i in s.value_info if i.type.WhichOneof("value") == "optional_type"]
+    if found:
+        raise UnsupportedModelError(
+            f"{source}: '{found[0]}' is of type optional; supported are tensors: export the model without optional "
+            "values"
+        )
 
 
 def _check_types(model: ModelProto, source: str) -> None:
