@@ -125,7 +125,7 @@ def open_engine(model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, st
                 onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
             evaluator = ReferenceEngine(model)
             evaluator.run(trial)
-        except (EngineError, onnx.shape_inference.InferenceError):
+        except (EngineError, onnx.shape_inference.InferenceError, ValueError):  # ValueError: a type that there is not
             raise error from None
         return evaluator
     return engine
