@@ -110,7 +110,7 @@ class DecoderConfig:
 
     @property
     def length_input(self) -> bool:
-        """Whether there is an input `nonpad_kv_seqlen`."""
+        """True if there is an input `nonpad_kv_seqlen`."""
         return self.lengths and not (self.mode == "circular" and self.sequence != 1)
 
 

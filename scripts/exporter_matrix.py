@@ -138,7 +138,7 @@ def load() -> dict[str, dict[str, Result]]:
 
 
 def cell(results: dict[str, dict[str, Result]], exporter: str, arch: str) -> tuple[str, str]:
-    """What a cell says, and the reason where it is not plain yes."""
+    """The words of a cell, and the reason where it is not plain yes."""
     if reason := UNAVAILABLE.get((exporter, arch)):
         return "-", reason
     result = results.get(exporter, {}).get(arch)

@@ -152,7 +152,7 @@ def _norm(b: _Builder, x: str, name: str) -> str:
 
 
 def _shared(b: _Builder) -> dict[str, str]:
-    """What all layers use: the mask, and rotary positions."""
+    """The values that all layers use: the mask, and rotary positions."""
     c, shared = b.config, {}
     size = _rotary_size(b)
     frequencies = (10000.0 ** (-np.arange(0, size, 2) / size)).astype(np.float32)
@@ -257,7 +257,7 @@ def _rotary_size(b: _Builder) -> int:
 
 
 def _latent_weights(b: _Builder, p: str, rng: np.random.Generator) -> None:
-    """What latent attention has instead of the weights of K and V."""
+    """The weights of latent attention, in the place of those of K and V."""
     c, rotated = b.config, _rotary_size(b)
     rank = 4 * c.head_size
     shapes = {

@@ -1,4 +1,4 @@
-"""What a machine with an NVIDIA GPU can show: answers, tests, latency and bandwidth, in 8 minutes and with no human.
+"""Checks a machine with an NVIDIA GPU: answers, tests, latency and bandwidth, in 8 minutes and with no human.
 
     scripts/gpu_check                          # every backend that is installed
     scripts/gpu_check --backend tensorrt-rtx
@@ -76,7 +76,7 @@ ENGINE_TESTS = {
 KERNEL = "kernel"
 SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two or float16-31"
 NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
-"""What compute-sanitizer says where it cannot look at the GPU, as under some virtual machines."""
+"""The words of compute-sanitizer where it cannot look at the GPU, as under some virtual machines."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _in_toolkit(program: str) -> str | None:
 
 
 def _useless(part: dict[str, Any], step: Step) -> bool:
-    """Whether the backend already said that it does not run on this GPU."""
+    """True if the backend already said that it does not run on this GPU."""
     runs = part.get(ANSWERS, {}).get("runs", {})
     refused = "error" in runs and not runs.get("unexpected")
     return step.part != KERNEL and refused and "built_for" not in part
@@ -364,7 +364,7 @@ def ask(
 
 
 def without_modules(text: str) -> str:
-    """What a process printed, without the list of all its modules that Python puts after the place of a crash."""
+    """The output of a process, without the list of all its modules that Python puts after the place of a crash."""
     return re.sub(r"^Extension modules: .*\n?", "", text, flags=re.MULTILINE)
 
 
@@ -451,7 +451,7 @@ def _table(part: dict[str, Any]) -> str:
 
 
 def counts(report: Path) -> dict[str, Any]:
-    """What pytest counted, why tests were skipped, and which failed where."""
+    """The counts of pytest, why tests were skipped, and which failed where."""
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     found = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
     bad = found["failures"] + found["errors"]

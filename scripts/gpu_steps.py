@@ -1,4 +1,4 @@
-"""What `scripts/gpu_check` runs on the GPU at hand, in processes of their own: questions, and measurements.
+"""The steps of `scripts/gpu_check` on the GPU at hand, in processes of their own: questions, and measurements.
 
     python scripts/gpu_steps.py answers --backend tensorrt-rtx --output answers.json --folder F [--engine M.engine ...]
     python scripts/gpu_steps.py measure --backend tensorrt-rtx --output measured.json --capacity 8192 [--small]
@@ -393,7 +393,7 @@ def limit(question: str) -> float:
 
 
 def runs_only_if_built_here(answers: Mapping[str, Any]) -> bool:
-    """Whether engines for all GPUs are refused here, and one for this GPU alone is not."""
+    """True if engines for all GPUs are refused here, and one for this GPU alone is not."""
     return "error" in answers.get("runs", {}) and bool(answers.get("runs_if_built_here", {}).get("yes"))
 
 

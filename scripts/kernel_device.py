@@ -20,7 +20,7 @@ from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
 from trt_kvcache.plugins.spec import KernelConfig
 
 _BUSY_BYTES = 1 << 30
-"""What keeps a GPU busy for a few hundred microseconds: longer than a launch from Python takes."""
+"""A kernel that keeps a GPU busy for a few hundred microseconds: longer than a launch from Python takes."""
 
 
 class KernelDevice:

@@ -149,7 +149,7 @@ def numpy_dtype(tensor: dict[str, Any]) -> np.dtype[Any]:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver gave, once its status is known to be success."""
+    """The result of a call of the driver, once its status is known to be success."""
     status, *values = result
     if int(status):
         raise SystemExit(f"CUDA says {status.name}")

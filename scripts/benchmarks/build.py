@@ -88,7 +88,7 @@ class Sample:
 
 
 class Stages:
-    """When each stage of a build began; printed as JSON at its end."""
+    """The times at which each stage of a build began; printed as JSON at its end."""
 
     def __init__(self) -> None:
         self.begun: dict[str, float] = {}
@@ -104,7 +104,7 @@ class Stages:
 
 
 def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> None:
-    """What a short script does: TensorRT's parser, two profiles, the builder, one file."""
+    """The work of a short script: TensorRT's parser, two profiles, the builder, one file."""
     stages = Stages()
     import tensorrt_rtx as trt
 

@@ -104,7 +104,7 @@ def run_products(model: Path, threads: int, count: int) -> Steps:
 
 
 def attempt(name: str, make: Callable[[], Path]) -> Path | None:
-    """What `make` makes; None, and a line on stderr, where a package that it needs is not installed."""
+    """The result of `make`; None, and a line on stderr, where a package that it needs is not installed."""
     try:
         return make()
     except ImportError as error:

@@ -70,7 +70,7 @@ class Canned:
         return self._logits[: batch.rows]
 
     def _found(self, batch: StepBatch) -> Logits:
-        """What a GPU would find, read as from a GPU."""
+        """The results that a GPU would find, read as from a GPU."""
         if batch.highest == 1:
             tokens, scores = read_keys(self._keys[: batch.rows].max(axis=1, keepdims=True), self._dtype)
         else:

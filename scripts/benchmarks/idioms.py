@@ -54,7 +54,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all models have in common.
+    """The part that all models have in common.
 
     Attributes:
         contents: random rows ``[1, N, capacity, H]``, by name of the past.

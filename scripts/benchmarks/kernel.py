@@ -77,7 +77,7 @@ def seconds(
 
 
 def compared(name: str, large: float, moved: int, one: float, copy_rate: float, nothing: float) -> Result:
-    """What was measured (seconds, bytes) beside a copy and an empty kernel."""
+    """The measurements (seconds, bytes) beside a copy and an empty kernel."""
     return Result(name, large * 1e6, moved, moved / large / copy_rate, one * 1e6, (one - nothing) * 1e6)
 
 

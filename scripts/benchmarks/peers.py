@@ -42,7 +42,7 @@ _PARTS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-"""What transformers calls the weights of a layer."""
+"""The names that transformers gives the weights of a layer."""
 
 
 def save_llama(path: Path, config: DecoderConfig, folder: Path) -> Path:
@@ -88,7 +88,7 @@ def save_llama(path: Path, config: DecoderConfig, folder: Path) -> Path:
 
 
 def _name(weight: str) -> str | None:
-    """What transformers calls a weight; None for what it computes itself."""
+    """The name that transformers gives a weight; None for one that it computes itself."""
     if weight.startswith(("rotary.", "const.")):
         return None
     if weight.startswith("layers."):

@@ -59,7 +59,7 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn gave.
+    """The result of a turn.
 
     Attributes:
         given: by its steps.

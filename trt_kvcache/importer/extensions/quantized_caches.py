@@ -66,7 +66,7 @@ _FLOAT8 = "float8e4m3fn"
 
 @dataclass(frozen=True)
 class _Form:
-    """How a row of codes lies in a cache.
+    """The layout of a row of codes in a cache.
 
     Attributes:
         most: the largest code.
@@ -377,7 +377,7 @@ class _Quantized:
             other.inputs = [values if t is rows else t for t in other.inputs]
 
     def _dequantize(self, rows: gs.Tensor, cut: gs.Node | None) -> gs.Variable:
-        """What the codes of rows stand for: of all, or of those that a Slice takes."""
+        """The numbers that the codes of rows stand for: of all, or of those that a Slice takes."""
         codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scale
         if self._form.scale_inside:
             codes, scale = self._cut(rows, 0, self._numbers), self._cut(rows, self._numbers, self._numbers + 1)
