@@ -1,4 +1,4 @@
-"""What the plugin's operators do, refusals and wraps included; and inputs for them."""
+"""A reference of the plugin's operators, refusals and wraps included; and inputs for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPACITY = 6
 
 
 def reference(operator: Operator, feeds: Feeds) -> Feeds:
-    """What an operator does, sequence by sequence."""
+    """The result of an operator, sequence by sequence."""
     packed = operator.form is UpdateForm.PACKED_NHD
     length, bounds = feeds["update_0"].shape[0 if packed else 2], feeds["lengths"] if packed else None
     presents = {}

@@ -1,4 +1,4 @@
-"""What `plan --all` and `--json` say; as they stand: golden/plan-all and golden/odd-all."""
+"""The answers of `plan --all` and `--json`; whole ones are golden/plan-all and golden/odd-all."""
 
 from __future__ import annotations
 

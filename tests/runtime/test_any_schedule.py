@@ -179,7 +179,7 @@ class Models:
         return [t[0] % self.session.vocab for t in what[0]]
 
     def carry(self, saved: Path, parked: dict[int, Text]) -> None:
-        """What is saved goes on in another session, on the CPU."""
+        """A saved sequence goes on in another session, on the CPU."""
         kept = [slot for slot in parked if fits(self.session, slot, 1)][:3]
         self.session.cache.save(saved, kept)
         with self.elsewhere() as other:

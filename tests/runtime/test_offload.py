@@ -284,7 +284,7 @@ def test_guesses_and_what_was_cut_are_not_kept() -> None:
 
 
 def test_embeddings_and_positions_are_not_taken_for_ids(tmp_path: Path) -> None:
-    """Nor what stands behind them; what stands before them is."""
+    """Nor is the text after them; the text before them is."""
     runner = EmbeddedRunner()
     with caching(runner=runner, embeddings=TABLE) as session:
 

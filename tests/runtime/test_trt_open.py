@@ -213,7 +213,7 @@ ODD = "its manifest contradicts itself: .*"
 )  # fmt: skip
 def test_manifest_edited_by_hand(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
     edit(engine, change)
-    """What no reader of manifests takes: tests/hostile/manifests.py."""
+    """Manifests that no reader takes: tests/hostile/manifests.py."""
     check_refused(ManifestError, f"{words}.*; build the engine again", engine)
 
 

@@ -27,6 +27,6 @@ def alone(folder: Path) -> Iterator[DecodeSession]:
 
 @pytest.fixture(scope="session")
 def rows(folder: Path) -> Iterator[DecodeSession]:
-    """What is served: four rows, and no slot left in use after any test."""
+    """The served session: four rows, and no slot left in use after any test."""
     with DecodeSession.open(folder, max_batch=4) as session:
         yield session

@@ -16,7 +16,7 @@ from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Graph
-from mutation_cuts import Pair, faulty
+from mutation_cuts import Pair, trial
 from onnx import TensorProto, helper, numpy_helper
 from verify import mistakes as m
 
@@ -299,7 +299,7 @@ def test_faults_that_cut_mutants_found_are_refused(edit: m.Mistake, tmp_path: Pa
 def test_joins_of_other_shapes_and_types_than_inferred_are_no_foreign_error(seed: int) -> None:
     """A scalar in the place of rows, and bool in the place of numbers: refused or equal."""
     pair = Pair(MODELS / "optimum/llama/model.onnx", PLAN)
-    pair.passes(faulty(pair, seed)[0])
+    assert trial(pair, seed)[0] in ("refused", "equal")
 
 
 def test_a_model_that_runs_in_steps_of_one_token_only_is_run_in_them(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True, eq=False)
-class CacheUpdate:
+class ExportedUpdate:
     """One cache and its update.
 
     Attributes:
@@ -50,7 +50,7 @@ class CacheUpdate:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate(CacheUpdate):
+class Candidate(ExportedUpdate):
     """A possible cache update.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.normalize.candidate import CacheUpdate
+from trt_kvcache.importer.normalize.candidate import ExportedUpdate
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.plan import Dim, InterfaceChange, OriginalTensor, StateUpdate, TensorRole
 from trt_kvcache.importer.planning.rounding import Rounding
@@ -22,7 +22,7 @@ Sinks: TypeAlias = "gs.Tensor | Array"
 
 
 @dataclass(frozen=True, eq=False)
-class Write(CacheUpdate):
+class Write(ExportedUpdate):
     """A cache update that was read.
 
     Attributes:
