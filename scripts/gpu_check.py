@@ -447,7 +447,7 @@ def _table(part: dict[str, Any]) -> str:
         return f"no table of {part['backend']}: {type(error).__name__}: {error}\n"
 
 
-# What became of tests: from pytest's report, or from its output without one.
+# Results of tests: from pytest's report, or from its output without one.
 
 
 def counts(report: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Engine:
                 dtype = numpy_dtype(tensor)
                 size = prod(shape_of(tensor, largest)) * dtype.itemsize
                 self.addresses[name] = int(check(driver.cuMemAlloc(size)))
-                # What attention masks, it multiplies with 0: rows without tokens must not be NaN.
+                # Attention multiplies masked rows with 0: rows without tokens must not be NaN.
                 check(driver.cuMemsetD8Async(self.addresses[name], 0, size, stream))
                 if tensor["role"] == "span":
                     rows = np.arange(size // dtype.itemsize, dtype=dtype)

@@ -21,7 +21,7 @@ from trt_kvcache.plugins.compile import nvrtc_version
 
 def main(arch: str, *folders: str) -> None:
     for folder in folders:
-        # What is loaded already is what the bindings find, and what the library itself finds.
+        # The bindings find the library that is loaded already, and the library itself does.
         for pattern in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):
             (library,) = Path(folder).glob(pattern)
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

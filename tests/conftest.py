@@ -1,4 +1,4 @@
-"""What all tests share: which of them run here, and what the environment must not change."""
+"""Shared by all tests: the choice of those that run here, and an environment that changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
 
 def _with_one_thread(opened: Any) -> Any:
-    """How ONNX Runtime opens a model, with one thread unless a number is asked for.
+    """Opens a model in ONNX Runtime, with one thread unless a number is asked for.
 
     Threads spin while they wait: those of several processes that test side by side took twice the processor time, and
     up to ten times the time, of one each.

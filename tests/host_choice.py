@@ -77,7 +77,7 @@ class HostChoice:
         self._program = compile_for_host(folder, "choice", "\n".join([*parts, "};\n"]), flags)
 
     def run(self, cases: Sequence[ChoiceCase]) -> list[NDArray[Any]]:
-        """What the kernel writes: ``[R, keep, N]`` of each case."""
+        """The kernel's output: ``[R, keep, N]`` of each case."""
         content, sizes = [], []
         for case in cases:
             rows, positions, vocab = case.logits.shape

@@ -54,7 +54,7 @@ def quantize_linear(x: Array, scale: Array, target: str) -> Array:
 
 
 def refused(first: int, start: int, end: int, limit: int, capacity: int, mode: UpdateMode) -> bool:
-    """Whether a sequence's update is not written: bad lengths, or rows that a linear cache does not have."""
+    """True if a sequence's update is not written: bad lengths, or rows that a linear cache does not have."""
     if not 0 <= start <= end <= limit:
         return True
     return end > start and mode is UpdateMode.LINEAR and not 0 <= first <= capacity - (end - start)

@@ -142,7 +142,7 @@ class Mixture:
         return {"x": x if self.rank == 2 else x[None], "logits": logits}
 
     def expected(self, feeds: dict[str, Array]) -> Array:
-        """What the operator is defined to compute, token by token in float64."""
+        """The operator by its definition, token by token in float64."""
         constants, (first, second) = self.weights()
         biases = [constants.get(f"fc{i}_experts_bias") for i in (1, 2)]
         x, logits = feeds["x"].reshape(-1, self.hidden).astype(np.float64), feeds["logits"].astype(np.float64)

@@ -98,7 +98,7 @@ def _exchange_names(graph: onnx.GraphProto, rng: random.Random) -> str:
 
 
 def trial(pair: Pair, seed: int) -> tuple[str, str]:
-    """What the check makes of a fault: ``"refused"``, ``"equal"``, or ``"wrong"`` if it takes other numbers."""
+    """The check's verdict on a fault: ``"refused"``, ``"equal"``, or ``"wrong"`` if it takes other numbers."""
     model, done = faulty(pair, seed)
     if pair.passes(model):
         return "refused", done

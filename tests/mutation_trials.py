@@ -1,4 +1,4 @@
-"""What the importer makes of decoders whose meaning was changed at random.
+"""The importer against decoders whose meaning was changed at random.
 
 A mutated model is its own specification: the importer refuses it by an error of its own, or the rewritten model gives
 the numbers that the mutated one gives in ONNX Runtime. Anything else is a bug. By hand, at scale::
@@ -37,7 +37,7 @@ _SECONDS = 20  # for one import
 
 
 def judge(path: Path, options: PlanOptions, verify: VerifyOptions = VERIFY) -> tuple[str, str]:
-    """What the importer makes of a model: a word and its reason.
+    """The importer's verdict on a model: a word and its reason.
 
     Args:
         path: of the model.

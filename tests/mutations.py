@@ -154,7 +154,7 @@ class Mutator:
         return [n for n, (kind, shape) in shapes.items() if kind in _FLOATS and shape and len(shape) >= 3]
 
     def _distances(self) -> dict[str, int]:
-        """How many nodes lie between each node and a cache, a mask, positions or attention; by its first output."""
+        """The number of nodes between each node and a cache, a mask, positions or attention; by its first output."""
         constants = {t.name for t in self.graph.initializer}
         seen = {v.name for v in self.graph.input if "ids" not in v.name or "position" in v.name} - constants
         seen |= {v.name for v in self.graph.output if v.name != "logits"}

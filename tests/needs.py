@@ -1,4 +1,4 @@
-"""What some tests need and others do not."""
+"""Needs of some tests, which are skipped without them."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-# What a caller feeds.
+# A caller's inputs.
 
 
 def episodes(plain: Plain, plan: CachePlan, rng: np.random.Generator) -> Iterator[tuple[Step, ...]]:

@@ -485,7 +485,7 @@ def faults(subject: Subject, seed: int) -> list[tuple[str, Edit | None]]:
 
 
 def trial(subject: Subject, name: str, edit: Edit | None, seed: int, right: Replay) -> str:
-    """What becomes of a fault.
+    """The outcome of a fault.
 
     Returns:
         ``"refused"``, ``"missed"``; ``"equal"``: it changes no number; ``"unfit"``: the model does not run with it.

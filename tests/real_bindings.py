@@ -61,7 +61,7 @@ def ask(version: str, script: Path, question: Any, folder: Path, *, registry: bo
 
 @lru_cache
 def _fits(site: Path) -> bool:
-    """Whether pip chose the wheel for this interpreter."""
+    """True if pip chose the wheel for this interpreter."""
     (tags,) = site.glob("tensorrt_cu13_bindings-*.dist-info/WHEEL")
     return f"cp{sys.version_info.major}{sys.version_info.minor}" in tags.read_text()
 

@@ -105,7 +105,7 @@ def test_functions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", [PlanOptions, BuildOptions, VerifyOptions, GenerationConfig])
 def test_options(kind: Any) -> None:
-    """What they take, they hold as plain values that JSON has: no switch is on because of ``"off"``."""
+    """They hold plain values that JSON has: no switch is on because of ``"off"``."""
     for field in dataclasses.fields(kind):
         took = []
 
@@ -185,7 +185,7 @@ SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
 
 @pytest.mark.parametrize("name", SESSION)
 def test_sessions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused has changed nothing."""
+    """A refused value has changed nothing."""
     monkeypatch.chdir(tmp_path)
     method, taken = SESSION[name]
 

@@ -69,7 +69,7 @@ def test_a_wheel_has_them_inside_the_package(unpacked: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_a_source_archive_gives_the_same_wheel(unpacked: Path, tmp_path: Path) -> None:
-    """What archives leave out is the symbolic link of a source tree."""
+    """Archives leave out the symbolic link of a source tree."""
     build = [sys.executable, "-m", "hatchling", "build", "--directory", str(tmp_path), "--target"]
     subprocess.run([*build, "sdist"], cwd=ROOT, capture_output=True, check=True, timeout=120)
     (archive,) = tmp_path.iterdir()

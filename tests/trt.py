@@ -59,7 +59,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a model got: ``stage`` is ``"parse"`` or ``"build"`` for a failure there, else ``"built"``."""
+    """The end of a model's way: ``stage`` is ``"parse"`` or ``"build"`` for a failure there, else ``"built"``."""
 
     stage: str
     words: str = ""

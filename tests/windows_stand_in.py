@@ -1,4 +1,4 @@
-"""What Windows lacks and forbids, laid over Linux: ``python windows_stand_in.py MODEL FOLDER`` does the main jobs so.
+"""Windows' limits, laid over Linux: ``python windows_stand_in.py MODEL FOLDER`` does the main jobs so.
 
 No fcntl and no resource, ``sys.platform`` says win32, and a file that somebody has open is neither moved nor removed.
 Other packages are imported before, as they are built for the system that really runs.

@@ -1,4 +1,4 @@
-"""What this package does with every row of the support matrix: treatment, numbers, engine; or the named refusal."""
+"""Every row of the support matrix as this package treats it: treatment, numbers, engine; or the named refusal."""
 
 from __future__ import annotations
 

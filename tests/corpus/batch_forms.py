@@ -49,7 +49,7 @@ def each_by_itself(g: Build, x: str) -> str:
 
 
 def by_a_table_cut_to_the_longest(g: Build, x: str) -> str:
-    """What is cut off, no sequence reads but the longest."""
+    """Only the longest sequence reads the tokens that are cut off."""
     longest = g.ReduceMax(g.position_ids, keepdims=0)
     end = g.Reshape(g.Add(longest, 1), [1])
     cut = g.Slice(g.weight(64, 1), [0], end)
@@ -79,7 +79,7 @@ MIXES = {
 
 
 def whole(g: Build, x: str) -> str:
-    """What such operators do to none, or to one sequence."""
+    """Such operators applied to no sequence, or to one."""
     batch = g.size_of(g.tokens, 0)
     x = _rows(g, g.Gather(x, g.Range(0, batch, 1), axis=0), 0, FAR)
     one = g.Reshape(x, [1, -1, 16])

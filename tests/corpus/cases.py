@@ -33,7 +33,7 @@ NO_KERNEL = "Attention operation was not supported by a dedicated kernel"
 
 @dataclass(frozen=True)
 class Native:
-    """What TensorRT for RTX does with the model as it is.
+    """The outcome in TensorRT for RTX of the model as it is.
 
     Attributes:
         stage: ``"parse"`` or ``"build"`` where that fails, ``"crash"`` where the process dies, ``"built"`` otherwise.
@@ -59,7 +59,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Ours:
-    """What this package does with the model.
+    """The treatment that this package gives the model.
 
     Attributes:
         text: the cell of the matrix.

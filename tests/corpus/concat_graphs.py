@@ -22,7 +22,7 @@ TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
 
 @dataclass(frozen=True)
 class Decoder:
-    """How a decoder is written.
+    """The form of a decoder.
 
     Attributes:
         scale: where the scores are scaled: "scores", "q", "k", "both" or "none", and by which operator.
@@ -199,7 +199,7 @@ def _declare_caches(g: Build) -> None:
 
 
 def _signal(g: Build, positions: str) -> str:
-    """What positions add to the hidden states."""
+    """The part of the hidden states that positions add."""
     width = g.decoder.heads * g.decoder.size
     column = g.Unsqueeze(g.Cast(positions, to=TensorProto.FLOAT), [-1])
     angles = g.Mul(column, g.constant(np.linspace(0.05, 1.5, width), np.float32))

@@ -21,7 +21,7 @@ FAR = 2**31
 
 @dataclass(frozen=True)
 class Cut:
-    """How a decoder is written.
+    """The form of a decoder.
 
     Attributes:
         kept: rows that each layer keeps; 0: all.
@@ -227,7 +227,7 @@ def _heads(g: Built, tensor: str, heads: int) -> str:
 
 
 def _cached(g: Built, past: str, new: str, kept: int, present: str) -> str:
-    """What attention reads."""
+    """The keys or values that attention reads."""
     if g.how.layout == "bnsd":
         new = g.Transpose(new, perm=[0, 2, 1, 3])
     if not kept:

@@ -15,7 +15,7 @@ from corpus import Entry, built
 
 @dataclass(frozen=True)
 class Grouped:
-    """How an attention over groups of heads is written: the `attend` of a `concat_graphs.Decoder`.
+    """The form of an attention over groups of heads: the `attend` of a `concat_graphs.Decoder`.
 
     Attributes:
         form: "broadcast" (``[B, N, G, S, D] @ [B, N, 1, D, T]``), "einsum" (the same, as torch.einsum exports it),

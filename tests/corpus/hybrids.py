@@ -203,7 +203,7 @@ def cross_model(
 
 
 def encoder_constants(kind: str, mask: str, length: int, seed: int) -> dict[str, Array]:
-    """What an encoder gives for one sequence of `length` positions, the last third of them masked where it can be."""
+    """An encoder's output for one sequence of `length` positions, the last third of them masked where it can be."""
     rng, w = np.random.default_rng(seed), weights()
     hidden = rng.normal(0, 1, (1, length, WIDTH)).astype(np.float32)
     given: dict[str, Array] = {"encoder_hidden_states": hidden}

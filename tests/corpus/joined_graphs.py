@@ -18,7 +18,7 @@ WIDTH = HEADS * SIZE
 
 @dataclass(frozen=True)
 class Joined:
-    """How a decoder holds both.
+    """The form of a decoder that holds both.
 
     Attributes:
         cache: "heads" (``[B, N, T, 2D]``) or "flat" (``[B, T, 2ND]``).

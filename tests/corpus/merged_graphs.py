@@ -21,7 +21,7 @@ def _same(g: Build, tensor: str) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """How an attention over ``[B*H, ...]`` is written: the `attend` of a `concat_graphs.Decoder`.
+    """The form of an attention over ``[B*H, ...]``: the `attend` of a `concat_graphs.Decoder`.
 
     Attributes:
         split: what runs over ``[B, H, S, T]`` all the same: "mask" (BART, OPT), "softmax" (and mask: BLOOM), "none".

@@ -42,7 +42,7 @@ class NodeCase:
 
     @property
     def has_in_op_cache(self) -> bool:
-        """Whether Attention itself keeps the cache (``past_key``)."""
+        """True if Attention itself keeps the cache (``past_key``)."""
         return self.node.op_type == "Attention" and len(self.node.input) > 4 and bool(self.node.input[4])
 
 

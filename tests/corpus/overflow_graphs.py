@@ -52,7 +52,7 @@ def overflowing(seed: int) -> Decoder:
 
 
 def _bias(g: Build, form: str, lowest: float, visible: str) -> str:
-    """What is added to scores."""
+    """The mask that is added to scores."""
     code = _code(g)
     if form == "product":
         hidden = g.Cast(g.Not(visible), to=code)

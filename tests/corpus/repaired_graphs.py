@@ -1,4 +1,4 @@
-"""What tools write and ONNX forbids: repaired, or refused by name."""
+"""Models of tools that ONNX forbids: repaired, or refused by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def branch(nodes: list[onnx.NodeProto], output: str) -> onnx.GraphProto:
 
 
 def later_in_a_body() -> onnx.ModelProto:
-    """What an If reads is named in its bodies only, those nested in these too."""
+    """The tensors that an If reads are named in its bodies only, those nested in these too."""
     graph = Graph()
     graph.input("x", FLOAT, ["B", 4])
     graph.input("choice", TensorProto.BOOL, [])

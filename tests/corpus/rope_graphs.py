@@ -21,7 +21,7 @@ Change = Callable[[Build, str], str]
 
 @dataclass(frozen=True)
 class Rope:
-    """How factors are made: the `attend` of a `concat_graphs.Decoder`.
+    """The making of factors: the `attend` of a `concat_graphs.Decoder`.
 
     Attributes:
         form: of the new tokens' factors: rows of all tokens' ones by "slice", "negative" or "open" bounds, by "gather",

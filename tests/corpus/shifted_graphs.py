@@ -22,7 +22,7 @@ FAR = 2**62
 
 @dataclass(frozen=True)
 class Shifted:
-    """How a decoder is written.
+    """The form of a decoder.
 
     Attributes:
         layers: how each layer's caches are written: "cat" (rows are cut off, new ones joined), "cut" (joined, then

@@ -25,7 +25,7 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Speech:
-    """What differs between such decoders.
+    """The differences between such decoders.
 
     Attributes:
         write: ``"front"``: as above; ``"rows"``: the new rows go to the cache, of which attention reads as much.
@@ -89,7 +89,7 @@ def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
 
 
 def make_encoder() -> onnx.ModelProto:
-    """What it hears ``[B, HEARD, WIDTH]`` becomes the keys and values of every layer."""
+    """The audio ``[B, HEARD, WIDTH]`` becomes the keys and values of every layer."""
     g, rng = Graph(), np.random.default_rng(6)
     x = g.Tanh(g.input("mel", _FLOAT, ["n_audio", HEARD, WIDTH]))
     for kind in "kv":
@@ -112,7 +112,7 @@ def _norm(g: Graph, x: str) -> str:
 def _written(
     g: Graph, how: Speech, cache: str, layer: int, offset: str, end: str, length: str, new: str
 ) -> tuple[str, str]:
-    """What attention reads of a layer's cache, and the caches of all layers behind the step."""
+    """The part of a layer's cache that attention reads, and the caches of all layers after the step."""
     one, zero = g.constant([1]), g.constant([0])
     own = g.Gather(cache, layer, axis=0)
     rows = _range(g, offset, end)

@@ -20,7 +20,7 @@ KINDS = ("key", "value")
 
 @dataclass(frozen=True)
 class Stacking:
-    """How caches lie in a tensor.
+    """The layout of caches in a tensor.
 
     Attributes:
         order: what is stacked, outermost first: ``"L"`` layers, ``"K"`` keys and values; ``"LK"`` along two axes,

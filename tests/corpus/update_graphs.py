@@ -366,7 +366,7 @@ FORMS: dict[str, Case] = {
     "float16": (index_copy(), {"dtype": TensorProto.FLOAT16}),
 }
 
-# What does something else.
+# Models that do something else.
 
 
 def first_then_past(g: Graph, past: str, new: str) -> str:

@@ -84,7 +84,7 @@ def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: Deco
 
 @pytest.mark.slow
 def test_an_engine_far_from_its_export_knows_which_tokens_end_a_text(tmp_path: Path) -> None:
-    """What a file beside the engine says counts more; a file beside the model that is none stops the build."""
+    """A file beside the engine counts more; a broken file beside the model stops the build."""
     (tmp_path / "export").mkdir()
     model = write_decoder(tmp_path / "export" / "model.onnx", TINY)
     settings = tmp_path / "export" / "generation_config.json"

@@ -138,7 +138,7 @@ def test_a_fault_of_ours_costs_the_engine_of_the_encoder_only(model: Path, monke
 @pytest.mark.few(2)
 @pytest.mark.parametrize("error", [BuildError("enough"), ValueError("enough"), KeyboardInterrupt()])
 def test_what_ends_a_build_is_no_fault_of_the_encoder(error: BaseException, model: Path) -> None:
-    """What the caller's progress raises ends the build, also while the encoder is built; nothing is left."""
+    """An error that the caller's progress raises ends the build, also while the encoder is built; nothing is left."""
 
     def enough(_: object) -> None:
         raise error

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 
 @dataclass(frozen=True)
 class Export:
-    """What `torch.onnx.export` gets: a module, samples and names of its inputs, and which dimensions change."""
+    """Arguments of `torch.onnx.export`: a module, samples and names of its inputs, and dimensions that change."""
 
     module: torch.nn.Module
     samples: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What TensorRT for RTX makes of experts' weights that a Gather chooses, from what its builder says of its kernels.
+"""Kernels of TensorRT for RTX for experts' weights that a Gather chooses, as its builder names them.
 
 A failure here means that TensorRT changed: `normalize.moe` relies on the bits of chosen experts alone being read.
 """
@@ -35,7 +35,7 @@ class Words(trt.Log):
 
 
 def build(case: Mixture, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said of each kernel, and of memory, for steps of 1 to `tokens` tokens."""
+    """The builder's words about each kernel, and about memory, for steps of 1 to `tokens` tokens."""
     monkeypatch.setattr(trt, "Log", Words)
     model = lowered(case.model())
     sign_weights(model, Path())

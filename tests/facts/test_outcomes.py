@@ -1,4 +1,4 @@
-"""What TensorRT makes of caches and attention: the rows of the support matrix, and more.
+"""Caches and attention in TensorRT: the rows of the support matrix, and more.
 
 A failure here means that TensorRT changed: what this package does about it is to be looked at again.
 """
@@ -264,7 +264,7 @@ def test_attentions_that_share_a_tensor(shared: str, dtype: int, scales: tuple[f
     assert found == "built" if well else found in ("crash", "build")
 
 
-# What the native ONNX parser and builder do with every row of the support matrix.
+# Every row of the support matrix in the native ONNX parser and builder.
 
 
 @pytest.mark.few(36)

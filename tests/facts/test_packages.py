@@ -1,4 +1,4 @@
-"""What the package `tensorrt_rtx` has and lacks, and what its parser does outside caches and attention."""
+"""Contents of the package `tensorrt_rtx`, and its parser outside caches and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorRT for RTX makes of quantized weights and numbers.
+"""Quantized weights and numbers in TensorRT for RTX.
 
 A failure here means that TensorRT changed: `importer.quantized.signed`, `normalize.nbits`, `normalize.zero_points` and
 `importer.extensions.quantizers` rely on these facts.
@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[], ModelProto], str]] = {
 
 
 def table() -> ModelProto:
-    """What onnxruntime's quantizers make of an embedding."""
+    """An embedding as onnxruntime's quantizers write it."""
     g = Graph()
     g.input("ids", TensorProto.INT64, ["batch"])
     rows = g.Gather(raw(g, TensorProto.INT8, (SIZE, SIZE), random_bytes(SIZE * SIZE)), "ids")

@@ -1,4 +1,4 @@
-"""What a GPU finds of scores against what the host does. Nobody has run these tests on a GPU yet."""
+"""Choices from scores on a GPU against those of the host. Nobody has run these tests on a GPU yet."""
 
 from __future__ import annotations
 

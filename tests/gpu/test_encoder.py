@@ -28,7 +28,7 @@ TOLERANCE = 5e-3  # of the scale: products in TF32
 
 @pytest.mark.parametrize("kind", ["hidden", "keys"])
 def test_constants_and_tokens_are_those_of_the_cpu(workshop: Any, kind: str, tmp_path: Path) -> None:
-    """What an encoder makes stays on the GPU; sources of several lengths, one after the other and again."""
+    """An encoder's output stays on the GPU; sources of several lengths, one after the other and again."""
     encoder(tmp_path / "encoder_model.onnx")
     if kind == "keys":
         first_step(tmp_path / "decoder_model.onnx")
@@ -62,7 +62,7 @@ def test_constants_and_tokens_are_those_of_the_cpu(workshop: Any, kind: str, tmp
 
 
 def test_a_transformer_behind_a_convolution(workshop: Any, tmp_path: Path) -> None:
-    """What comes out is half as long as what goes in; from the shortest to the longest, and back."""
+    """The output is half as long as the input; from the shortest to the longest, and back."""
     strided_encoder(tmp_path / "encoder_model.onnx")
     model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
     engine, rng = tmp_path / "model.engine", np.random.default_rng(5)

@@ -180,7 +180,7 @@ def test_memory_does_not_grow(workshop: Any) -> None:
     before = [decode(50) for _ in range(2)][-1]
     after = [decode(50) for _ in range(10)][-1]
     assert engine.device_bytes == held
-    # What the driver hands out at a time; and those of such kernels as come later, once.
+    # The driver's smallest portion; and those of such kernels as come later, once.
     assert before - after < (16 if rtx else 2) << 20
 
 

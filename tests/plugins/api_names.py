@@ -1,4 +1,4 @@
-"""What the project asks of TensorRT, read from its sources: names, and for calls how many arguments.
+"""The project's uses of TensorRT, read from its sources: names, and for calls the number of arguments.
 
 Sources are matched by file and by what an object is called there, so that a new use of a known object is seen without a
 change here.
@@ -114,7 +114,7 @@ def _dotted(node: ast.expr) -> str | None:
 
 
 def problem(module: Any, use: Use) -> str:
-    """What is wrong with a use on this TensorRT, or an empty string."""
+    """The fault of a use on this TensorRT, or an empty string."""
     found = module
     for part in use.name.split("."):
         members = getattr(found, "__members__", {})

@@ -123,7 +123,7 @@ def test_the_ways_out_that_are_named_need_no_plugin(fallback: str, tmp_path: Pat
 
 
 def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
-    """What the plugin refuses while TensorRT asks for it, such as a kernel that does not compile."""
+    """Refusals of the plugin while TensorRT asks for it, such as a kernel that does not compile."""
     plan = imported(scatter_model(mode="circular"), tmp_path, PlanOptions(target=Target.TENSORRT)).plan
     job = Job(Target.TENSORRT, "TensorRT", "", "", "", plan, (), BuildOptions())
     said = _with_refusals(

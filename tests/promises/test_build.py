@@ -1,4 +1,4 @@
-"""What is planned is built: TensorRT takes the model, and holds each cache that is in place in one buffer."""
+"""Planned models are built: TensorRT takes them, and holds each cache that is in place in one buffer."""
 
 from __future__ import annotations
 

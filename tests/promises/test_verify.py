@@ -1,4 +1,4 @@
-"""What is planned is verified: the original and the rewritten model give the same numbers over a decode."""
+"""Planned models are verified: the original and the rewritten model give the same numbers over a decode."""
 
 from __future__ import annotations
 

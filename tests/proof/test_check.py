@@ -43,7 +43,7 @@ def own(tmp_path: Path) -> Path:
 
 
 class Gpu:
-    """What a session opens engines on, and how often an engine was opened."""
+    """Opens engines for a session, and counts how often."""
 
     def __init__(self, machine: Machine | None = None, **faults: Any) -> None:
         self.machine = machine or Machine()

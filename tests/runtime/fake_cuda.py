@@ -36,7 +36,7 @@ stream records."""
 
 
 class BrokenRuleError(BaseException):
-    """What would be undefined behaviour on a GPU. Nothing that handles errors may take it for one."""
+    """Undefined behaviour on a GPU. Nothing that handles errors may take it for one."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Machine:
     queue: list[Work] = field(default_factory=list)
 
     def bindings(self) -> CudaBindings:
-        """What the runner takes for cuda.core and cuda.bindings.driver."""
+        """The runner's cuda.core and cuda.bindings.driver."""
         view = SimpleNamespace(StridedMemoryView=StridedMemoryView)
         core = SimpleNamespace(
             Device=lambda index=0: Device(self, index), Buffer=Buffer, utils=view, ObjectCode=fake_launch.ObjectCode,
@@ -102,7 +102,7 @@ class Machine:
         return CudaBindings(core, Driver(self))
 
     def is_current(self) -> bool:
-        """Whether its context is this thread's."""
+        """True if its context is this thread's."""
         return getattr(CURRENT, "machine", None) is self
 
     @property
@@ -112,7 +112,7 @@ class Machine:
 
     @staticmethod
     def taken(size: int) -> int:
-        """What an allocation costs: pages of 2 MiB, of which small ones share one."""
+        """Bytes of an allocation: pages of 2 MiB, of which small ones share one."""
         return size if size <= 1 << 20 else (size + (2 << 20) - 1) >> 21 << 21
 
     def take(self, size: int, memory: dict[int, Any]) -> int:
@@ -350,7 +350,7 @@ class Driver:
         return SUCCESS, before
 
     def _records(self) -> bool:
-        """Whether the stream records: a call that may not be made meanwhile spoils the graph."""
+        """True if the stream records: a call that may not be made meanwhile spoils the graph."""
         relaxed = self.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         recording = self._machine.recording is not None and getattr(CURRENT, "mode", None) != relaxed
         self._machine.invalid |= recording

@@ -424,7 +424,7 @@ class Context:
         if name in self._module.faults.get("unknown_sizes", ()):
             return tuple(-1 for _ in found)
         inputs = engine._names("INPUT")
-        # What the importer wrote into a decoder is true; exporters give two sizes of an encoder one name.
+        # The importer's sizes in a decoder are true; exporters give two sizes of an encoder one name.
         if -1 not in engine._open_shape(name) or name in inputs or (engine._aliases and -1 not in found):
             return found
         shapes = {n: self._shape(n) for n in inputs}
@@ -486,7 +486,7 @@ def _disjoint(blocks: Iterable[tuple[str, int, int]]) -> None:
 
 
 def public_names(cls: type) -> set[str]:
-    """What a class offers, methods and the attributes that its ``__init__`` sets."""
+    """Names of a class: methods and the attributes that its ``__init__`` sets."""
     import inspect
 
     names = {name for base in cls.__mro__[:-1] for name in vars(base)}

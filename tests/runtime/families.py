@@ -116,7 +116,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a family in a folder, and how to open it; `state`: it keeps state, which no crop takes back."""
+    """Makes a family in a folder, and opens it; `state`: it keeps state, which no crop takes back."""
 
     make: Callable[[Path], Made]
     options: PlanOptions = DEFAULT

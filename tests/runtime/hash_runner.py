@@ -50,7 +50,7 @@ def with_encoder(plan: CachePlan) -> CachePlan:
 
 
 def next_token(tokens: Sequence[int], window: int | None) -> int:
-    """What comes after `tokens`, from the tokens alone."""
+    """The logits after `tokens`, from the tokens alone."""
     total = 17
     first = 0 if window is None else max(0, len(tokens) - window)
     for position in range(first, len(tokens)):
@@ -118,7 +118,7 @@ class HashRunner:
             assert length == 1 or start + length <= capacity, "an update overwrites what its own tokens see"
 
     def _read(self, row: int, length: int) -> list[int]:
-        """What each cache says to a sequence of `length` tokens."""
+        """Each cache's part of the logits of a sequence of `length` tokens."""
         found = []
         for cache in self.plan.caches:
             total = 17
@@ -194,7 +194,7 @@ def rows(numbers: Sequence[int]) -> NDArray[np.float64]:
 
 
 def code(number: int, place: Sequence[int]) -> int:
-    """What a cache row holds of a token: a hash of its embedding and its positions."""
+    """A token's row of a cache: a hash of its embedding and its positions."""
     time, height, width = place
     return number + 211 * ((time * 7 + height * 11 + width * 13) % 1009)
 
@@ -243,7 +243,7 @@ def embedded_plan(plan: CachePlan, *, per_row: bool) -> CachePlan:
 
 @dataclass
 class Alone:
-    """What a sequence holds and gives, from what it was given alone.
+    """A sequence's rows and logits, from its tokens alone.
 
     Attributes:
         windows: of the caches.

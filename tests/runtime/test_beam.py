@@ -35,7 +35,7 @@ def random_model(seed: int, vocab: int) -> Model:
 
 
 class Rows:
-    """What a session offers to beam search: the tokens that each row of a cache holds."""
+    """A session as beam search sees it: the tokens that each row of a cache holds."""
 
     def __init__(self, model: Model, most: int) -> None:
         self.model, self.most = model, most

@@ -219,7 +219,7 @@ def saved_slot(path: Path) -> bytes:
 
 
 def followed(path: Path) -> list[int | None]:
-    """What comes after the slot of a file."""
+    """Continues after the slot of a file."""
     with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
         (slot,) = session.cache.load(path).values()
         assert session.cache.free == 3

@@ -173,7 +173,7 @@ def test_files_of_transformers(tmp_path: Path) -> None:
 
 
 def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
-    """How tokens are drawn is a choice; which ones end a text is not."""
+    """The way to draw tokens is a choice; the tokens that end a text are none."""
     model = tmp_path / "model.onnx"
     assert settings_beside(model) == {}
     (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"eos_token_id": [1, 2], "vocab_size": 9}}))

@@ -134,7 +134,7 @@ def test_the_draft_keeps_what_it_knows() -> None:
 
 
 def triples(draft: HashRunner, runner: HashRunner) -> tuple[dict[tuple[int, ...], int], float]:
-    """How often each three tokens come after [1, 2], of 500 sequences; and the share of guesses that were taken."""
+    """Counts of each three tokens after [1, 2], of 500 sequences; and the share of guesses that were taken."""
     found, stats = dict.fromkeys(product(range(5), repeat=3), 0), SpeculationStats()
     with drafted(draft, runner) as session:
         made = config(3, do_sample=True, top_k=0, seed=0, num_assistant_tokens=2)
@@ -145,7 +145,7 @@ def triples(draft: HashRunner, runner: HashRunner) -> tuple[dict[tuple[int, ...]
 
 
 def chi_square(found: dict[tuple[int, ...], int], table: NDArray[np.float64]) -> float:
-    """How far counts are from the model's distribution; about 124, give or take 16, where they are of it."""
+    """The distance of counts from the model's distribution; about 124, give or take 16, where they are of it."""
     shares = np.exp(table) / np.exp(table).sum(-1, keepdims=True)
     total, far = sum(found.values()), 0.0
     for tokens, number in found.items():
@@ -309,7 +309,7 @@ def test_settings_that_contradict_each_other() -> None:
         assert beams.tokens == DecodeSession(HashRunner()).generate([[1]], config(4, num_beams=2))[0].tokens
 
 
-# What prompt lookup proposes. Drafts never change the tokens: test_any_schedule, test_draft.
+# Proposals of prompt lookup. Drafts never change the tokens: test_any_schedule, test_draft.
 
 
 Logits = npt.NDArray[np.float32]

@@ -26,7 +26,7 @@ EACH = pytest.mark.parametrize(("name", "device"), CASES, ids=lambda value: valu
 
 
 def given(corpus: Corpus, name: str, count: int) -> dict[str, list[Any]]:
-    """What `DecodeSession.generate` takes beside the first prompts."""
+    """Arguments of `DecodeSession.generate` beside the first prompts."""
     made = corpus.made(name)
     each = [made.given(i) for i in range(count)]
     return {kind: [one.get(kind) for one in each] for kind in {kind for one in each for kind in one}}

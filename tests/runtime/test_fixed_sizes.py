@@ -93,7 +93,7 @@ def test_fixed_steps_beside_a_ring_are_refused(tmp_path: Path) -> None:
     ids=str,
 )
 def test_exports_of_fixed_sizes(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    """What exporters write, with sizes in place of symbols."""
+    """Models as exporters write them, with sizes in place of symbols."""
     config = GenerationConfig(max_new_tokens=6)
     source = MODELS / name / "model.onnx"
     proto = onnx.load(source)

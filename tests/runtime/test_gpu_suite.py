@@ -282,7 +282,7 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
     gpu_steps.ask_all(tmp_path, "tensorrt-rtx", out, [])
     answers = json.loads(out.read_text())["answers"]
     assert list(answers) == [*first, *errors]
-    # What else the backend could do is asked all the same, unless it refuses.
+    # The backend is asked for the rest all the same, unless it refuses.
     assert {name for name, answer in answers.items() if answer.get("unexpected")} == {"late", "early", "other"}
 
 

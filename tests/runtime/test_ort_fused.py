@@ -43,7 +43,7 @@ def write(path: Path, config: DecoderConfig, window: int | None = None) -> Path:
 
 
 def operators(path: Path, options: PlanOptions | None = None) -> Counter[str]:
-    """How often each operator is in what the runner runs."""
+    """The number of nodes of each operator in the model that the runner runs."""
     imported = import_model(path, options or PlanOptions())
     model = keep_experts(fuse_attention(imported.model, imported.plan), imported.source.proto)
     return Counter(node.op_type for node in model.graph.node)

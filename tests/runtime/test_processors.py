@@ -51,7 +51,7 @@ def masked(candidates: Candidates, size: int) -> Scores:
 
 
 def left(scores: Scores, rule: Callable[[Candidates, Any], Candidates], setting: float) -> Scores:
-    """What a rule leaves; the same where it comes to work on fewer tokens than there are."""
+    """The tokens that a rule leaves; the same where it works on fewer tokens than there are."""
     found = masked(rule(Candidates(scores), setting), scores.size)
     places = np.flatnonzero(scores > -np.inf)
     np.testing.assert_array_equal(masked(rule(Candidates(scores[places], places), setting), scores.size), found)
@@ -392,7 +392,7 @@ def of_transformers(scores: Scores, tokens: npt.NDArray[np.int64], chosen: dict[
 
 
 def at_a_boundary(ruled: Scores, config: GenerationConfig) -> bool:
-    """Whether a change of 1e-6 in top-p, or 1e-6 of min-p, changes what is kept."""
+    """True if a change of 1e-6 in top-p, or 1e-6 of min-p, changes the tokens that are kept."""
 
     def with_top_p(top_p: float, min_p: float | None) -> set[int]:
         near = GenerationConfig(

@@ -224,7 +224,7 @@ def want(token: int) -> Logits:
     ids=str,
 )  # fmt: skip
 def test_how_a_text_ends(settings: dict[str, Any], tokens: list[int], texts: list[str], reason: FinishReason) -> None:
-    """What may become a stop string is held back; an incomplete character can complete one at the end."""
+    """Text that may become a stop string is held back; an incomplete character can complete one at the end."""
     sequence = Continuation(5, [1, 2], GenerationConfig(**settings), Letters())
     events = [sequence.advance(want(token)) for token in tokens]
     assert [(e.sequence, e.token, e.text, e.logprob) for e in events] == [

@@ -311,7 +311,7 @@ def test_after_close() -> None:
             call()
 
 
-# What fails, or is interrupted.
+# Failures and interrupts.
 
 
 class Breaks:
@@ -550,7 +550,7 @@ TORN = tuple(f"runtime/{name}.py" for name in ("loop", "cache", "continuation", 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_an_interrupt_at_any_line_of_the_loop_loses_and_changes_nothing(seed: int) -> None:
-    """What it tears ends with an error; all the rest goes on, drafts included, and what is kept can be continued."""
+    """Sequences that it tears end with an error; all others go on, drafts included, and kept ones can be continued."""
     rng = random.Random(seed)
     runner = HashRunner(rng.choice([RINGED[:1], RINGED]), max_chunk=rng.choice([1, 3, 8]))
     session = DecodeSession(runner)
@@ -649,7 +649,7 @@ no_fork = pytest.mark.skipif(sys.platform == "win32", reason="Windows does not f
 
 
 def in_a_child(work: Callable[[], object]) -> str:
-    """What `work` brings in a process that is forked here; fails where that does not end."""
+    """The result of `work` in a process that is forked here; fails where that does not end."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 on, where threads run

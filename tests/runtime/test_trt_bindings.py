@@ -123,7 +123,7 @@ def test_a_damaged_engine_is_refused_without_a_driver(capfd: pytest.CaptureFixtu
 
 
 def test_all_runtimes_have_one_logger_for_good() -> None:
-    """What makes it necessary: the first logger stays registered when its runtime is gone, and others are ignored."""
+    """The reason for it: the first logger stays registered when its runtime is gone, and others are ignored."""
     from trt_kvcache.engine.callbacks import native_logger
 
     first, second = trt.Runtime(native_logger(trt)), trt.Runtime(native_logger(trt))

@@ -60,7 +60,7 @@ FOREIGN: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("other backends may know this GPU .*, and the CPU runs", ("sm90",), {}, {}),
     (r'again with compute_capabilities=\["sm89"\]', ("sm90",), {"capability": (8, 9)}, {}),
     (UPDATE, (), {"driver": 12_080}, {"refuse": "?", "diagnostics": Invalidity.OLD_CUDA_DRIVER}),
-    # What TensorRT for RTX 1.7.1 says then, and diagnoses nothing: CUDA fails before it reads the engine.
+    # The words of TensorRT for RTX 1.7.1 then, which diagnose nothing: CUDA fails before it reads the engine.
     (UPDATE, (), {"driver": 12_080}, {"refuse": "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is "
                                       "insufficient for CUDA runtime version"}),
     (UPDATE, (), {"driver": 12_080}, {"refuse": TOO_NEW}),
@@ -116,7 +116,7 @@ def test_memory_is_admitted_before_it_is_taken(engine: Path, monkeypatch: pytest
 @needs_nvrtc
 @pytest.mark.parametrize(("rows", "capacity"), [(1, 64), (3, 64), (20, 64), (2, 9216)])
 def test_every_byte_is_asked_for(rows: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is admitted is what the driver takes, choice of tokens included."""
+    """The memory that is admitted is the memory that the driver gives, choice of tokens included."""
     asked: list[int] = []
 
     def counting(needs: Sequence[Need], *more: Any) -> None:

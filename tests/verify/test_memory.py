@@ -1,4 +1,4 @@
-"""How much memory a verification takes, what it does where there is little, and that nothing is left on the disk."""
+"""Memory of a verification: its need, its way where there is little, and nothing left on the disk."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_a_plan_in_a_file_is_no_authority(tmp_path: Path, forge: Callable[[dict[
 
 @pytest.mark.parametrize("edit", [lambda model: None, _swap_presents, _shift_lengths])
 def test_without_its_record_one_is_planned_as_what_it_is(tmp_path: Path, edit: Callable[[ModelProto], None]) -> None:
-    """What was in the record has no part in it; this one has spans, which hide the sizes of heads."""
+    """The record has no part in it; this one has spans, which hide the sizes of heads."""
     _, made = _written(tmp_path)
     _edit(made, lambda model: (edit(model), model.ClearField("metadata_props"))[0])
     with pytest.raises(TrtKvCacheError, match="head size or type of Attention"):

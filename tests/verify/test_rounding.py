@@ -120,14 +120,14 @@ def stored(
 
 
 def lose_bits(model: ModelProto) -> None:
-    """What float16 loses and float32 does not, as a lost cast does."""
+    """Numbers that float16 loses and float32 does not, as with a lost cast."""
     for node in nodes(model, "MatMul"):
         if node.input[1].endswith("gate.weight"):
             stored(model, node, "Add", "Sub", 1024.0, 64)
 
 
 def overflow(model: ModelProto) -> None:
-    """What is infinite in float16 only, and finite again behind a bound."""
+    """Numbers that are infinite in float16 only, and finite again after a bound."""
     node = next(n for n in nodes(model, "MatMul") if n.input[1] == "layers.1.down.weight")
     stored(model, node, "Mul", "Div", 6e4, 128)
     insert(model, node, 0, "Clip", *(constant(model, b, np.float16) for b in (-8.0, 8.0)))
@@ -162,14 +162,14 @@ def test_a_float32_model_that_rounding_moves_is_compared_in_float64(tmp_path: Pa
 
 
 def lose_few_bits(model: ModelProto) -> None:
-    """What float32 loses and float64 does not."""
+    """Numbers that float32 loses and float64 does not."""
     for node in nodes(model, "MatMul"):
         if node.input[1].endswith("gate.weight"):
             stored(model, node, "Add", "Sub", 64.0, 64, np.float32)
 
 
 def shift(model: ModelProto) -> None:
-    """What moves numbers by less than rounding to float32 moves them."""
+    """A change that moves numbers by less than rounding to float32 moves them."""
     insert(model, nodes(model, "Sin")[0], 0, "Mul", constant(model, 1 + 2**-22, np.float32))
 
 

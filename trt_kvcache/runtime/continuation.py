@@ -222,7 +222,7 @@ class Continuation:
         if self.finish_reason is None or self._text is None:
             return ""
         rest = self._text.flush()
-        # What was held back, an incomplete character after all, can itself be the end of a stop string.
+        # Text that was held back, an incomplete character after all, can itself be the end of a stop string.
         if self._text.stopped:
             self.finish_reason = FinishReason.STOP
         return rest

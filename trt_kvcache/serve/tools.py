@@ -271,7 +271,7 @@ class CallReader:
             said = self._before.push(text) + (self._before.flush() if last else "")
             self._in_calls = self._before.found
             if not self._in_calls:
-                # What is said is no beginning of the trigger; a part of it may still be needed.
+                # The text is no beginning of the trigger; a part of it may still be needed.
                 self._rest = self._rest[len(said) :]
                 return said
             self._rest = self._rest[self._rest.index(self._form.trigger) :]

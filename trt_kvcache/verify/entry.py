@@ -94,7 +94,7 @@ def _diverge(
 
 def _verify(imported: ImportedModel, verify: VerifyOptions, folder: Path | None) -> VerifyReport:
     source, twin = imported.source, has_bfloat16(imported.source.proto) or has_bfloat16(imported.model)
-    # What does not fit into memory is refused here, before weights are written anywhere.
+    # A model that does not fit into memory is refused here, before weights are written anywhere.
     Verification(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)
     source_folder = source.path.parent
     del source

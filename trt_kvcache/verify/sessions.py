@@ -49,7 +49,7 @@ class OrtSession:
         # Where ONNX Runtime fuses a product with a DequantizeLinear, it rounds the other side to 8 bits by default.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         if weights.rounds:
-            # What stands in the model is rounded where it stands: fusions round at other places, and break float8
+            # Roundings keep their places in the model: fusions round at other places, and break float8
             # (1.31.1). Without them quantized weights are held as float32, so models with no more than these keep them.
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         # Threads that spin while they wait take the processor from whatever else runs: with the short steps here, twice
@@ -63,7 +63,7 @@ class OrtSession:
             # give way to their packed copies.
             options.add_session_config_entry("session.disable_prepacking", "1")
         if weights.converted > room:
-            # What constant folding would convert once is converted at each step then; the session opens at once.
+            # Weights that folding would convert once are converted at each step then; the session opens at once.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # The default order converts many weights before any of them is used.
             options.execution_order = ort.ExecutionOrder.PRIORITY_BASED

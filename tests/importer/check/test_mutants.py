@@ -38,7 +38,7 @@ def test_faults_of_a_rewritten_model(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_faults_in_the_cutting(pair: Pair) -> None:
-    """What a wrong cut hides is found by the whole models; what the right one takes is right."""
+    """The whole models show faults that a wrong cut hides; faults that the right one takes are none."""
     found = Counter(exposed(pair, seed)[1] for seed in range(10))
     assert not found["missed"]
     assert found["whole models"]

@@ -209,7 +209,7 @@ def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Map
         alone = fed[0].keys() ^ fed[1].keys()
         if not alone:
             break
-        # What only one side is cut at is no boundary.
+        # A tensor that only one side is cut at is no boundary.
         stops = [{n: d for n, d in stop.items() if d not in alone} for stop in stops]
     digests = sorted(fed[0].keys() | fed[1].keys())
     boundaries = []

@@ -194,7 +194,7 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     for name in names:
         if name not in order:
             values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
-    # What the tensor has no axis for is of size 1 now: it may go to the end, where the reshape drops it.
+    # Axes that the tensor lacks are of size 1 now: they may go to the end, where the reshape drops them.
     kept = [names.index(n) for n in order if n is not None]
     values = values.transpose([*kept, *(i for i, n in enumerate(names) if n not in order)])
     spread = values.reshape([sizes[n] if n is not None else 1 for n in order])

@@ -117,7 +117,7 @@ class OnnxRuntimeRunner:
         session = _open(imported, model_run, threads, self.name)
         self._session: CpuSession | None = session
         imported.source.check_unchanged()
-        # What GroupQueryAttention cannot do; see `fuse_attention`.
+        # Outside of GroupQueryAttention; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
         allow_memory(per_row * self._max_batch)
         self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}

@@ -78,7 +78,7 @@ class Context:
         recorder = self._trt.recorder
         recorder.clear()
         shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
-        # What it does not find has no rank, and looks like the shape of a single number.
+        # A tensor that it does not find has no rank, and looks like the shape of a single number.
         found = len(shape) == len(self._trt.engine.get_tensor_shape(name))
         found &= min(shape, default=0) >= 0 or not recorder.get_num_errors()
         self._trt.check(found, f"tell the shape of {name!r}")
