@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.given import given_options
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analyze import analyze, check_unique_outputs
@@ -174,7 +174,11 @@ def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, Cache
 def _check(
     source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto, *, thorough: bool = False
 ) -> None:
-    check_rewrite(prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough)
+    try:
+        check_rewrite(prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough)
+    except UnsupportedModelError:
+        source.check_unchanged()  # weights that changed meanwhile differ, too
+        raise
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:
