@@ -135,7 +135,9 @@ def _check_functions(model: ModelProto, source: str) -> None:
         for node in all_nodes(scope):
             name = (node.domain, node.op_type, node.overload)
             if name in callers:
-                raise InvalidModelError(f"{source}: the function '{name[1]}' calls itself, which ONNX does not allow")
+                raise InvalidModelError(
+                    f"{source}: the function '{name[1]}' calls itself; ONNX does not allow that: export the model again"
+                )
             if name in functions and name not in sizes:
                 sizes[name] = size(functions[name], (*callers, name))
             count += sizes.get(name, 1)
