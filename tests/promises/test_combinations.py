@@ -1,4 +1,4 @@
-"""Planned models are verified: the original and the rewritten model give the same numbers over a decode."""
+"""Decoders whose caches grow, of any combination of choices, are planned and keep their numbers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ from typing import Any
 import net
 import pytest
 from concat_graphs import decoders
-from corpus import Entry, entries
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-RECORD = net.load()["verdicts"]
-ENTRIES = [entry for entry in entries() if entry[0] in RECORD and not entry[0].startswith(("node/", "case/"))]
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0])
-def test_the_verdict_is_the_recorded_one(entry: Entry) -> None:
-    assert net.treat(entry, verify=True)[2] == RECORD[entry[0]]
-
-
-def test_nearly_all_verdicts_are_equal() -> None:
-    assert sum(RECORD[entry[0]] == ["equal"] for entry in ENTRIES) > 0.98 * len(ENTRIES)
 
 
 @pytest.mark.slow
