@@ -84,7 +84,7 @@ class Engine:
             told(self.context.set_tensor_address(name, address), name)
 
     def step(self, tokens: list[int]) -> int:
-        """Put tokens behind those in the caches; return the likeliest next one."""
+        """Put tokens after those in the caches; return the likeliest next one."""
         past, self.length = self.length, self.length + len(tokens)
         if self.length > self.capacity:  # TensorRT would drop the write, and say nothing
             raise SystemExit(f"{self.length} tokens do not fit into caches of {self.capacity}")

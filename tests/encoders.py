@@ -75,7 +75,7 @@ def encoder(
 
 
 def strided_encoder(path: Path) -> Path:
-    """Write a layer of a transformer behind a convolution that halves the length, as encoders of speech are exported.
+    """Write a layer of a transformer after a convolution that halves the length, as encoders of speech are exported.
 
     It takes ``input_features`` ``[B, WIDTH, length]``.
     """

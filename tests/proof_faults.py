@@ -210,7 +210,7 @@ def _insert(model: ModelProto, at: int, place: int, op: str, *others: str, **att
 
 
 def _after(model: ModelProto, at: int, op: str, *others: str, **attributes: Any) -> None:
-    """Put an operator behind the first output of a node."""
+    """Put an operator after the first output of a node."""
     node = model.graph.node[at]
     name = node.output[0]
     node.output[0] = f"fault/before/{name}"

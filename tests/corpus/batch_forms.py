@@ -36,7 +36,7 @@ def by_the_shortest(g: Build, x: str) -> str:
 
 
 def by_a_row_of_a_table(g: Build, x: str) -> str:
-    """Weights are looked up behind an offset: no value shows, only which rows are taken."""
+    """Weights are looked up at an offset: no value shows, only which rows are taken."""
     long = g.Greater(g.ReduceMax(g.position_ids, keepdims=0), SWITCH)
     offset = g.Mul(g.Cast(long, to=TensorProto.INT64), 64)
     table = g.Mul(g.weight(128, 1), g.Cast(g.ReduceMax(g.tokens), to=TensorProto.FLOAT))

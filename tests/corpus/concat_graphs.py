@@ -33,7 +33,7 @@ class Decoder:
         layout: of the caches: "bnsd", "bsnd" or "flat".
         positions: where they come from: "input", "past", "padding", "present" or "none".
         sinks: what stands beside the scores: "" nothing, "weight" a logit per head, "zero" a constant.
-        scores, masked, weights, keys, values: change a tensor on its way, in every layer: scores before and behind the
+        scores, masked, weights, keys, values: change a tensor on its way, in every layer: scores before and after the
             mask, what the softmax makes of them, repeated keys and values.
         after: changes the hidden states at the end of the model.
         attend: attention over queries, keys and values that is written in another way; see `merged_graphs`.

@@ -32,7 +32,7 @@ class Cut:
         attention: "plain" operators, or "fused".
         layout: of the caches, "bnsd" or "bsnd".
         sequence: S where it is fixed, or a symbol.
-        reads: "all" rows, or what is left of them behind the "cut".
+        reads: "all" rows, or what is left of them after the "cut".
         counted: the layer from whose rows positions are counted; None: they are an input.
         after: adds something to the hidden states.
     """

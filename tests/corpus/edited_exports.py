@@ -58,7 +58,7 @@ def in_bfloat16(model: ModelProto) -> None:
 
 
 def keep_pasts(model: ModelProto, taken: int) -> None:
-    """Casts behind the inputs alone, which are of another type than what they come from."""
+    """Casts after the inputs alone, which are of another type than what they come from."""
     kept = {v.type.tensor_type.elem_type for v in model.graph.output} & {FLOAT16, BFLOAT16}
     (kind,) = kept
     for value in [v for v in model.graph.input if v.type.tensor_type.elem_type == kind]:

@@ -120,7 +120,7 @@ def rows_by_number(g: Graph, rows: str, own: str) -> str:
 
 
 def no_later_token(g: Graph, rows: str, own: str) -> str:
-    """Behind the end all rows but those of later tokens of the step."""
+    """After the end all rows but those of later tokens of the step."""
     later = g.Greater(rows, g.Mod(own, CAPACITY))
     last = g.ReduceMax(own, keepdims=1)
     newer = g.LessOrEqual(rows, g.Mod(last, CAPACITY))

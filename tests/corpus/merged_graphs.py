@@ -193,7 +193,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _there_and_back(g: Build, tensor: str) -> str:
-    """Behind an operator that takes no split axis."""
+    """After an operator that takes no split axis."""
     return g.Squeeze(g.Elu(g.Unsqueeze(tensor, [1])), [1])
 
 

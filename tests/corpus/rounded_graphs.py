@@ -20,13 +20,13 @@ PARTS = ("query", "keys", "scores", "weights", "values")
 OPSET = 21
 
 
-def rounds(kind: Any, scale: float = 0.0, zero: int = 0, behind: float = 0.0, **attrs: int) -> Hook:
-    """A hook that rounds a tensor; `behind`: another scale for DequantizeLinear."""
+def rounds(kind: Any, scale: float = 0.0, zero: int = 0, then: float = 0.0, **attrs: int) -> Hook:
+    """A hook that rounds a tensor; `then`: another scale for DequantizeLinear."""
 
     def hook(g: Build, tensor: str) -> str:
         dtype = np.float32 if g.decoder.upcast else g.decoder.dtype
         first = scale or STEPS[kind]
-        names = [g.constant(first, dtype), g.constant(zero, kind), g.constant(behind or first, dtype)]
+        names = [g.constant(first, dtype), g.constant(zero, kind), g.constant(then or first, dtype)]
         small = g.QuantizeLinear(tensor, names[0], names[1], **attrs)
         return g.DequantizeLinear(small, names[2], names[1])
 
@@ -92,7 +92,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "float8, caches alone": {"keys": rounds(FP8), "values": rounds(FP8)},
     "a scale for each channel": {"keys": per_channel, "values": per_channel},
     "after the mask": {"masked": rounds(INT8)},
-    "two scales": {"scores": rounds(INT8, behind=0.5)},
+    "two scales": {"scores": rounds(INT8, then=0.5)},
     "a zero point": {"weights": rounds(np.uint8, 1 / 255, zero=3)},
     "keys without saturation": {"keys": rounds(FP8, 0.1, saturate=0)},
     "scales of a step": {"keys": dynamic},

@@ -63,7 +63,7 @@ def _body(dtype: int = TensorProto.FLOAT) -> onnx.GraphProto:
 
 
 def decoder(dtype: int = TensorProto.FLOAT16, length: int | str = "S", *, computed: bool = False) -> onnx.ModelProto:
-    """Attention over caches, a Scan over what it gives, and attention over other caches behind that.
+    """Attention over caches, a Scan over what it gives, and attention over other caches after that.
 
     `computed`: what is scanned comes from an Expand by a computed shape.
     """

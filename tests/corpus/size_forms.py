@@ -169,7 +169,7 @@ def with_experts(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _experts(g: Build, query: str, keys: str, values: str, by: str = "Range") -> str:
-    """Attention, and behind it two experts that take some of the tokens each, as transformers' grouped_mm does."""
+    """Attention, and after it two experts that take some of the tokens each, as transformers' grouped_mm does."""
     output = _attend(g, query, keys, values)
     size = g.decoder.heads * g.decoder.size
     flat = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [-1, size])

@@ -46,7 +46,7 @@ def distance(g: Build) -> str:
 
 
 def absolute(g: Build) -> str:
-    """Symmetric: what lies behind the query is hidden."""
+    """Symmetric: what lies after the query is hidden."""
     return times_slopes(g, g.to_scores(g.Neg(g.Abs(g.Sub(g.key_rows, g.query_rows)))))
 
 
@@ -58,20 +58,20 @@ def added(make: Make) -> Callable[[Build, str], str]:
     return lambda g, scores: g.Add(scores, g.once("alibi", lambda: make(g)))
 
 
-def scaled_behind(g: Build, scores: str) -> str:
+def scaled_after(g: Build, scores: str) -> str:
     """Falcon: scores and bias are scaled together."""
     return g.Mul(added(counted)(g, scores), g.number(0.5))
 
 
 def in_the_mask(g: Build) -> str:
-    """One tensor that hides and slants, behind a view."""
+    """One tensor that hides and slants, after a view."""
     visible = g.to_scores(g.causal())
     both = g.Where(visible, distance(g), g.number(-65504.0))
     return g.Slice(both, [0], [2**31], [3])
 
 
 def _when(g: Build, past: int, here: float, else_: float = 0.0) -> str:
-    """A number in steps behind so many tokens, another one in all others."""
+    """A number in steps after so many tokens, another one in all others."""
     return g.Where(g.Equal(g.past, past), g.number(here), g.number(else_))
 
 
@@ -92,7 +92,7 @@ def _squares(g: Build) -> str:
 FORMS: dict[str, dict[str, Any]] = {
     "after the mask": {"masked": added(distance)},
     "one slope": {"scores": added(one_slope)},
-    "scaled behind": {"scores": scaled_behind},
+    "scaled after": {"scores": scaled_after},
     "in the mask": {"mask": "none", "scores": added(in_the_mask)},
     "a window": {"scores": added(counted), "window": 5},
     "sinks": {"scores": added(distance), "sinks": "weight"},

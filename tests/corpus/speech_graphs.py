@@ -33,7 +33,7 @@ class Speech:
         first: the row that the front begins with.
         back: rows of the front that are not put back.
         single: what the mask holds for a single token,
-        later: and for those behind a token.
+        later: and for those after a token.
         index_columns: numbers of an index: of batch and row, or of the numbers of a row as well.
         room: rows of a cache.
         scrambled: rows are put back where others were.
@@ -140,7 +140,7 @@ def _range(g: Graph, start: str, end: str) -> str:
 
 
 def _index(g: Graph, how: Speech, like: str, rows: str, layer: int | None = None, *, turned: bool = False) -> str:
-    """Where the rows of ``[B, R, WIDTH]`` go: batch, row and perhaps number, behind the layer if there is one."""
+    """Where the rows of ``[B, R, WIDTH]`` go: batch, row and perhaps number, after the layer if there is one."""
     zero, columns = g.constant([0]), how.index_columns
     shape = g.Shape(like, start=0, end=columns)
     batch = _range(g, zero, g.Shape(like, start=0, end=1))

@@ -18,7 +18,7 @@ FIXED = DecoderConfig(layers=1, capacity=CAPACITY, sequence=3)
 
 
 class Tail:
-    """Puts another tail behind the last norm of a decoder. `x` is the norm, `head` the product with the vocabulary."""
+    """Puts another tail after the last norm of a decoder. `x` is the norm, `head` the product with the vocabulary."""
 
     def __init__(self, config: DecoderConfig = SMALL) -> None:
         self.model = make_decoder(config)

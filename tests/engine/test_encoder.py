@@ -307,7 +307,7 @@ def fixed_length(path: Path, length: int) -> None:
 
 @pytest.mark.slow
 def test_an_encoder_says_how_much_it_makes_of_a_source(model: Path) -> None:
-    """The decoder takes that much, unless the caller allows more; less would be found out behind the first source."""
+    """The decoder takes that much, unless the caller allows more; less would be found out after the first source."""
     fixed_length(model.with_name("encoder_model.onnx"), 6)
     constant = "past_key_values.a.encoder.key"
 

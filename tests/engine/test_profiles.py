@@ -90,7 +90,7 @@ def test_logits_of_some_positions(build: BuildOptions, limit: int, prefill: int)
 
 
 def test_updates_of_a_fixed_length_may_end_anywhere() -> None:
-    """A step of fewer tokens is filled up behind them."""
+    """A step of fewer tokens is filled up after them."""
     plan = with_logits(with_fixed("seq", 4))
     assert resolve_limits(plan, BuildOptions(max_batch=2)).max_logits == 4
     made = profiles(plan, BuildOptions(max_batch=2))

@@ -2,7 +2,7 @@
 
 `docs/exporters-tables.md` shows what was measured.
 
-Names are transformers' own (`model_type`), with what differs from its usual form behind a hyphen. Every feature that
+Names are transformers' own (`model_type`), with what differs from its usual form after a hyphen. Every feature that
 bears on caches and attention is on: windows that are small, layers of different kinds, biases, norms of queries and
 keys, experts.
 """

@@ -81,7 +81,7 @@ def test_softmax_of_old_opsets_stays_along_the_last_axis(axis: str, opset: int) 
 
 @pytest.mark.parametrize("axis", ["", "<axis = 2>", "<axis = -2>"])
 def test_softmax_of_old_opsets_over_several_axes_is_refused(axis: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Softmax '.*' of opset 11 goes over axis -?\d and all behind it"):
+    with pytest.raises(UnsupportedModelError, match=r"Softmax '.*' of opset 11 goes over axis -?\d and all after it"):
         raise_opset(softmax(axis))
 
 

@@ -94,7 +94,7 @@ class Recomputed:
         return found.astype(np.float64)
 
     def greedy(self, embeds: Array, places: Array, table: Array, count: int) -> list[int]:
-        """The likeliest tokens after a prompt; each stands behind the largest position before it."""
+        """The likeliest tokens after a prompt; each stands after the largest position before it."""
         tokens: list[int] = []
         for _ in range(count):
             tokens.append(int(self.logits(embeds, places).argmax()))

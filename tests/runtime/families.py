@@ -183,7 +183,7 @@ class Text:
         return text
 
     def extend(self, tokens: Sequence[int], places: Any = None) -> None:
-        """More tokens, by default behind the largest place before them."""
+        """More tokens, by default after the largest place before them."""
         if places is None:
             first = int(self.places.max()) + 1 if self.places.size else 0
             places = np.arange(first, first + len(tokens))

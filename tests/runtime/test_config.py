@@ -92,7 +92,7 @@ IDS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id")
 
 @pytest.mark.parametrize("value", NONE.values(), ids=NONE)
 def test_numbers_that_are_none(value: Any) -> None:
-    """Each is refused by the name of its setting, or decodes: none ends in a trace behind the first tokens."""
+    """Each is refused by the name of its setting, or decodes: none ends in a trace after the first tokens."""
     settings = [{name: value} for name in (*NUMBERS, *WHOLE, *IDS)]
     settings += [{"exponential_decay_length_penalty": pair} for pair in ((1, value), (value, 1.5), (value, value))]
     settings += [{"sequence_bias": {5: value}}, {"suppress_tokens": [value]}, {"bad_words_ids": [[value]]}]
@@ -113,7 +113,7 @@ def test_numbers_that_are_none(value: Any) -> None:
 
 
 def test_numbers_of_any_type_are_plain_ones() -> None:
-    """A byte's 255 has no number behind it, and NumPy's or a Fraction's are no numbers of JSON."""
+    """A byte's 255 has no number above it, and NumPy's or a Fraction's are no numbers of JSON."""
     config = GenerationConfig(
         max_new_tokens=np.uint8(255), temperature=Fraction(1, 2), top_p=np.float16(0.5), do_sample=True,
         seed=np.int8(3), exponential_decay_length_penalty=[np.uint8(0), 2],

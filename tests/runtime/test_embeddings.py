@@ -45,7 +45,7 @@ def image(rng: np.random.Generator, width: int, dtype: Any) -> tuple[list[int], 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_images_in_float16_against_a_full_recomputation(forms: dict[str, Forms], device: str) -> None:
-    """M-RoPE: rows of time, height and width, behind which text goes on; the original in ONNX Runtime, no cache."""
+    """M-RoPE: rows of time, height and width, after which text goes on; the original in ONNX Runtime, no cache."""
     form = forms["half"]
     original = Recomputed(form.embeds)
     ids, patches, places = image(np.random.default_rng(4), form.table.shape[1], form.table.dtype)

@@ -41,7 +41,7 @@ def test_tokens_behind_an_image_stand_behind_its_largest_position() -> None:
         np.testing.assert_array_equal(np.concatenate(runner.written, axis=2)[0], [[*p, 7, 8] for p in places])
         session.cache.crop(slot, 5)
         session.update({slot: [3]})
-        np.testing.assert_array_equal(runner.written[-1], [[[5]] * 3])  # behind the 4 of the row that is left
+        np.testing.assert_array_equal(runner.written[-1], [[[5]] * 3])  # after the 4 of the row that is left
         session.update({slot: [3, 4]}, positions={slot: [0, 9]})
         session.update({slot: [3]})
         np.testing.assert_array_equal(runner.written[-1], [[[10]] * 3])

@@ -33,7 +33,7 @@ def history(length: int) -> npt.NDArray[np.int64]:
 
 
 def drawn(config: GenerationConfig, index: int, rows: Sequence[Logits]) -> list[int]:
-    """One token after the other, behind a prompt of one token."""
+    """One token after the other, after a prompt of one token."""
     sampler = Sampler(config, index)
     return [sampler.choose(logits, history(1 + at), 0)[0] for at, logits in enumerate(rows)]
 

@@ -75,7 +75,7 @@ class OriginalTensor:
         order: of a cache, its axes as the rewritten model has them in the order in which they lie as exported, where
             some may be merged; None: the same.
         rows_only: an output that holds the new rows of a cache only.
-        singly: of tokens: behind others, the model as exported takes them one by one only.
+        singly: of tokens: after others, the model as exported takes them one by one only.
         on: of a switch: what takes the branch with a past.
     """
 

@@ -236,7 +236,7 @@ def _check_last(model: ModelProto, axes: dict[str, int], version: int) -> None:
         axis, rank = axes.get(node.output[0], -1), ranks.get(node.output[0])
         if axis not in (-1, None if rank is None else rank - 1):
             raise UnsupportedModelError(
-                f"Softmax '{node.name}' of opset {version} goes over axis {axis} and all behind it, of "
+                f"Softmax '{node.name}' of opset {version} goes over axis {axis} and all after it, of "
                 f"{'an unknown number' if rank is None else rank}; supported is the last axis alone: export the model "
                 f"with opset {OPSET}"
             )

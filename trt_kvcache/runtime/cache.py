@@ -151,7 +151,7 @@ class KVCache:
             return list(self.slot(slot).tokens)
 
     def room(self, slot: int) -> int | None:
-        """Tokens that still fit behind those of a slot; None where nothing bounds them."""
+        """Tokens that still fit after those of a slot; None where nothing bounds them."""
         with self._guard.lock, self._guard.open:
             return self.limits.room(self.slot(slot))
 
@@ -281,7 +281,7 @@ class KVCache:
     def crop(self, slot: int, length: int) -> None:
         """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
 
-        The others keep the positions that they were given: what follows stands behind these.
+        The others keep the positions that they were given: what follows stands after these.
 
         Raises:
             SlotError: see `idle`.
@@ -610,7 +610,7 @@ class KVCache:
         return self._slots[slot]
 
     def _fill(self, found: Slot, row: int) -> None:
-        """Write to a row what a slot without one holds, and zeros behind it."""
+        """Write to a row what a slot without one holds, and zeros after it."""
         self._rows.clean(row, found.written)
         self._rows.touch(row, found.written)
         if found.offloaded is not None:

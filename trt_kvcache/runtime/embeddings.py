@@ -198,7 +198,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def _split(given: str) -> tuple[Path, str]:
-    """A path, and behind a colon the name of a tensor in it."""
+    """A path, and after a colon the name of a tensor in it."""
     head, _, name = given.rpartition(":")
     return (Path(head), name) if head.lower().endswith(".safetensors") else (Path(given), "")
 

@@ -1,7 +1,7 @@
 """Steps of a model whose batch, or whose number of tokens per step, is fixed at more than one.
 
 Such a model computes all of its rows and tokens whatever is asked. Rows that take no part compute some token at the
-start of their caches, and get back what was there; tokens beyond those of a step lie behind them, where causal
+start of their caches, and get back what was there; tokens beyond those of a step lie after them, where causal
 attention keeps them from being seen, and are zeroed after it. What takes part gets the numbers that it has alone.
 """
 
@@ -42,7 +42,7 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
     starts[taking_part] = batch.starts
     constants = list(batch.constants[:1] * rows)
     constants[taking_part] = batch.constants
-    keep = batch.keep and length - batch.length + batch.keep  # what fills the step up lies behind them
+    keep = batch.keep and length - batch.length + batch.keep  # what fills the step up lies after them
     beside = (taking_part.start, rows - taking_part.stop), (0, length - batch.length)
     embeds, positions = batch.embeds, batch.positions
     if embeds is not None:

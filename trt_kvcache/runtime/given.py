@@ -36,7 +36,7 @@ class Embeds:
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """With those of the tokens from `start` on, which is behind all others."""
+        """With those of the tokens from `start` on, which is after all others."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)
@@ -51,13 +51,13 @@ NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
 class Positions:
     """The positions of a sequence's tokens: as given, then one after the other.
 
-    A token that was given no position stands one behind the largest position before it, in every plane: what
+    A token that was given no position stands one after the largest position before it, in every plane: what
     transformers calls ``rope_deltas``. Positions say where a token stands, not what it sees: that is what comes before
     it in the sequence.
 
     Attributes:
         given: int64 ``[planes, K]`` of the first K tokens; K is 0 where nothing was given.
-        next: of the first token behind them.
+        next: of the first token after them.
     """
 
     given: Indices
@@ -77,11 +77,11 @@ class Positions:
         return np.concatenate([known, np.broadcast_to(follow, (len(self.given), len(follow)))], axis=1)
 
     def after(self, length: int) -> int:
-        """Of the token behind the first `length`, at least as many as were given positions."""
+        """Of the token after the first `length`, at least as many as were given positions."""
         return self.next + length - int(self.given.shape[1])
 
     def followed(self, length: int, given: Indices) -> Positions:
-        """With those of the tokens behind the first `length`, int64 ``[planes, S]``."""
+        """With those of the tokens after the first `length`, int64 ``[planes, S]``."""
         held = np.broadcast_to(self.of(0, length), (len(given), length))
         return Positions(np.concatenate([held, given], axis=1))
 
@@ -97,7 +97,7 @@ IN_ORDER = Positions(np.empty((1, 0), np.int64))
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
     """Of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row was given any.
 
-    Where all stand behind what was given, as in decoding, one plane for all.
+    Where all stand after what was given, as in decoding, one plane for all.
     """
     if not any(rows):
         return None

@@ -22,11 +22,11 @@ class SequenceLimits:
 
     @property
     def capacity(self) -> int | None:
-        """Most tokens of a sequence that stand one behind the other; None where nothing bounds them."""
+        """Most tokens of a sequence that stand one after the other; None where nothing bounds them."""
         return min((bound for bound in (self._rows, self._positions) if bound is not None), default=None)
 
     def room(self, slot: Slot) -> int | None:
-        """Tokens that still fit behind those of a slot; None where nothing bounds them."""
+        """Tokens that still fit after those of a slot; None where nothing bounds them."""
         used = (self._rows, len(slot.tokens)), (self._positions, slot.next_position)
         return min((bound - count for bound, count in used if bound is not None), default=None)
 

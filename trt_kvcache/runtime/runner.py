@@ -209,7 +209,7 @@ class Runner(Protocol):
         Args:
             row: of the batch.
             start: first token; state goes along with the first of all.
-            stop: behind the last token.
+            stop: after the last token.
             into: of `host_memory`; takes the buffers one after the other, each as a contiguous array of
                 `Carried.range_shape`.
         """

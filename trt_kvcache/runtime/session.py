@@ -485,7 +485,7 @@ class DecodeSession:
                 images and sound included. The prompt has an id for each all the same: penalties, n-grams and prompt
                 lookup read the ids; those of an image's places are the model's placeholders, and say nothing else.
             positions: ints ``[S]``, or ``[planes, S]`` for a model with several per token (M-RoPE: time, height,
-                width): where the tokens of the prompt stand. What follows stands behind the largest of them, one by one
+                width): where the tokens of the prompt stand. What follows stands after the largest of them, one by one
                 in all planes. None: they follow what the slot holds.
             settings: see `generate`.
 

@@ -56,7 +56,7 @@ class Slot:
         return self.positions.after(len(self.tokens))
 
     def append(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> None:
-        """Let tokens wait behind the others.
+        """Let tokens wait after the others.
 
         Args:
             tokens: ids.

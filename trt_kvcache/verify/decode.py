@@ -362,7 +362,7 @@ class Verification:
             session = open_session(expanded, self.folders[0], trial, self.room)[0]
         except EngineError as error:
             refusal = refusal if expanded is model else error
-            first = " in its first step, behind an empty cache" if any(not v.size for v in trial.values()) else ""
+            first = " in its first step, after an empty cache" if any(not v.size for v in trial.values()) else ""
             raise UnsupportedModelError(
                 f"{self.path}: no engine here runs the original model{first}: {refusal}"
             ) from None
@@ -492,7 +492,7 @@ class Verification:
         if chunked and self.verify.tokens is not None:
             tokens = chunked + self.verify.tokens
             self.notes.append(
-                f"of the {tokens} tokens behind the prompt {chunked} went in one chunk, since each run reads "
+                f"of the {tokens} tokens after the prompt {chunked} went in one chunk, since each run reads "
                 f"{self.size / 1e9:.1f} GB of weights; --tokens {tokens} takes them one by one"
             )
         if self.interface.unseen:

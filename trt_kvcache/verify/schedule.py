@@ -14,7 +14,7 @@ from trt_kvcache.importer.steps.schedule import Limits, Step
 from trt_kvcache.verify.report import VerifyOptions
 
 _TOKENS = 4  # single-token steps, where the caller does not say how many
-_TIMES_PROMPT = 3  # tokens behind the prompt, where the interface changed and the caller does not say how many
+_TIMES_PROMPT = 3  # tokens after the prompt, where the interface changed and the caller does not say how many
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _interruptible(call: Callable[[], Any], stop: Callable[[Thread], None]) -> A
     """The result of a call that runs a model; for large models it can take minutes.
 
     An interrupt reaches the main thread between Python's own steps, so the call gets a thread of its own, which `stop`
-    ends soon: a run behind the next node, a session behind the next of its optimizations. Nobody waits long for that.
+    ends soon: a run after the next node, a session after the next of its optimizations. Nobody waits long for that.
 
     Raises:
         EngineError: the engine refuses.

@@ -134,7 +134,7 @@ def _unrounded(tensor: gs.Tensor) -> gs.Tensor:
 
 
 def _rounds(tensor: gs.Tensor) -> gs.Node | None:
-    """The QuantizeLinear of a tensor that is dequantized behind it."""
+    """The QuantizeLinear of a tensor that is dequantized after it."""
     node = producer(tensor)
     before = producer(node.inputs[0]) if node is not None and is_op(node, "DequantizeLinear") else None
     return before if before is not None and is_op(before, "QuantizeLinear") else None

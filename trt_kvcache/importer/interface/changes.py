@@ -16,7 +16,7 @@ _WHY = {
     OriginalRole.MASK: "masks follow from write_indices and nonpad_kv_seqlen",
 }
 _WHY_SHIFTED = "a query sees the tokens that a cache holds up to its own, which write_indices says"
-_COLUMNS = "a column is a row of the cache: those of new tokens begin at write_indices, not behind all rows of the past"
+_COLUMNS = "a column is a row of the cache: those of new tokens begin at write_indices, not after all rows of the past"
 _ADDED = {
     "write_indices": "tokens in the cache before this step: the row of the first new token, per sequence",
     "nonpad_kv_seqlen": "write_indices + number of new tokens, per sequence",

@@ -130,7 +130,7 @@ class Interface:
         if len(found) > 1 or (found > {None} and self.of(OriginalRole.FIXED_CACHE)):
             shown = ", ".join(f"'{t.name}' {list(t.shape)}" for t in growing[:4])
             raise UnsupportedModelError(
-                f"some caches have another fixed length, or none ({shown}); supported are new rows behind pasts that "
+                f"some caches have another fixed length, or none ({shown}); supported are new rows after pasts that "
                 "all grow, or that all have one fixed length"
             )
         return found.pop() if found else None

@@ -211,7 +211,7 @@ def _sampled(
 def _may_be_state(cache: Candidate) -> bool:
     """True if a candidate may be state instead: `find_states` says.
 
-    Of a convolution, like a rolling cache whose next value nothing reads, or like new rows behind a past of a fixed
+    Of a convolution, like a rolling cache whose next value nothing reads, or like new rows after a past of a fixed
     length; of linear attention, like a cache written by masked addition.
     """
     if cache.idiom == "rolling" or cache.shifted:

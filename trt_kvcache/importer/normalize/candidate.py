@@ -91,7 +91,7 @@ class Candidate(ExportedUpdate):
         advice = advice or self.advice or _ADVICE
         return UnsupportedModelError(
             f"the update of the cache '{self.past.name}'{how} cannot be done in place: {why}. Supported are updates "
-            f"that write the S new rows of a step behind the P rows that the cache holds; {advice}"
+            f"that write the S new rows of a step after the P rows that the cache holds; {advice}"
         )
 
 

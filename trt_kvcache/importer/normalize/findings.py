@@ -72,7 +72,7 @@ class Visibility:
         bias: a relative position bias, added to the scores; None: none.
         slopes: float32 ``[H or 1]``, added times key position minus query position; None: none.
         bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
-        by_position: ``j <= write_index + i``, as a mask: the write index goes on behind the end of a circular cache.
+        by_position: ``j <= write_index + i``, as a mask: the write index goes on after the end of a circular cache.
     """
 
     causal: bool = True

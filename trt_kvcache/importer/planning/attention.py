@@ -304,7 +304,7 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
     """Every node that a Scan of the main graph over a dynamic number of steps depends on: TensorRT builds less there.
 
     Measured on TensorRT for RTX 1.7.1: an IAttention that such a Scan depends on kills the builder (SIGSEGV), and
-    repeats fail (see `rewrite.repeats`). Attention in plain operators builds there, and IAttention does behind every
+    repeats fail (see `rewrite.repeats`). Attention in plain operators builds there, and IAttention does after every
     Scan, beside it, and before one of a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]

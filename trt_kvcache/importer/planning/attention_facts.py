@@ -26,7 +26,7 @@ class AttentionFacts:
         keys: number of keys: the size of K's sequence axis.
         queries: number of queries: the size of Q's sequence axis.
         sinks: logits beside the scores, as many as query heads; None: none.
-        slopes: what a score loses with each token behind its query, by query head; None: nothing.
+        slopes: what a score loses with each token after its query, by query head; None: nothing.
         rounded_scores, rounded_weights: how scores, before softcap and mask, and what the softmax makes of them are
             rounded; None: not.
     """

@@ -2,7 +2,7 @@
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-Normalization puts such a Slice behind a cache, which cuts nothing off, where everything from there to the attention
+Normalization puts such a Slice after a cache, which cuts nothing off, where everything from there to the attention
 works on each row by itself. The rewrite lets it end with the span: then only the rows in use are computed.
 """
 

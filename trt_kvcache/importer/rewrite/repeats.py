@@ -5,7 +5,7 @@
 Gated delta nets, as mobius-onnx exports Qwen3-Next and Qwen3.5, scan the tokens of an update, with keys and queries
 that Tile repeats for every head. Measured on TensorRT for RTX 1.7.1: where a Scan over a dynamic number of tokens
 depends on a Tile, or on an Expand by constants, building fails with ``value.h:884: CHECK(is_const()) failed``. With
-Concat the same graph builds; so do repeats beside or behind a Scan, and any of them with a fixed number of tokens.
+Concat the same graph builds; so do repeats beside or after a Scan, and any of them with a fixed number of tokens.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class GenerationConfig:
         bad_words_ids: runs of tokens that no sequence may hold. (Of one end-of-sequence token alone: it may.)
         suppress_tokens: tokens that never come.
         begin_suppress_tokens: tokens that do not come first.
-        forced_bos_token_id: the first new token behind a prompt of one token, such as the language of a translation.
+        forced_bos_token_id: the first new token after a prompt of one token, such as the language of a translation.
         forced_eos_token_id: the token, one of these, that comes last where `max_new_tokens` is reached.
         exponential_decay_length_penalty: ``(start, factor)``: the score of an end-of-sequence token rises by
             ``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones.
@@ -218,7 +218,7 @@ class GenerationConfig:
 
     def _normalize(self) -> None:
         for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS, "min_p"):
-            if (value := getattr(self, name)) is not None:  # plain ones: NumPy's of 8 bits have no number behind 255
+            if (value := getattr(self, name)) is not None:  # plain ones: NumPy's of 8 bits have no number above 255
                 object.__setattr__(self, name, float(value) if name in (*_NUMBERS, "min_p") else int(value))
         if self.exponential_decay_length_penalty is not None:
             start, factor = self.exponential_decay_length_penalty

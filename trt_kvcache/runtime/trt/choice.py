@@ -83,7 +83,7 @@ class DeviceChoice:
             masks: of the tokens that may be among them, see `StepBatch.masks`.
 
         Returns:
-            `CHOICE` ``[R, keep, N]``, tokens ascending; behind the last one tokens of -1 with scores of ``-inf``. None
+            `CHOICE` ``[R, keep, N]``, tokens ascending; after the last one tokens of -1 with scores of ``-inf``. None
             where so many scores, or scores or masks of so many positions, are better looked for among all.
         """
         if masks is not None and 4 * self._words * rows * keep > self._host_masks.data.size:

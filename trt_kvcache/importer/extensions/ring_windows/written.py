@@ -40,7 +40,7 @@ def check_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibi
         if visibility.window is not None or not rows.all():
             least = int(rows.sum(-1).min())
             raise UnsupportedModelError(
-                f"the cache '{masks.write.past.name}' is circular, and behind the end of its {samples.capacity} rows a "
+                f"the cache '{masks.write.past.name}' is circular, and after the end of its {samples.capacity} rows a "
                 f"query of '{masks.node}' sees {least} of {rows.shape[-1]} keys ({step.past} tokens in the cache and "
                 f"{step.length} new); supported are masks that show every row there, and the caller's own: give the "
                 "mask [B, 1, S, L] as an input"

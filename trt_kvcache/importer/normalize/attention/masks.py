@@ -206,7 +206,7 @@ class Masks:
         except ValueError:
             raise UnsupportedModelError(
                 f"the mask of '{self.node}' has the shape {list(visible.shape)} in a step of {sample.length} tokens "
-                f"behind {sample.past}; supported are masks that broadcast to [B, heads, S, P + S]: here "
+                f"after {sample.past}; supported are masks that broadcast to [B, heads, S, P + S]: here "
                 f"[{sample.batch}, heads, {sample.length}, {total}]"
             ) from None
         visible = self.in_order(np.broadcast_to(visible, shape), sample)
