@@ -49,7 +49,8 @@ def test_a_session_generates_from_the_model_as_exported(name):
     """Ragged prompts, chunked prefill: the same tokens as each prompt alone."""
     prompts = [list(range(3, 20)), [5, 9, 200], list(range(40, 51))]
     config = GenerationConfig(max_new_tokens=12)
-    with DecodeSession.open(str(_path(name)), capacity=CAPACITY, max_chunk=4) as session:
+    chunk = 1 if "rolled" in name else 4  # rolled windows are exported for a token at a time
+    with DecodeSession.open(str(_path(name)), capacity=CAPACITY, max_chunk=chunk) as session:
         alone = [session.generate([p], config)[0].tokens for p in prompts]
         together = [r.tokens for r in session.generate(prompts, config)]
     assert together == alone
