@@ -392,7 +392,7 @@ class Play:
         """Some events of a stream, unless its prompts would wait for ever."""
         events, runs = self.streams[number % len(self.streams)] if self.streams else (iter(()), {})
         for _ in range(count):
-            if not self.session.running and not self.cache.free:
+            if not self.session.running and not self.cache.free and not self.cancelled:
                 return
             try:
                 event = next(events, None)
