@@ -98,11 +98,16 @@ def _exchange_names(graph: onnx.GraphProto, rng: random.Random) -> str:
 
 
 def trial(pair: Pair, seed: int) -> tuple[str, str]:
-    """The check's verdict on a fault: ``"refused"``, ``"equal"``, or ``"wrong"`` if it takes other numbers."""
+    """The check's verdict on a fault: ``"refused"``, ``"equal"``, or ``"wrong"`` if it takes other numbers.
+
+    ``"ill"``: ONNX Runtime does not even open the model, as with a division by a constant 0, so that it has no numbers.
+    """
     model, done = faulty(pair, seed)
     if pair.passes(model):
         return "refused", done
     why = pair.differs(model)
+    if "Exception during initialization" in why:
+        return "ill", done
     return ("wrong", f"{done}: {why}") if why else ("equal", done)
 
 
