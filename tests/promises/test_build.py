@@ -41,10 +41,12 @@ def test_each_cache_is_one_buffer(entry: Entry, tmp_path: Path) -> None:
     plan = plan_model(path, options)
     heard = 16 if any("encoder" in t.axes for t in plan.tensors) else None
     build = BuildOptions(max_encoder=heard, max_shapes=next((s for n, s in SHAPES.items() if n in entry[0]), {}))
-    if not any(isinstance(d, int) for c in plan.caches for d in (c.logical_shape[0], c.update_length)):
-        bounds = [c.contract.max_update_length for c in plan.caches if c.contract is not None]
-        chunk = min(8, *(c.capacity for c in plan.caches), *(b for b in bounds if b is not None))
-        build = replace(build, max_batch=2, max_chunk=chunk)
+    if not any(isinstance(c.logical_shape[0], int) for c in plan.caches):
+        build = replace(build, max_batch=2)
+        if not any(isinstance(c.update_length, int) for c in plan.caches):
+            bounds = [c.contract.max_update_length for c in plan.caches if c.contract is not None]
+            chunk = min(8, *(c.capacity for c in plan.caches), *(b for b in bounds if b is not None))
+            build = replace(build, max_chunk=chunk)
     manifest = build_engine(path, tmp_path / "model.engine", options=options, build=build)
     assert not any("a fault in trt_kvcache" in warning for warning in manifest.warnings)
     assert manifest.aliases == {c.present: c.past for c in plan.caches if c.in_place}

@@ -271,7 +271,10 @@ class _Finder:
             return found, None
         shapes = [sample.probe.shape(tensor.name) for sample in self._samples.few]
         if shapes[0] is None or shapes[1] is None or len(shapes[0]) != len(shapes[1]):
-            raise UnsupportedModelError(f"the shape of '{tensor.name}', which attention reads or makes, is unknown")
+            raise UnsupportedModelError(
+                f"nothing says the shape of '{tensor.name}', which attention reads or makes; supported are shapes that "
+                "follow from those of the inputs; export the model again"
+            )
         first, last = self._samples.few
         form: list[Dim] = []
         for one, two in zip(*shapes, strict=True):
