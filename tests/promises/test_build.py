@@ -20,6 +20,9 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """Largest sizes that nothing else tells, by a part of the name of a model."""
 
+CRASHES = ("cross/self_attention",)
+"""TensorRT for RTX 1.7.1 crashes while it builds them, and `build` says so."""
+
 
 def _distinct() -> list[Entry]:
     """One model for each plan with caches for TensorRT for RTX; single nodes are built by ``tests/conformance``."""
@@ -30,7 +33,7 @@ def _distinct() -> list[Entry]:
         )
         if not other and "cache " in record[entry[0]][0]:
             first.setdefault(tuple(record[entry[0]]), entry)
-    return [entry for entry in first.values() if "Error: " not in record[entry[0]][0]]
+    return [e for e in first.values() if "Error: " not in record[e[0]][0] and e[0] not in CRASHES]
 
 
 @pytest.mark.few(4)
