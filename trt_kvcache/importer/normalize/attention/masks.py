@@ -100,7 +100,7 @@ def _filled(probe: Probe, name: str, how: str) -> Array:
     shape = probe.shape(name) or ()
     if how == "zeros":
         return np.zeros(shape, _dtype(probe, name))
-    return np.arange(1, prod(shape) + 1, dtype=np.float32).reshape(shape)
+    return np.arange(1, prod(shape) + 1).reshape(shape).astype(_dtype(probe, name))
 
 
 @dataclass(frozen=True, eq=False)
