@@ -10,18 +10,27 @@ import pytest
 from corpus import Entry, entries
 
 from trt_kvcache import BuildOptions, build_engine
+from trt_kvcache.errors import BuildError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "extras": {"bias": (2, 4)},
-    "prefixed": {"prefix": (2, 4, 16)},
-    "any number of planes": {"position_ids": (3, 2, 8)},
+    "new rows/prefixed": {"prefix": (2, 4, 16)},
+    "planes/any number of planes": {"position_ids": (3, 2, 8)},
+    "state/grows": {"past_x": (2, 8)},
+    "capacity, 16/nameless": {"beside": (2, 8)},
+    "interface/names, where the graph says nothing": {"whatever": (8,)},
 }
-"""Largest sizes that nothing else tells, by a part of the name of a model."""
-
-CRASHES = ("cross/self_attention",)
-"""TensorRT for RTX 1.7.1 crashes while it builds them, and `build` says so."""
+"""Largest sizes that nothing else tells, by the key of a model."""
+REFUSED: dict[str, str] = {
+    "cross/self_attention": "was killed by SIGSEGV while building",
+    "repaired/later_in_a_body": "MyelinCheckException",
+    "interface/one input as write index and position": "cosCache has sequence length 1",
+    "interface/no names of axes": "reshape wildcard -1",
+    "interface/unused outputs 24": "LayerNormalization nodes",
+    "tail/cast": "gives output 'more' the dtype FLOAT, the model says double",
+}
+"""Words of TensorRT for RTX 1.7.1, or about it, that end a build, by the key of a model."""
 
 
 def _distinct() -> list[Entry]:
@@ -29,27 +38,31 @@ def _distinct() -> list[Entry]:
     record, first = net.load()["plans"], {}
     for entry in entries():
         other = (
-            entry[0].startswith(("mutant/", "node/", "case/", "beside/")) or entry[2].get("target") is Target.TENSORRT
+            entry[0].startswith(("mutant/", "node/", "case/", "beside/")) or entry[2].get("target") == Target.TENSORRT
         )
         if not other and "cache " in record[entry[0]][0]:
             first.setdefault(tuple(record[entry[0]]), entry)
-    return [e for e in first.values() if "Error: " not in record[e[0]][0] and e[0] not in CRASHES]
+    return [entry for entry in first.values() if "Error: " not in record[entry[0]][0]]
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("entry", _distinct(), ids=lambda entry: entry[0])
 def test_each_cache_is_one_buffer(entry: Entry, tmp_path: Path) -> None:
-    _, make, given = entry
+    key, make, given = entry
     path, options = make(tmp_path), PlanOptions(**given)
     plan = plan_model(path, options)
     heard = 16 if any("encoder" in t.axes for t in plan.tensors) else None
-    build = BuildOptions(max_encoder=heard, max_shapes=next((s for n, s in SHAPES.items() if n in entry[0]), {}))
+    build = BuildOptions(max_encoder=heard, max_shapes=SHAPES.get(key, {}))
     if not any(isinstance(c.logical_shape[0], int) for c in plan.caches):
         build = replace(build, max_batch=2)
         if not any(isinstance(c.update_length, int) for c in plan.caches):
             bounds = [c.contract.max_update_length for c in plan.caches if c.contract is not None]
             chunk = min(8, *(c.capacity for c in plan.caches), *(b for b in bounds if b is not None))
             build = replace(build, max_chunk=chunk)
+    if words := REFUSED.get(key):
+        with pytest.raises(BuildError, match=words):
+            build_engine(path, tmp_path / "model.engine", options=options, build=build)
+        return
     manifest = build_engine(path, tmp_path / "model.engine", options=options, build=build)
     assert not any("a fault in trt_kvcache" in warning for warning in manifest.warnings)
     assert manifest.aliases == {c.present: c.past for c in plan.caches if c.in_place}

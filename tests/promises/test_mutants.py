@@ -14,7 +14,9 @@ from trt_kvcache.importer.plan import PlanOptions
 
 RECORD = net.load()["verdicts"]
 QUICK = replace(VERIFY, batch=2, tokens=2)
-ENTRIES = [e for e in entries() if RECORD.get(e[0]) == ["equal"] and not e[0].startswith(("mutant/", "case/"))]
+CHANGED = ("mutant/", "case/", "repaired/")
+"""Begin the keys of models that are changed already, or have no shapes by which to choose a change."""
+ENTRIES = [e for e in entries() if RECORD.get(e[0]) == ["equal"] and not e[0].startswith(CHANGED)]
 
 
 @pytest.mark.few(12)

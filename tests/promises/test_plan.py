@@ -52,7 +52,9 @@ def test_nearly_all_verdicts_are_equal() -> None:
 
 
 TAKEN = [e for e in ENTRIES if "Error: " not in RECORD["plans"].get(e[0], ["Error: "])[0]]
-PLAIN = [e for e in TAKEN if e[0].startswith(("concat/", "slopes/", "sinks/"))]
+READ = ("sinks/in another order than their weight",)
+"""Models whose weights the plan must read, and reads inside of the model only."""
+PLAIN = [e for e in TAKEN if e[0].startswith(("concat/", "slopes/", "sinks/")) and e[0] not in READ]
 FAMILIES = {e[0].partition("/")[0]: e for e in TAKEN}
 
 
