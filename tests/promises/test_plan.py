@@ -131,6 +131,7 @@ def test_models_are_the_recorded_ones() -> None:
     keys = [entry[0] for entry in ENTRIES]
     assert len(keys) == len(set(keys))
     assert set(keys) == RECORD["plans"].keys()
+    assert RECORD["verdicts"].keys() <= set(keys)
 
 
 def of(key: str) -> Entry:
