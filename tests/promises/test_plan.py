@@ -31,16 +31,16 @@ ELSEWHERE = ("node/", "case/")
 @pytest.mark.parametrize("entry", STORED, ids=lambda entry: entry[0])
 def test_an_export_is_the_recorded_one(entry: Entry) -> None:
     """If this fails on purpose: ``python tests/net.py --verify --write PATTERN``."""
-    compare(entry)
+    check_recorded(entry)
 
 
 @pytest.mark.few(18)
 @pytest.mark.parametrize("entry", BUILT, ids=lambda entry: entry[0])
 def test_a_model_in_code_is_the_recorded_one(entry: Entry) -> None:
-    compare(entry)
+    check_recorded(entry)
 
 
-def compare(entry: Entry) -> None:
+def check_recorded(entry: Entry) -> None:
     key = entry[0]
     verdict = [] if key.startswith(ELSEWHERE) else RECORD["verdicts"].get(key, [])
     assert net.treat(entry, verify=bool(verdict)) == (key, RECORD["plans"][key], verdict)
@@ -53,7 +53,7 @@ def test_nearly_all_verdicts_are_equal() -> None:
 
 TAKEN = [e for e in ENTRIES if "Error: " not in RECORD["plans"].get(e[0], ["Error: "])[0]]
 READ = ("sinks/in another order than their weight",)
-"""Models whose weights the plan must read, and reads inside of the model only."""
+"""Sinks whose numbers the plan must read, which it does where they lie inside of the model."""
 PLAIN = [e for e in TAKEN if e[0].startswith(("concat/", "slopes/", "sinks/")) and e[0] not in READ]
 FAMILIES = {e[0].partition("/")[0]: e for e in TAKEN}
 
