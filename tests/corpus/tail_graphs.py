@@ -189,8 +189,9 @@ def other_output(name: str) -> ModelProto:
         tail.op("MatMul", [tail.x, tail.random(WIDTH, 30)], "value")
         tail.also("value", [*shape, 30])
     else:
-        tail.op("Cast", [logits], "more", to=TensorProto.DOUBLE)
-        tail.also("more", [*shape, VOCABULARY], TensorProto.DOUBLE)
+        dtype = TensorProto.DOUBLE if name == "double" else TensorProto.FLOAT16
+        tail.op("Cast", [logits], "more", to=dtype)
+        tail.also("more", [*shape, VOCABULARY], dtype)
     return tail.end(logits)
 
 
@@ -221,7 +222,7 @@ def entries() -> Iterator[Entry]:
         before = place == "before"
         models |= {f"{name}, {place}": partial(mixing, build, before=before) for name, build in MIXING.items()}
         models[f"spans the sequence, {place}"] = partial(spanning, before=before)
-    models |= {name: partial(other_output, name) for name in ("cast", "hidden states", "other head")}
+    models |= {name: partial(other_output, name) for name in ("cast", "double", "hidden states", "other head")}
     models |= {f.__name__: f for f in (one_position, last_position, taken_name)}
     models["one position stated"] = partial(last_position, cut=False)
     models["axes that do not run"] = partial(cut, scalar_axes)

@@ -28,9 +28,8 @@ REFUSED: dict[str, str] = {
     "interface/one input as write index and position": "cosCache has sequence length 1",
     "interface/no names of axes": "reshape wildcard -1",
     "interface/unused outputs 24": "LayerNormalization nodes",
-    "tail/cast": "gives output 'more' the dtype FLOAT, the model says double",
 }
-"""Words of TensorRT for RTX 1.7.1, or about it, that end a build, by the key of a model."""
+"""Words of TensorRT for RTX 1.7.1, or about its crash, that end a build, by the key of a model."""
 
 
 def _distinct() -> list[Entry]:

@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from trt_kvcache.engine.folder import engine_in
-from trt_kvcache.engine.network import DTYPES
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.given import given_path
-from trt_kvcache.importer.plan import CachePlan, Target
+from trt_kvcache.importer.plan import TENSORRT_DTYPES, CachePlan, Target
 from trt_kvcache.page import Html, table, tag
 from trt_kvcache.words import human_bytes
 
@@ -245,7 +244,7 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
         if (tensor.io, tensor.name) in seen:
             yield f"{called} is there twice"
         seen.add((tensor.io, tensor.name))
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in TENSORRT_DTYPES:
             yield f"{called} has the dtype {tensor.dtype!r}, which no engine has"
         if any(isinstance(dim, int) and not 0 <= dim < _SIZES for dim in tensor.shape):
             yield f"{called} has the shape {list(tensor.shape)}"
@@ -255,7 +254,7 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
             yield f"{called} {list(tensor.shape)} has axes or profiles of another length"
     plan = manifest.plan
     for past, dtype in [*((c.past, c.dtype) for c in plan.caches), *((s.past, s.dtype) for s in plan.states)]:
-        if dtype not in DTYPES:
+        if dtype not in TENSORRT_DTYPES:
             yield f"{past!r} has the dtype {dtype!r}, which no engine has"
     yield from (f"state {state.past!r} has no axes" for state in manifest.plan.states if not state.shape)
     for cache in manifest.plan.caches:

@@ -6,12 +6,7 @@ from collections import Counter
 from typing import Any
 
 from trt_kvcache.errors import BuildError
-from trt_kvcache.importer.plan import CachePlan, Dim, Route, TensorRole
-
-DTYPES = {
-    "float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int8": "INT8", "uint8": "UINT8", "int32": "INT32",
-    "int64": "INT64", "bool": "BOOL", "float8e4m3fn": "FP8", "int4": "INT4", "float4e2m1": "FP4",
-}  # fmt: skip
+from trt_kvcache.importer.plan import TENSORRT_DTYPES, CachePlan, Dim, Route, TensorRole
 
 
 def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
@@ -84,8 +79,7 @@ def _check_tensors(io: str, found: list[Any], planned: list[TensorRole]) -> None
     for tensor in found:
         role = expected[tensor.name]
         dtype = tensor.dtype.name
-        if dtype != DTYPES.get(role.dtype):
-            # float64 becomes fp32 without a message; measured on TensorRT for RTX 1.7.1.
+        if dtype != TENSORRT_DTYPES.get(role.dtype):
             raise BuildError(f"TensorRT gives {io} {role.name!r} the dtype {dtype}, the model says {role.dtype}")
         if not _same_shape(tuple(tensor.shape), role.shape, exact=io == "input"):
             raise BuildError(

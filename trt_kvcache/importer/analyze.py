@@ -34,6 +34,7 @@ from trt_kvcache.importer.planning.caches import analyze_caches
 from trt_kvcache.importer.planning.experts import EXPERTS
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
+from trt_kvcache.importer.planning.routes import check_dtypes
 from trt_kvcache.importer.protos import all_nodes
 
 
@@ -70,6 +71,7 @@ def analyze(
         states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
         roles = find_roles(model, _known(caches, states), options.config)
     roles = tuple(open_axes(role) for role in roles)
+    check_dtypes(roles)
     logits, kept = plan_logits(graph, roles, options)
     plan = CachePlan(
         options=options,

@@ -352,6 +352,12 @@ class CachePlan:
         return found[0] if len(found) == 1 else None
 
 
+TENSORRT_DTYPES = {
+    "float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int8": "INT8", "uint8": "UINT8", "int32": "INT32",
+    "int64": "INT64", "bool": "BOOL", "float8e4m3fn": "FP8", "int4": "INT4", "float4e2m1": "FP4",
+}  # fmt: skip
+"""TensorRT's names of the ONNX dtypes that inputs and outputs of its engines have."""
+
 _BITS = {
     "float": 32, "float16": 16, "bfloat16": 16, "double": 64, "int8": 8, "uint8": 8, "bool": 8, "int16": 16,
     "uint16": 16, "int32": 32, "uint32": 32, "int64": 64, "uint64": 64, "int4": 4, "uint4": 4, "float4e2m1": 4,

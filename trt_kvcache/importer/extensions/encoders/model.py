@@ -37,6 +37,7 @@ from trt_kvcache.importer.graph import Emitter, dims, dtype_name, elem_type, exp
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint, Probe
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
 from trt_kvcache.importer.planning.attention import analyze_attention
+from trt_kvcache.importer.planning.routes import check_dtypes
 from trt_kvcache.importer.prepare import attach_weights, detach_weights, fix_digit_dims, flatten
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
 from trt_kvcache.importer.rewrite import rewrite_graph
@@ -270,6 +271,7 @@ def _plan(
     for t in graph.outputs:
         shape = dims(t) or ()
         tensors.append(TensorRole(t.name, "output", Role.CONSTANT, dtype_name(t), shape, "graph", axes[t.name]))
+    check_dtypes(tensors)
     return CachePlan(
         options=options,
         opset=graph.opset,
