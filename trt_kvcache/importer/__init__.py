@@ -3,7 +3,7 @@
 Nothing here imports TensorRT.
 
     load_source     read the file, check it                           files
-    prepare         fixed capacity, flat, shapes known, caches and    prepare, merged, simplify, normalize
+    prepare         fixed capacity, flat, shapes known, caches and    prepare, simplify, normalize
                     attention in their canonical form
     analyze         -> CachePlan                                      analyze, planning, interface, plan
     rewrite_graph   edit the graph as the plan says                   rewrite
