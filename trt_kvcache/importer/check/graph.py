@@ -8,7 +8,7 @@ stored.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import onnx
 from onnx import TensorProto, numpy_helper
@@ -27,6 +27,7 @@ class Graph:
         constants: initializers, and the values of Constant nodes.
         nodes: all other nodes, each after those that it reads.
         makes: the node that makes a tensor.
+        reads: the tensors that a node reads, by its `id`.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -43,8 +44,10 @@ class Graph:
             else:
                 self.nodes.append(node)
         self.makes = {name: node for node in self.nodes for name in node.output if name}
+        self.reads = {id(node): names_read(node) for node in self.nodes}
         self._opsets = {entry.domain: entry.version for entry in self.model.opset_import}
         self._digests: dict[str, str] = {}
+        self._attributes: dict[int, list[tuple[str, bytes]]] = {}
 
     def constant_digest(self, name: str) -> str:
         """The digest of a constant: of its contents, or of the name, type and shape of a weight."""
@@ -54,6 +57,11 @@ class Graph:
 
     def attributes(self, node: onnx.NodeProto) -> list[tuple[str, bytes]]:
         """The attributes of a node that do not state their default."""
+        if id(node) not in self._attributes:
+            self._attributes[id(node)] = self._stated(node) if node.attribute else []
+        return self._attributes[id(node)]
+
+    def _stated(self, node: onnx.NodeProto) -> list[tuple[str, bytes]]:
         key = "" if node.domain in DEFAULT_DOMAINS else node.domain
         try:
             known = onnx.defs.get_schema(node.op_type, self._opsets.get(key, 1), key).attributes
@@ -67,12 +75,18 @@ class Graph:
             said.append((a.name, _said(a)))
         return sorted(said)
 
-    def digests(self, leaves: Mapping[str, str], taken: Container[str] = ()) -> tuple[dict[str, str], dict[str, str]]:
+    def digests(
+        self,
+        leaves: Mapping[str, str],
+        taken: Container[str] = (),
+        nodes: Sequence[onnx.NodeProto] | None = None,
+    ) -> tuple[dict[str, str], dict[str, str]]:
         """The digest of every tensor.
 
         Args:
-            leaves: digests of graph inputs.
+            leaves: digests of graph inputs, or of what a part of the graph is fed with.
             taken: tensors that count as equal on both sides: for their readers they are leaves of their name.
+            nodes: the part; None: the whole graph.
 
         Returns:
             Digests as readers see them, and digests of how each taken tensor is computed.
@@ -87,18 +101,20 @@ class Graph:
                 seen[name] = self.constant_digest(name)
             return seen.get(name, f"unknown:{name}")
 
-        for node in self.nodes:
+        for node in self.nodes if nodes is None else nodes:
             inputs = [of(name) for name in node.input]
             while inputs and not inputs[-1]:
                 inputs.pop()
             if is_op(node, "Identity"):
                 made = {node.output[0]: inputs[0]}
             else:
-                inner = [of(n) for n in sorted(names_read(node) - set(node.input)) if self._holds(n)]
+                inner = [of(n) for n in sorted(self.reads[id(node)].difference(node.input)) if self._holds(n)]
                 domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 made = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
             for name, digest in made.items():
+                if name in leaves:
+                    continue
                 if name in taken:
                     own[name] = digest
                     digest = f"join:{name}"
@@ -115,7 +131,7 @@ class Graph:
         for node in self.nodes:
             if not shapes and node.op_type in ("Shape", "Size"):
                 continue
-            if not found.isdisjoint(names_read(node)):
+            if not found.isdisjoint(self.reads[id(node)]):
                 found.update(name for name in node.output if name and name not in through)
         return found
 
@@ -141,7 +157,7 @@ class Graph:
             elif name in self.makes and (name in wanted or name not in stop):
                 node = self.makes[name]
                 keep.add(id(node))
-                todo += sorted(names_read(node))
+                todo += sorted(self.reads[id(node)])
             elif name in stop or name in self.inputs:  # others are made within a body
                 fed[name] = None
         return [node for node in self.nodes if id(node) in keep], list(fed), sorted(used)

@@ -21,7 +21,7 @@ from trt_kvcache.importer.check.cut import Cut, check_interface
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import Kind, Term
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
+from trt_kvcache.importer.protos import FLOATS, copied, is_op, part_of, replace_field
 from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
@@ -228,8 +228,8 @@ def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Map
     numbers: dict[str, str] = {}
     key = repr(
         [
-            _key(graph, model, {n: d for d, names in f.items() for n in names}, weights, numbers, cut)
-            for graph, model, f in zip(cut.sides, models, fed, strict=True)
+            _key(graph, cone[0], outputs, {n: d for d, names in f.items() for n in names}, weights, numbers, cut)
+            for graph, cone, f in zip(cut.sides, cones, fed, strict=True)
         ]
     )
     integers = sorted({v for graph, cone in zip(cut.sides, cones, strict=True) for v in _integers(graph, cone[2])})
@@ -312,7 +312,8 @@ def _named(tensor: TensorProto, name: str) -> TensorProto:
 
 def _key(
     graph: Graph,
-    model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    outputs: Iterable[str],
     boundaries: Mapping[str, str],
     weights: set[str],
     numbers: dict[str, str],
@@ -321,7 +322,7 @@ def _key(
     """The computation of each output: boundaries, weights and caches by number, other inputs by name."""
     caches = {c.past: c for c in cut.plan.caches}
     leaves: dict[str, str] = {}
-    for name in (n for node in model.graph.node for n in (*node.input, *sorted(names_read(node)))):
+    for name in (n for node in nodes for n in (*node.input, *sorted(graph.reads[id(node)]))):
         if name in boundaries:
             kind = cut.kinds[0].get(name) or cut.kinds[1].get(name)
             leaves[name] = numbers.setdefault(boundaries[name], f"boundary {len(numbers)} {kind}")
@@ -334,8 +335,8 @@ def _key(
             leaves[name] = numbers.setdefault(digest, f"weight {len(numbers)} {tensor.data_type} {list(tensor.dims)}")
         elif name in graph.inputs:
             leaves[name] = f"input {name}"
-    seen, _ = Graph(model).digests(leaves)
-    return [seen.get(value.name, value.name) for value in model.graph.output]
+    seen, _ = graph.digests(leaves, nodes=nodes)
+    return [seen.get(name, name) for name in outputs]
 
 
 def _common_weights(cut: Cut, cones: Sequence[Cone]) -> set[str]:
