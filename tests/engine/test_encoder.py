@@ -220,6 +220,18 @@ def test_attention_that_is_more_is_refused(odd: str, words: str, tmp_path: Path)
         import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
 
 
+def test_an_input_of_a_type_that_no_engine_has_is_refused(tmp_path: Path) -> None:
+    model = write(tmp_path / "decoder.onnx", cross_model("hidden", "none"))
+    g = Graph()
+    g.input("features", TensorProto.DOUBLE, ["batch", "length", WIDTH])
+    g.node("Cast", ["features"], "hidden_states", to=FLOAT)
+    g.output("hidden_states", FLOAT, ["batch", "length", WIDTH])
+    onnx.save(g.model(), tmp_path / "encoder.onnx")
+    plan, taken = constants(model)
+    with pytest.raises(UnsupportedModelError, match="input 'features' is double, which no TensorRT engine has"):
+        import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
+
+
 def table_encoder(path: Path, rows: int, *, counted: bool = False) -> Path:
     """Token ids and positions, which are counted in the graph: by the shape, or by what is no padding (1)."""
     g = Graph()

@@ -113,7 +113,7 @@ class Graph:
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 made = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
             for name, digest in made.items():
-                if name in leaves:
+                if name in leaves:  # a node of the part makes it beside another tensor, and the part is fed with it
                     continue
                 if name in taken:
                     own[name] = digest
