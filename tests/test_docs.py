@@ -37,7 +37,7 @@ def test_the_messages_that_troubleshooting_quotes_exist() -> None:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """With the pages of README, commands and API; every link leads to a page."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra: docs)")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

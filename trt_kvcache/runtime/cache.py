@@ -503,7 +503,7 @@ class KVCache:
             queue: the slot gets its row later, where sequences run in all of them and nothing limits their number.
 
         Raises:
-            See `acquire`.
+            SlotError, PromptError: see `acquire`.
         """
         with self._guard.lock, self._guard.idle:
             ids = read_ids(tokens, self._runner.vocab)

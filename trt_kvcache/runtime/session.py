@@ -70,7 +70,8 @@ class DecodeSession:
         embeddings: of token ids, for a model that takes embeddings; see `open`.
         encoder: opens the model's encoder, when one is asked for; it is given the session's lock.
         config: how to generate where nothing else is said.
-        max_sequences, prefix_cache: see `open`.
+        max_sequences: see `open`.
+        prefix_cache: see `open`.
         draft: guesses tokens; the session closes it.
 
     Attributes:
@@ -430,7 +431,7 @@ class DecodeSession:
         sequences and frees their slots.
 
         Raises:
-            See `generate`.
+            PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`.
         """
         config = self._configured(config, settings)
         checked, _ = self._read(prompts, constants, inputs_embeds, positions)
