@@ -55,6 +55,7 @@ MISTAKES = {
     "serve model.onnx --tensor-parallel-size 2": "leave it out",
     "doctor --verbose": "leave it out; errors say what to do",
     # values
+    "serve model.onnx --host 0.0.0.0": "give --api-key-file FILE, or --no-api-key if that is meant",
     "plan model.onnx --capacity 4k": "--capacity is 4k; write 4096",
     "plan model.onnx --capacity=1.5K": "--capacity is 1.5K; write 1536",
     "plan model.onnx --capacity 99": "the model fixes its cache length at 16: leave the option out",

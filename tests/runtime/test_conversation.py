@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,63 @@ def test_chat_in_the_terminal(folder: Path, session: DecodeSession, tmp_path: Pa
                  "/save needs the name of a file", "/system TEXT"):  # fmt: skip
         assert part in found.stderr
     assert "never" not in found.stderr
+
+
+@pytest.mark.parametrize("end", ["/quit", "/exit", "/bye"])
+def test_another_answer_and_messages_of_several_lines(folder: Path, session: DecodeSession, end: str) -> None:
+    several = ('"""the', "cache  ", 'keeps"""')
+    found = chat(
+        folder, "/regenerate", *several, "/regenerate", "/stats", end, "never", options=("--system", "be brief")
+    )
+    talk = Conversation(session, "be brief")
+    answer = spoken(talk, "the\ncache\nkeeps")
+    assert found.stdout.count(str(talk.messages[-1]["content"]) + "\n") == 2
+    assert len(answer) == 6
+    first, told, again, stats = found.stderr.splitlines()[-4:]
+    assert first == "there is no answer yet"
+    assert "greedy decoding" not in told
+    assert again.endswith("; greedy decoding gives the same again, --sample draws another one]")
+    assert stats.startswith("2 answers, 12 tokens")
+    assert "in the cache, caches of " in stats
+    assert "never" not in found.stderr + found.stdout
+
+
+def test_another_answer_draws_anew(session: DecodeSession) -> None:
+    """And the conversation goes on from the new one; with the same numbers as a conversation that drew it at once."""
+    drawn = GenerationConfig(max_new_tokens=12, do_sample=True, seed=3, eos_token_id=())
+    talk = Conversation(session)
+    answers = []
+    list(talk.say("the cache", drawn))
+    answers.append(talk.messages[-1]["content"])
+    for _ in range(3):
+        list(talk.say_again(drawn))
+        answers.append(talk.messages[-1]["content"])
+    assert len(set(answers)) > 2
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+    spoken(talk, "and")
+    assert len(talk.messages) == 4
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no termios")
+def test_what_is_typed_during_an_answer_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pty
+    import termios
+
+    from trt_kvcache.cli.chat import _unseen
+
+    terminal, typed = pty.openpty()
+    with os.fdopen(typed) as stdin, os.fdopen(terminal, "wb", 0) as keys:
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+        def echoes() -> bool:
+            return bool(termios.tcgetattr(typed)[3] & termios.ECHO)
+
+        assert echoes()
+        with _unseen():
+            assert not echoes()
+            keys.write(b"next\n")
+        assert echoes()
+        assert stdin.readline() == "next\n"
 
 
 def test_chat_goes_on_after_an_error(folder: Path) -> None:

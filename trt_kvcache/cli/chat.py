@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,10 +27,15 @@ _LONG = 1024  # most tokens of an answer, where nothing else is said
 _HELP = """\
 /reset          start a new conversation
 /system TEXT    start one with this system message; without TEXT: with none
+/regenerate     answer the last message once more
 /save FILE      write the conversation as JSON
+/stats          tokens, time and memory so far
 /help           these lines
-/quit           end; Ctrl-D does the same
+/quit           end; /exit, /bye and Ctrl-D do the same
+\"\"\"             begin a message of several lines; the same ends it
 Ctrl-C          stop the answer"""
+_ENDS = ("/quit", "/exit", "/bye")
+_SEVERAL = '"' * 3
 
 
 def chat(
@@ -53,16 +59,15 @@ def chat(
         config = generation.config(model, session.tokenizer)
         if generation.max_new_tokens is None and generation.generation_config is None:
             config = replace(config, max_new_tokens=_LONG)
-        talk = Conversation(session, system)
+        chat = _Chat(session, Conversation(session, system), config)
         if sys.stdin.isatty():
             _tell(f"{session.name}; /help lists commands, Ctrl-D ends")
-        while (line := _line()) is not None:
+        while (line := _message()) is not None and line not in _ENDS:
             try:
                 if line.startswith("/"):
-                    if not _command(talk, line):
-                        break
+                    chat.command(line)
                 elif line:
-                    _answer(session, talk, line, config)
+                    chat.answer(line)
             except TrtKvCacheError as error:  # of this message; the conversation goes on
                 print_error(error.message)
     from trt_kvcache.cli.summary import tell_next
@@ -70,13 +75,25 @@ def chat(
     tell_next(model, "serve", planning)
 
 
-def _line() -> str | None:
-    """Return what was typed; None at the end."""
+def _message() -> str | None:
+    """Return what was typed, several lines where it begins so; None at the end."""
+    line = _line("> ")
+    if line is None or not line.startswith(_SEVERAL):
+        return line
+    lines, line = [], line.removeprefix(_SEVERAL)
+    while line is not None and not line.endswith(_SEVERAL):
+        lines.append(line)
+        line = _line("... ")
+    return "\n".join([*lines, (line or "").removesuffix(_SEVERAL)]).strip()
+
+
+def _line(prompt: str) -> str | None:
+    """Return a line that was typed; None at the end."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows, whose terminals do it
             import readline  # noqa: F401 - lets `input` edit the line, and brings earlier ones back
         try:
-            return input("> ").strip()
+            return input(prompt).strip()
         except EOFError:
             sys.stderr.write("\n")
             return None
@@ -87,26 +104,105 @@ def _line() -> str | None:
     return line.strip() if line else None
 
 
-def _command(talk: Conversation, line: str) -> bool:
-    """Do what a line with a slash says; return False for the end."""
-    word, _, rest = line.partition(" ")
-    rest = rest.strip()
-    if word == "/quit":
-        return False
-    if word == "/help":
-        _tell(_HELP)
-    elif word == "/reset":
-        first = talk.messages[:1]
-        talk.reset(first[0]["content"] if first and first[0]["role"] == "system" else None)
-        _tell("a new conversation")
-    elif word == "/system":
-        talk.reset(rest or None)
-        _tell("a new conversation, with this system message" if rest else "a new conversation, without one")
-    elif word == "/save":
-        _tell(_save(talk.messages, rest))
-    else:
-        _tell(f"{word} is no command; /help lists them")
-    return True
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Show nothing of what is typed meanwhile; it stands in the next line that is read."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    during = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    try:
+        termios.tcsetattr(terminal, termios.TCSANOW, during)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+class _Chat:
+    """A conversation, and what has become of it so far."""
+
+    def __init__(self, session: DecodeSession, talk: Conversation, config: GenerationConfig) -> None:
+        self._session, self._talk, self._config = session, talk, config
+        self._answers = self._tokens = 0
+        self._seconds = 0.0  # after the first token of each answer
+
+    def command(self, line: str) -> None:
+        """Do what a line with a slash says."""
+        word, _, rest = line.partition(" ")
+        rest, talk = rest.strip(), self._talk
+        if word == "/help":
+            _tell(_HELP)
+        elif word == "/reset":
+            first = talk.messages[:1]
+            talk.reset(first[0]["content"] if first and first[0]["role"] == "system" else None)
+            _tell("a new conversation")
+        elif word == "/system":
+            talk.reset(rest or None)
+            _tell("a new conversation, with this system message" if rest else "a new conversation, without one")
+        elif word == "/regenerate":
+            self.answer(None)
+        elif word == "/save":
+            _tell(_save(talk.messages, rest))
+        elif word == "/stats":
+            _tell(self._stats())
+        else:
+            _tell(f"{word} is no command; /help lists them")
+
+    def answer(self, line: str | None) -> None:
+        """Print an answer as it comes, and a line about it on stderr; None: to the last message once more."""
+        from trt_kvcache.runtime.events import FinishReason
+
+        talk, config = self._talk, self._config
+        if line is None and not talk.answered:
+            _tell("there is no answer yet")
+            return
+        start = time.perf_counter()
+        first, count, reason = 0.0, 0, FinishReason.CANCELLED
+        events = talk.say_again(config) if line is None else talk.say(line, config)
+        with _unseen(), interruptible() as interrupted, closing(events):
+            for event in events:
+                count += event.token is not None
+                first = first or time.perf_counter()
+                sys.stdout.write(visible(event.text, "\n\t") if sys.stdout.isatty() else event.text)
+                sys.stdout.flush()
+                reason = event.finish_reason or reason
+                if interrupted.is_set():
+                    break
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        seconds = time.perf_counter() - first
+        self._answers, self._tokens, self._seconds = self._answers + 1, self._tokens + count, self._seconds + seconds
+        told = {FinishReason.CAPACITY: "; the cache is full: /reset starts anew", FinishReason.CANCELLED: "; stopped"}
+        if reason is FinishReason.LENGTH:
+            told[reason] = f"; ended by --max-new-tokens {config.max_new_tokens}"
+        if line is None and not config.do_sample:
+            told[reason] = f"{told.get(reason, '')}; greedy decoding gives the same again, --sample draws another one"
+        _tell(
+            f"[{count} tokens, the first after {first - start:.2f} s{_rate(count - 1, seconds)}; "
+            f"{self._held}{told.get(reason, '')}]"
+        )
+
+    @property
+    def _held(self) -> str:
+        capacity = self._session.cache.capacity
+        return f"{self._talk.tokens}{'' if capacity is None else f' of {capacity}'} in the cache"
+
+    def _stats(self) -> str:
+        from trt_kvcache.words import human_bytes
+
+        said = f"{self._answers} answers, {self._tokens} tokens{_rate(self._tokens - self._answers, self._seconds)}"
+        return f"{said}; {self._held}, caches of {human_bytes(self._session.cache.bytes)}; {self._session.name}"
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f", {tokens / seconds:.1f} tokens/s" if tokens > 0 and seconds > 0 else ""
 
 
 def _save(messages: list[dict[str, Any]], name: str) -> str:
@@ -119,33 +215,6 @@ def _save(messages: list[dict[str, Any]], name: str) -> str:
     with atomic_file(Path(name).expanduser()) as file:
         file.write((json.dumps(messages, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "backslashreplace"))
     return f"{name}: {len(messages)} messages"
-
-
-def _answer(session: DecodeSession, talk: Conversation, line: str, config: GenerationConfig) -> None:
-    """Print an answer as it comes, and a line about it on stderr."""
-    from trt_kvcache.runtime.events import FinishReason
-
-    start = time.perf_counter()
-    first, count, reason = 0.0, 0, FinishReason.CANCELLED
-    with interruptible() as interrupted, closing(talk.say(line, config)) as events:
-        for event in events:
-            count += event.token is not None
-            first = first or time.perf_counter()
-            sys.stdout.write(visible(event.text, "\n\t") if sys.stdout.isatty() else event.text)
-            sys.stdout.flush()
-            reason = event.finish_reason or reason
-            if interrupted.is_set():
-                break
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    seconds = time.perf_counter() - first
-    rate = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
-    capacity = session.cache.capacity
-    room = f"{talk.tokens} of {capacity}" if capacity is not None else str(talk.tokens)
-    told = {FinishReason.CAPACITY: "; the cache is full: /reset starts anew", FinishReason.CANCELLED: "; stopped"}
-    if reason is FinishReason.LENGTH:
-        told[reason] = f"; ended by --max-new-tokens {config.max_new_tokens}"
-    _tell(f"[{count} tokens, the first after {first - start:.2f} s{rate}; {room} in the cache{told.get(reason, '')}]")
 
 
 def _tell(text: str) -> None:

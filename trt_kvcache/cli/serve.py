@@ -24,6 +24,9 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Keys, one in a line, of which clients must send one.", readable=False),
     ] = None,
+    no_api_key: Annotated[
+        bool, typer.Option("--no-api-key", help="Let everyone who reaches the address use the model.")
+    ] = False,
     max_queue: QueueOption = 256,
     drain_timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="After SIGTERM: time for running requests to end.")
@@ -42,12 +45,15 @@ def serve(
     from trt_kvcache.runtime.session import DecodeSession
 
     keys = read_keys(api_key_file) if api_key_file is not None else []
+    if not keys and not no_api_key and host not in ("127.0.0.1", "::1", "localhost"):
+        raise OptionError(
+            f"everyone who reaches {host} could use the model; give --api-key-file FILE, or --no-api-key if "
+            "that is meant"
+        )
     with (
         bind(host, port) as sock,
         DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session,
     ):
-        if not keys and host not in ("127.0.0.1", "::1", "localhost"):
-            print_warnings([f"everyone who reaches {host} can use the model; give --api-key-file"])
         if session.tokenizer is None:
             print_warnings(["there is no tokenizer: /v1/completions takes and gives token ids, and there are no chats"])
         named = name or model.resolve().name

@@ -31,6 +31,7 @@ class Conversation:
 
     def __init__(self, session: DecodeSession, system: str | None = None) -> None:
         self._session, self._slot = session, -1
+        self._again = 0  # answers to the last message before this one
         self.messages: list[dict[str, Any]] = []
         self.reset(system)
 
@@ -45,6 +46,23 @@ class Conversation:
         self._free()
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
+    @property
+    def answered(self) -> bool:
+        """There is an answer to the last message of the user."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+    def say_again(self, config: GenerationConfig) -> Generator[TokenEvent]:
+        """Yield another answer to the last message, in the place of the one that there is.
+
+        Where tokens are drawn, its random numbers are others.
+
+        Raises:
+            CapacityError, OptionError, PromptError, SessionError: see `say`; the last message is gone then.
+        """
+        said = self.messages[-2]["content"]
+        del self.messages[-2:]
+        return self._say(said, config, self._again + 1)
+
     def say(self, text: str, config: GenerationConfig) -> Generator[TokenEvent]:
         """Give the user's next message, and yield the answer as it comes. Closing the iterator ends the answer.
 
@@ -54,7 +72,11 @@ class Conversation:
             CapacityError: the conversation is longer than the cache; it is as before the message then.
             OptionError, PromptError, SessionError: see `DecodeSession.add`; the same.
         """
+        return self._say(text, config, 0)
+
+    def _say(self, text: str, config: GenerationConfig, again: int) -> Generator[TokenEvent]:
         self.messages.append({"role": "user", "content": text})
+        self._again = again
         try:
             self._begin(self._session.render_chat(self.messages), config)
         except BaseException:
@@ -75,7 +97,7 @@ class Conversation:
     def _begin(self, tokens: list[int], config: GenerationConfig) -> None:
         kept = self._keep(tokens)
         slot = self._slot if kept else None
-        self._slot = self._session.add(tokens[kept:], config, slot=slot, keep=True)
+        self._slot = self._session.add(tokens[kept:], config, slot=slot, keep=True, index=self._again)
 
     def _keep(self, tokens: list[int]) -> int:
         """Cut the slot to what it has in common with a conversation; return how many tokens these are."""
