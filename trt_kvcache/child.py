@@ -9,19 +9,22 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import trt_kvcache
 
-__all__ = ["Child", "ChildError", "is_broken", "limit_memory", "unless_ended"]
+__all__ = ["NEWS", "Child", "ChildError", "is_broken", "limit_memory", "unless_ended"]
 
 if sys.platform == "win32":
     _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
 else:
     _GROUP = 0
 _ROOT = Path(trt_kvcache.__file__).parents[1]
+NEWS = b"+"
+"""The beginning of a line that is no answer yet."""
 
 
 class ChildError(Exception):
@@ -32,7 +35,8 @@ class Child:
     """A Python process that answers lines with lines. It ends with its parent.
 
     Args:
-        module: to run with ``python -m``. It reads requests from stdin and writes one line for each to stdout.
+        module: to run with ``python -m``. It reads requests from stdin and writes one line for each to stdout, and
+            before that any number of lines of `NEWS`.
         arguments: of the module.
     """
 
@@ -63,12 +67,13 @@ class Child:
                 self._answers.put(line)
         self._answers.put(b"")
 
-    def ask(self, parts: Sequence[bytes], seconds: float) -> bytes:
+    def ask(self, parts: Sequence[bytes], seconds: float, told: Callable[[bytes], None] = lambda _: None) -> bytes:
         """Return the answer to a request, without its line break.
 
         Args:
             parts: of the request, one after the other.
             seconds: the longest wait. After that the child is ended.
+            told: called with the news that come before the answer.
 
         Raises:
             ChildError: it takes longer, or it died.
@@ -79,7 +84,9 @@ class Child:
                 for part in parts:
                     self._process.stdin.write(part)
                 self._process.stdin.flush()
-            line = self._answers.get(timeout=seconds)
+            until = time.monotonic() + seconds
+            while (line := self._answers.get(timeout=max(0.0, until - time.monotonic()))).startswith(NEWS):
+                told(line.removeprefix(NEWS))
         except queue.Empty:
             self.end()
             raise ChildError(f"took more than {seconds:g} s") from None

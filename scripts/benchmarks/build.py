@@ -139,25 +139,20 @@ def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> Non
 
 def our_build(model: Path, output: Path, max_batch: int, max_chunk: int, proof: str = "off") -> None:
     """The command, listened to."""
-    from unittest.mock import patch
-
     from trt_kvcache.__main__ import main
     from trt_kvcache.engine.protocol import STAGES
+    from trt_kvcache.progress import listening
 
     stages, names = Stages(), {STAGES[1]: "parsing", STAGES[3]: "building"}
 
-    @contextlib.contextmanager
-    def listening() -> Iterator[Any]:
-        def listen(event: Any) -> None:
-            if event.phase in names and event.parent is None:
-                stages.begin("finishing" if event.finished and event.phase == STAGES[3] else names[event.phase])
-
-        yield listen
+    def listen(event: Any) -> None:
+        if event.phase in names and event.parent is None:
+            stages.begin("finishing" if event.finished and event.phase == STAGES[3] else names[event.phase])
 
     sizes = ["--max-batch", str(max_batch), "--max-chunk", str(max_chunk)]
     sys.argv = ["trt-kvcache", "build", str(model), "-o", str(output), "--backend", "tensorrt-rtx", *sizes]
     sys.argv += ["--proof", proof]
-    with patch("trt_kvcache.cli.build.build_progress", listening):
+    with listening(listen):
         try:
             main()
         except SystemExit as ended:

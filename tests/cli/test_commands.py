@@ -117,7 +117,7 @@ def test_build_and_inspect(model: Path, tmp_path: Path) -> None:
 def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
 
-    def build_engine(model: Path, output: Path, *, options: PlanOptions, build: BuildOptions, progress: object) -> None:
+    def build_engine(model: Path, output: Path, *, options: PlanOptions, build: BuildOptions) -> None:
         given.extend((options, build))
         raise KeyboardInterrupt
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
-from rich.progress import Progress
 
-from trt_kvcache.cli.build import ProgressBars, build_progress
 from trt_kvcache.cli.grouping import group_rows, ranges
 from trt_kvcache.cli.output import console, print_error, print_json, print_warnings, table, visible
-from trt_kvcache.engine.protocol import ProgressEvent
 
 UNSAFE = ["\x1b[2J", "\x9b2J", "\x07", "\r", "\x08", "\u202e", "\u2066", "\u200f", "\u061c", "\u2028", "\x85", "\ufeff"]
 
@@ -92,46 +87,3 @@ def test_layers_become_one_row(rows: list[tuple[str, ...]], names: int, grouped:
 def test_ranges() -> None:
     given = ([3], [2, 0, 1], [0, 1, 5, 7, 8], range(0, 31, 2), [0, 2])
     assert [ranges(numbers) for numbers in given] == ["3", "0..2", "0..1,5,7..8", "0..30 step 2", "0,2"]
-
-
-def test_bars_come_nest_and_go() -> None:
-    progress = Progress(console=Console(file=io.StringIO()))
-    bars = ProgressBars(progress)
-
-    def state() -> list[tuple[str, float | None, float]]:
-        return [(task.description, task.total, task.completed) for task in progress.tasks]
-
-    bars.show(ProgressEvent("building", None, 0, 6))
-    bars.show(ProgressEvent("timing", "building", 0, 40))
-    bars.show(ProgressEvent("timing", "building", 10, 40))
-    bars.show(ProgressEvent("one tactic", "timing", 0, 1))
-    assert state() == [("building", 6, 0), ("  timing", 40, 10), ("    one tactic", None, 0)]
-    bars.show(ProgressEvent("one tactic", "timing", 1, 1, finished=True))
-    bars.show(ProgressEvent("timing", "building", 20, 40, finished=True))
-    bars.show(ProgressEvent("building", None, 1, 6))
-    assert state() == [("building", 6, 1)]
-    bars.show(ProgressEvent("building", None, 6, 6, finished=True))
-    bars.show(ProgressEvent("never begun", None, 1, 1, finished=True))
-    assert state() == []
-
-
-def test_nothing_is_drawn_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with build_progress() as report:
-        assert report is None
-    assert stream.getvalue() == ""
-
-
-def test_a_terminal_gets_bars_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with build_progress() as report:
-        assert report is not None
-        report(ProgressEvent("building the engine", None, 1, 2))
-    assert "building the engine" in stream.getvalue()
-    assert stream.getvalue().endswith("\x1b[2K")

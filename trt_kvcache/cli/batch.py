@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +12,7 @@ import typer
 from trt_kvcache.cli.generate import RunFlags
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption, bounded_on_cpu
 from trt_kvcache.errors import OptionError
+from trt_kvcache.progress import ProgressEvent, tell
 
 if TYPE_CHECKING:
     from trt_kvcache.serve.batch import Answered
@@ -81,8 +80,10 @@ def batch(
     def compute_with_ray(rows: Iterator[Row], take: Callable[[str, Answered], None]) -> None:
         answer_with_ray(model, named, options, workers, rows, take)
 
-    with _progress() as report:
-        done = run_batch(file, output, fields, compute_with_ray if with_ray else compute, report)
+    def report(answered: int, total: int) -> None:
+        tell(ProgressEvent("rows", None, answered, total))
+
+    done = run_batch(file, output, fields, compute_with_ray if with_ray else compute, report)
     from trt_kvcache.cli.output import console
 
     kept = f", {done.kept} of them from an earlier run" if done.kept else ""
@@ -97,19 +98,3 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise OptionError(f"--defaults is {text!r}; give a JSON object, such as '{{\"max_tokens\": 200}}'")
     return found
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda answered, total: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from trt_kvcache.cli.output import console
-
-    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
-        task = progress.add_task("rows")
-        yield lambda answered, total: progress.update(task, completed=answered, total=total)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -17,9 +15,6 @@ import typer
 from trt_kvcache.cli.options import BuildPlanFlags, JsonOption, ModelArgument, given_flags
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from trt_kvcache.engine.build import ProgressEvent
     from trt_kvcache.engine.manifest import Manifest
     from trt_kvcache.engine.options import BuildOptions
 
@@ -224,8 +219,7 @@ def build(
     from trt_kvcache.cli.output import print_json, print_warnings
 
     start = time.perf_counter()
-    with build_progress() as report:
-        manifest = build_engine(model, output, options=plan, build=options, progress=report)
+    manifest = build_engine(model, output, options=plan, build=options)
     seconds = time.perf_counter() - start
     print_warnings((*manifest.plan.warnings, *manifest.warnings))
     if json:
@@ -262,41 +256,3 @@ def _print(output: Path, manifest: Manifest, seconds: float) -> None:
         f"{human_bytes(total)} for a batch of {batch}"
     )
     print_generate(out, output)
-
-
-@contextmanager
-def build_progress() -> Iterator[Callable[[ProgressEvent], None] | None]:
-    """Show bars on stderr while a build runs; yields the build's `progress`, None if stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    from trt_kvcache.cli.output import console
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
-        yield ProgressBars(progress).show
-
-
-class ProgressBars:
-    """One bar per running phase, indented under its parent phase."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._tasks: dict[str, tuple[TaskID, int]] = {}
-
-    def show(self, event: ProgressEvent) -> None:
-        """Move the bar of the event's phase: new bars appear, finished ones go."""
-        if event.finished:
-            if event.phase in self._tasks:
-                self._progress.remove_task(self._tasks.pop(event.phase)[0])
-            return
-        from trt_kvcache.cli.output import visible
-
-        total = event.steps if event.steps > 1 else None  # a phase of one step has no progress to show
-        if event.phase not in self._tasks:
-            depth = self._tasks[event.parent][1] + 1 if event.parent in self._tasks else 0
-            task = self._progress.add_task("  " * depth + visible(event.phase), total=total)
-            self._tasks[event.phase] = (task, depth)
-        self._progress.update(self._tasks[event.phase][0], completed=event.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,19 @@ FOREIGN = {
 
 
 class Command(TyperCommand):
-    """A command whose help has one section for each panel of flags, with whole names."""
+    """A command whose help has one section for each panel of flags, with whole names.
+
+    On a terminal it shows what takes long, unless it prints JSON.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        if ctx.params.get("json") or not sys.stderr.isatty():
+            return super().invoke(ctx)
+        from trt_kvcache.cli.progress import show_progress
+
+        with show_progress():
+            return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the flags."""

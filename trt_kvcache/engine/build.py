@@ -23,12 +23,13 @@ from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
-from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
+from trt_kvcache.engine.protocol import Done, Job
 from trt_kvcache.engine.recording import PHASE, Most, Recording, bound
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.given import given_options, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, UpdateContract
+from trt_kvcache.progress import ProgressEvent, listener
 
 if TYPE_CHECKING:
     import onnx
@@ -213,7 +214,7 @@ class _Watched:
     def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
         if progress is not None and not callable(progress):
             raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
-        self._progress = progress
+        self._progress = progress or listener()
         self.verdict: Future[None] | None = None
         self.recording: Recording | None = None
         self.raised: BaseException | None = None

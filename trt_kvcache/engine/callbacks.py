@@ -22,8 +22,9 @@ from typing import Any, BinaryIO
 
 from blake3 import blake3
 
-from trt_kvcache.engine.protocol import Log, Node, Progress, ProgressEvent, Send
+from trt_kvcache.engine.protocol import Log, Node, Progress, Send
 from trt_kvcache.files import begin_sync
+from trt_kvcache.progress import ProgressEvent
 
 # Parsing every node is announced at verbose severity ("Parsing node: name [Op]"); measured on TensorRT for RTX 1.7.1.
 _NODE = "arsing node: "

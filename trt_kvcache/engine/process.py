@@ -26,10 +26,10 @@ from trt_kvcache.engine.protocol import (
     Log,
     Node,
     Progress,
-    ProgressEvent,
     Stage,
 )
 from trt_kvcache.errors import BuildError, TrtKvCacheError
+from trt_kvcache.progress import ProgressEvent
 
 WORKER = (sys.executable, "-m", "trt_kvcache.engine.worker")
 """The command of the build process; its argument is the file that it writes."""

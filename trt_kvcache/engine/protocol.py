@@ -16,25 +16,7 @@ from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.plan import CachePlan, Target
-
-
-@dataclass(frozen=True)
-class ProgressEvent:
-    """Progress of one phase of a build; phases nest.
-
-    Attributes:
-        phase: its name: one of `STAGES`, or TensorRT's own (IProgressMonitor).
-        parent: the phase that it is part of, or None.
-        step, steps: `step` of `steps` are done.
-        finished: the phase is over, even if some steps were not needed.
-    """
-
-    phase: str
-    parent: str | None
-    step: int
-    steps: int
-    finished: bool = False
-
+from trt_kvcache.progress import ProgressEvent
 
 STAGES = ("loading TensorRT", "parsing the model", "checking the network", "building the engine")
 """The stages of the build process, in order; each is a phase of one step without a parent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 
 import onnx
@@ -22,6 +23,7 @@ from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weight
 from trt_kvcache.importer.protos import copied, replace_field
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewritten import record_options, refuse_rewritten
+from trt_kvcache.progress import phase
 
 __all__ = [
     "ImportedModel",
@@ -121,7 +123,7 @@ def import_unchecked(
             verdict.set_exception(error)
 
     # Nobody waits for it where the caller fails: a pool's threads are waited for when Python ends.
-    threading.Thread(target=work, name="trt-kvcache-verdict", daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(work,), name="trt-kvcache-verdict", daemon=True).start()
     return _whole(source, prepared, plan, rewritten), verdict
 
 
@@ -149,11 +151,17 @@ def rewrite_model(
 
 
 def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
-    return load_source(model, config=given_options(options, PlanOptions, "options").config)
+    with phase("reading the model"):
+        return load_source(model, config=given_options(options, PlanOptions, "options").config)
 
 
 def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, unchecked; its weights are stand-ins."""
+    with phase("planning"):
+        return _plan_and_rewrite(source, options)
+
+
+def _plan_and_rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     refuse_rewritten(source.proto, source.path)
     start_process(options)
     prepared = prepare(source.proto, options)

@@ -20,6 +20,7 @@ from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size, copied
 from trt_kvcache.importer.weights import detached
+from trt_kvcache.progress import phase
 
 _ROUNDS = 4
 _RANK = 3  # of what has a batch
@@ -44,7 +45,11 @@ def check_models(
     for _ in range(_ROUNDS):
         try:
             regions = find_regions(cut)
-            verdicts = [_judge(region, plan, limits, weights, folder, done, thorough=thorough) for region in regions]
+            verdicts = []
+            with phase("regions", len(regions)) as compared:
+                for region in regions:
+                    verdicts.append(_judge(region, plan, limits, weights, folder, done, thorough=thorough))
+                    compared()
         except UnsupportedModelError:
             if not first:
                 raise

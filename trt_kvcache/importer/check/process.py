@@ -17,6 +17,7 @@ from onnx import TensorProto
 from trt_kvcache.child import Child, ChildError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.protos import byte_size
+from trt_kvcache.progress import ProgressEvent, phase, tell
 
 _EACH = 8 << 20  # bytes of a weight that is sent; larger ones lie in files, which the process reads
 _ALL = 256 << 20
@@ -92,6 +93,10 @@ def start_process(options: PlanOptions) -> Child:
         return child
 
 
+def _pass_on(news: bytes) -> None:
+    tell(msgspec.json.decode(news, type=ProgressEvent))
+
+
 def check_in_process(
     original: onnx.ModelProto,
     rewritten: onnx.ModelProto,
@@ -116,8 +121,8 @@ def check_in_process(
     parts = (original.SerializeToString(), rewritten.SerializeToString(), held.SerializeToString())
     sizes = (len(parts[0]), len(parts[1]), len(parts[2]))
     request = msgspec.json.encode(Request(sizes, plan, str(folder), thorough))
-    with _asking:
-        line = start_process(plan.options).ask((request, b"\n", *parts), plan.options.check_seconds)
+    with _asking, phase("comparing with the original"):
+        line = start_process(plan.options).ask((request, b"\n", *parts), plan.options.check_seconds, _pass_on)
     answer = msgspec.json.decode(line, type=Answer)
     if answer.bug:
         raise RuntimeError(f"the check failed:\n{answer.bug}")

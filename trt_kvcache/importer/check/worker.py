@@ -1,7 +1,7 @@
 """The child process of the check: it runs parts of a foreign model, with limits on memory and time.
 
 Run as ``python -m trt_kvcache.importer.check.worker BYTES``. Requests come from stdin and answers go to stdout, each as
-a line of JSON; a request is followed by its models. It ends with its stdin.
+a line of JSON; a request is followed by its models. Lines of news say how far it is. It ends with its stdin.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import BinaryIO
 import msgspec
 import onnx
 
-from trt_kvcache.child import limit_memory
+from trt_kvcache.child import NEWS, limit_memory
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer.check.process import Answer, Request
 from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.progress import ProgressEvent, listening
 
 
 def main() -> None:
@@ -31,6 +32,9 @@ def main() -> None:
     # Loaded while the caller still plans.
     from trt_kvcache.importer.check.models import check_models
 
+    def told(event: ProgressEvent) -> None:
+        answers.write(NEWS + msgspec.json.encode(event) + b"\n")
+
     stdin = sys.stdin.buffer
     while line := stdin.readline():
         request = msgspec.json.decode(line, type=Request)
@@ -38,7 +42,7 @@ def main() -> None:
         weights = {t.name: t for t in held.graph.initializer}
         try:
             folder = Path(request.folder)
-            with exact_experts():
+            with exact_experts(), listening(told):
                 verdicts = check_models(original, rewritten, request.plan, weights, folder, thorough=request.thorough)
             answer = Answer(tuple(verdicts))
         except TrtKvCacheError as error:

@@ -20,6 +20,7 @@ from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.machine import allow_memory, memory
+from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
@@ -340,7 +341,7 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:
     advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
-    with huge_pages(), exact_experts():
+    with phase("loading weights"), huge_pages(), exact_experts():
         return open_on_cpu(model, imported.source.path, advice, threads=threads, name=name)
 
 

@@ -1,0 +1,94 @@
+"""Progress of long work, for whoever shows it. Nobody does, unless `listening` says who.
+
+    with phase("decoding with the original", len(steps)) as done:
+        for step in steps:
+            ...
+            done()
+
+Phases nest. Work in another thread is heard only if that thread runs in a copy of the context (`contextvars`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+__all__ = ["Listener", "ProgressEvent", "listener", "listening", "phase", "tell"]
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """Progress of one phase of a build, or of other long work; phases nest.
+
+    Attributes:
+        phase: its name. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
+        parent: the phase that it is part of, or None.
+        step, steps: `step` of `steps` are done.
+        finished: the phase is over, even if some steps were not needed.
+    """
+
+    phase: str
+    parent: str | None
+    step: int
+    steps: int
+    finished: bool = False
+
+
+Listener = Callable[[ProgressEvent], None]
+_listener: ContextVar[Listener | None] = ContextVar("trt_kvcache_listener", default=None)
+_parent: ContextVar[str | None] = ContextVar("trt_kvcache_phase", default=None)
+
+
+def listener() -> Listener | None:
+    """Return the function that hears of progress, if any."""
+    return _listener.get()
+
+
+@contextmanager
+def listening(heard: Listener) -> Iterator[None]:
+    """Call `heard` with the events of all phases within the block."""
+    token = _listener.set(heard)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def tell(event: ProgressEvent) -> None:
+    """Pass on an event of elsewhere; a phase without a parent becomes part of the phase that runs."""
+    _send(event if event.parent else replace(event, parent=_parent.get()))
+
+
+@contextmanager
+def phase(name: str, steps: int = 1) -> Iterator[Callable[[], None]]:
+    """Announce a phase that lasts as long as the block.
+
+    Args:
+        name: in words for the user, such as ``"loading weights"``.
+        steps: how many there are; 1: nobody knows how far it is.
+
+    Yields:
+        A function to call after each step.
+    """
+    parent, at = _parent.get(), 0
+
+    def done() -> None:
+        nonlocal at
+        at += 1
+        _send(ProgressEvent(name, parent, at, steps))
+
+    _send(ProgressEvent(name, parent, 0, steps))
+    token = _parent.set(name)
+    try:
+        yield done
+    finally:
+        _parent.reset(token)
+        _send(ProgressEvent(name, parent, at, steps, finished=True))
+
+
+def _send(event: ProgressEvent) -> None:
+    heard = _listener.get()
+    if heard is not None:
+        heard(event)
