@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
+from trt_kvcache.cli.generate import GenerationFlags
 from trt_kvcache.cli.prompts import read_text
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import Role
@@ -137,6 +138,22 @@ def test_a_chat(folder: Path) -> None:
     found = report(folder, "--chat", "--system", "brief", "--prompt", "hi", "--max-new-tokens", "4", "--ignore-eos")
     assert found["sequences"][0]["prompt_tokens"] == len(rendered)
     assert found["sequences"][0]["tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("said_in", "settings", "end"),
+    [
+        ("tokenizer_config.json", {"eos_token": "</s>"}, 1),
+        ("config.json", {"eos_token_id": 7, "model_type": "llama"}, 7),
+        ("generation_config.json", {"eos_token_id": [8, 9]}, (8, 9)),
+    ],
+)
+def test_token_ids_end_as_texts_do(said_in: str, settings: dict[str, Any], end: Any, tmp_path: Path) -> None:
+    """The tokenizer beside the model names the end where no config does, for prompts of ids, too."""
+    write_served(tmp_path, eos_token="</s>")
+    (tmp_path / said_in).write_text(json.dumps(settings))
+    assert GenerationFlags().config(tmp_path, None).eos_token_id == end
+    assert GenerationFlags(ignore_eos=True).config(tmp_path, None).eos_token_id == ()
 
 
 @pytest.mark.slow

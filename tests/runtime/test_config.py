@@ -191,6 +191,31 @@ def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "llama", "eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": 2}),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [1, 106]}}, {"eos_token_id": [1, 106]}),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": 2}}, {"eos_token_id": 3}),
+        ({"decoder": {"eos_token_id": 2, "vocab_size": 9}, "text_config": []}, {"eos_token_id": 2}),
+        ({"forced_eos_token_id": 4, "bad_words_ids": [[5]]}, {"forced_eos_token_id": 4, "bad_words_ids": [[5]]}),
+        ({"model_type": "llama"}, {}),
+    ],
+    ids=str,
+)
+def test_config_json_counts_where_there_is_no_generation_config(
+    config: dict[str, Any], found: dict[str, Any], tmp_path: Path
+) -> None:
+    """As in transformers; what onnxruntime-genai made of it counts more."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = tmp_path / "model.onnx"
+    assert settings_beside(model) == found
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"eos_token_id": 8}}))
+    assert settings_beside(model) == {**found, "eos_token_id": 8}
+    written(tmp_path, {"suppress_tokens": [5]})
+    assert settings_beside(model) == {"eos_token_id": 8, "suppress_tokens": [5]}
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"temperature": 0.9, "top_p": 0.6}, "temperature=0.9 has no effect without do_sample=True; ignored"),
@@ -243,7 +268,7 @@ def test_files_that_are_none(text: str | None, message: str, tmp_path: Path) -> 
         GenerationConfig.from_file(path)
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", "genai_config.json"])
+@pytest.mark.parametrize("file", ["generation_config.json", "genai_config.json", "config.json"])
 def test_a_wrong_value_in_a_file_is_told_with_its_name(file: str, tmp_path: Path) -> None:
     """Unless another value counts."""
     settings = {"eos_token_id": "</s>", "suppress_tokens": [3]}
@@ -254,7 +279,7 @@ def test_a_wrong_value_in_a_file_is_told_with_its_name(file: str, tmp_path: Path
     assert GenerationConfig.for_model(model, eos_token_id=4).suppress_tokens == (3,)
     with pytest.raises(OptionError, match="^top_p=0.5 has no effect"):
         GenerationConfig.for_model(model, eos_token_id=4, top_p=0.5)
-    if "genai" in file:
+    if file != "generation_config.json":
         written(tmp_path, {"eos_token_id": 4})
         assert GenerationConfig.for_model(model).eos_token_ids == (4,)
     else:

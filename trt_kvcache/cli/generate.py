@@ -105,6 +105,7 @@ class GenerationFlags:
 
         from trt_kvcache.cli.output import print_warnings
         from trt_kvcache.errors import OptionError
+        from trt_kvcache.runtime.beside import ended_by, find_tokenizer
         from trt_kvcache.runtime.generation.config import GenerationConfig
 
         given = given_flags(self)
@@ -128,8 +129,8 @@ class GenerationFlags:
         print_warnings(str(warning.message) for warning in said)
         if ignore_eos:
             config = replace(config, eos_token_id=(), forced_eos_token_id=None)
-        elif not config.eos_token_ids and tokenizer is not None:
-            config = replace(config, eos_token_id=tokenizer.eos_token_id)
+        elif not config.eos_token_ids:
+            config = ended_by(config, tokenizer or find_tokenizer(model))
         if "seed" in given and not config.do_sample:
             raise OptionError(
                 f"--seed {config.seed} is for sampling, and greedy decoding draws nothing; add --sample, or leave "

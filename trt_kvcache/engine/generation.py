@@ -1,4 +1,4 @@
-"""Settings of tokens that exporters put beside a model: ``generation_config.json`` and ``genai_config.json``."""
+"""Settings of tokens in files beside a model: ``generation_config.json``, ``genai_config.json``, ``config.json``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _OF_MODEL = (
     "forced_bos_token_id",
     "forced_eos_token_id",
 )
+_PARTS = ("text_config", "decoder")
+"""Of the ``config.json`` of a model with several parts: the decoder's settings."""
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
@@ -34,9 +36,16 @@ def settings_beside(model: Path) -> dict[str, Any]:
 
 
 def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
-    """The same by file; what the later ones say counts."""
+    """The same by file; what the later ones say counts.
+
+    ``config.json`` counts as in transformers: only if there is no ``generation_config.json``.
+    """
     folder = model if model.is_dir() else model.parent
     found: dict[Path, dict[str, Any]] = {}
+    if (path := folder / "config.json").exists() and not (folder / "generation_config.json").exists():
+        config = load_settings(path)
+        parts = [part for name in _PARTS if isinstance(part := config.get(name), dict)]
+        found[path] = {name: value for part in (*parts, config) for name, value in part.items() if value is not None}
     if (path := folder / "genai_config.json").exists():
         of_model = load_settings(path).get("model")
         found[path] = of_model if isinstance(of_model, dict) else {}

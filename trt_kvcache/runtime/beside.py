@@ -10,7 +10,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_object
 from trt_kvcache.runtime.generation.config import GenerationConfig
 
-__all__ = ["Unread", "default_config", "find_tokenizer", "usual_capacity"]
+__all__ = ["Unread", "default_config", "ended_by", "find_tokenizer", "usual_capacity"]
 
 _USUAL = 4096
 """Tokens: capacity of caches that grow, where nobody gives one and the model takes more."""
@@ -53,8 +53,13 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
         ManifestError: that of an engine is unreadable.
     """
     config = GenerationConfig.for_model(model)
+    return config if config.eos_token_ids else ended_by(config, tokenizer)
+
+
+def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
+    """Return the settings with the token that a tokenizer names as the end of a text, if it names one."""
     end = getattr(tokenizer, "eos_token_id", None)
-    return config if config.eos_token_ids or not isinstance(end, int) else replace(config, eos_token_id=end)
+    return replace(config, eos_token_id=end) if isinstance(end, int) else config
 
 
 def usual_capacity(model: Path) -> int:

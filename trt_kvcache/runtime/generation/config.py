@@ -188,8 +188,9 @@ class GenerationConfig:
         """Take what files beside a model say of its tokens: which end a text, start or end it by force, or never come.
 
         How tokens are drawn is not taken from there. Read are transformers' ``generation_config.json`` and
-        onnxruntime-genai's ``genai_config.json``; the former counts. The manifest of an engine holds what they said
-        when it was built; files beside the engine count more.
+        onnxruntime-genai's ``genai_config.json``; the former counts. Without the former, ``config.json`` is read, and
+        counts least. The manifest of an engine holds what they said when it was built; files beside the engine count
+        more.
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
