@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ from typer.testing import CliRunner
 from trt_kvcache import InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine.folder import is_checkpoint
+from trt_kvcache.export import grade
 from trt_kvcache.export import run as exporting
-from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
+from trt_kvcache.export.grade import plan_export, shortfalls
+from trt_kvcache.export.run import EXPORTERS, Export, Exporter, export_checkpoint, installed
+from trt_kvcache.importer.plan import AttentionKind, Route
+from trt_kvcache.progress import ProgressEvent, listening
+from trt_kvcache.runtime.session import DecodeSession
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script of a POSIX shell")
 TOKENIZER = '{"made": "for a test"}'
@@ -39,11 +45,15 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
     """Exporters that copy a model, or fail: by name what each does."""
     import onnx
 
-    made = tmp_path / "made.onnx"
-    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), made)
-    does = dict.fromkeys(EXPORTERS, "copy")
+    made = tmp_path / "made"
+    made.mkdir()
+    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), made / "good.onnx")
+    write_decoder(made / "worse.onnx", DecoderConfig(layers=1, mode="circular", sequence=1))
+    (made / "refused.onnx").write_text("no model")
+    does = dict.fromkeys(EXPORTERS, "good")
+    copy = "import shutil, sys; print('copying'); shutil.copy(sys.argv[1] + '/{}.onnx', sys.argv[2] + '/model.onnx')"
     code = {
-        "copy": "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2] + '/model.onnx')",
+        **{name: copy.format(name) for name in ("good", "worse", "refused")},
         "fail": "import sys; open(sys.argv[2] + '/half.onnx', 'w'); sys.exit('a word\\nno such architecture')",
         "nothing": "",
         "environment": "import os, sys; sys.exit(os.environ['HF_HUB_OFFLINE'] + os.environ['TRANSFORMERS_OFFLINE'])",
@@ -63,13 +73,13 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 def test_a_checkpoint_becomes_a_model_with_its_texts(
     checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
-    del stand_ins["mobius"]
     output = tmp_path / "new" / "onnx"
     result = CliRunner().invoke(app, ["export", str(checkpoint), "-o", str(output)])
     assert result.exit_code == 0, result.output
     assert {path.name for path in output.iterdir()} == {"model.onnx", "tokenizer.json", "config.json"}
     assert (output / "tokenizer.json").read_text() == TOKENIZER
-    assert result.stderr.startswith(f"running torch: {sys.executable} -c ")
+    assert result.stderr.startswith(f"running mobius: {sys.executable} -c ")
+    assert len(result.stderr.splitlines()) == 1
     lines = result.stdout.splitlines()
     assert lines[0] == f"{output}: 2 of 2 caches in place (opset 24)"
     assert lines[-1] == f"next       trt-kvcache build {output} -o onnx-engine/ --capacity 64"
@@ -77,27 +87,95 @@ def test_a_checkpoint_becomes_a_model_with_its_texts(
     assert again.stderr == f"error: {output}: it holds something; give a new folder\n"
 
 
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 def test_the_next_exporter_follows_one_that_fails(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]) -> None:
-    stand_ins["torch"] = "fail"
+    stand_ins.update(mobius="fail", genai="refused")
     told: list[str] = []
-    assert export_checkpoint(checkpoint, tmp_path / "out", told=told.append) == "mobius"
-    assert [line.split(":")[0] for line in told] == ["running torch", "failed, torch", "running mobius"]
-    assert told[1] == "failed, torch: no such architecture"
-    assert not (tmp_path / "out" / "half.onnx").exists()
-    stand_ins.update(mobius="nothing", genai="environment", optimum="fail")
+    assert export_checkpoint(checkpoint, tmp_path / "out", told=told.append).exporter == "torch"
+    assert [line.split(":")[0] for line in told] == [
+        "running mobius", "failed, mobius", "running genai", "failed, genai", "running torch", "the model is torch's",
+    ]  # fmt: skip
+    assert told[1] == "failed, mobius: no such architecture"
+    assert "model.onnx" in told[3]
+    assert names(tmp_path / "out") == {"model.onnx", "tokenizer.json", "config.json"}
+    stand_ins.update(torch="nothing", genai="environment", optimum="fail")
     with pytest.raises(UnsupportedModelError) as refused:
         export_checkpoint(checkpoint, tmp_path / "never" / "out")
-    said = "torch: no such architecture; mobius: it wrote no model; genai: 11; try another exporter"
-    assert said.replace("exporter", "--exporter") in refused.value.message
+    said = "mobius: no such architecture; genai: 11; torch: it wrote no model; try another exporter"
+    assert said.replace("another ", "another --") in refused.value.message
     assert not (tmp_path / "never").exists()
+
+
+def test_an_exporter_whose_model_could_be_better_is_kept_for_want_of_a_better_one(
+    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
+) -> None:
+    worse = "mobius wrote a model that another exporter may write better: each step computes logits of all positions"
+    stand_ins["mobius"] = "worse"
+    told: list[str] = []
+    made = export_checkpoint(checkpoint, tmp_path / "better", told=told.append)
+    assert (made.exporter, made.capacity, told[1], told[-1]) == ("genai", 64, worse, "the model is genai's")
+    stand_ins.update(genai="fail", torch="worse")
+    told.clear()
+    made = export_checkpoint(checkpoint, tmp_path / "first", told=told.append)
+    assert (made.exporter, made.capacity, told[1], told[-1]) == ("mobius", None, worse, "the model is mobius's")
+    assert names(tmp_path / "first") == {"model.onnx", "tokenizer.json", "config.json"}
+    chosen = export_checkpoint(checkpoint, tmp_path / "chosen", exporter="torch", told=told.append)
+    assert chosen == Export("torch", made.plan, None)
+
+
+def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
+    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
+) -> None:
+    stand_ins["torch"] = "refused"
+    with pytest.raises(InvalidModelError):
+        export_checkpoint(checkpoint, tmp_path / "out", exporter="torch")
+    assert names(tmp_path / "out") == {"model.onnx", "tokenizer.json", "config.json"}
+
+
+def test_a_model_that_no_session_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be better, unless it has no room to be tried."""
+    write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    plan, capacity = plan_export(tmp_path)
+    assert shortfalls(tmp_path, plan, capacity) == []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OptionError("an input that nobody fills")
+
+    monkeypatch.setattr(DecodeSession, "open", refuse)
+    assert shortfalls(tmp_path, plan, capacity) == ["no session runs it: an input that nobody fills"]
+    monkeypatch.setattr(grade, "free_memory", lambda: 1000)
+    assert shortfalls(tmp_path, plan, capacity) == []
+    caches = tuple(replace(cache, route=Route.FUNCTIONAL) for cache in plan.caches)
+    attention = tuple(replace(node, kind=AttentionKind.LOWERED, keys="all") for node in plan.attention)
+    assert shortfalls(tmp_path, replace(plan, caches=caches, attention=attention), capacity) == [
+        "2 of 2 caches are not updated by TensorRT's own layer",
+        "1 of 1 attentions are plain products",
+        "1 of 1 attentions read whole caches",
+    ]
+
+
+def test_progress_is_what_the_exporter_prints(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]) -> None:
+    heard: list[ProgressEvent] = []
+    with listening(heard.append):
+        export_checkpoint(checkpoint, tmp_path / "out", exporter="genai")
+    steps = [(event.phase, event.parent, event.finished) for event in heard]
+    assert steps[:4] == [
+        ("exporting with genai", None, False),
+        ("copying", "exporting with genai", False),
+        ("copying", "exporting with genai", True),
+        ("exporting with genai", None, True),
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({}, ["torch", "mobius", "genai"]),
-        ({"dtype": "bfloat16"}, ["torch", "mobius"]),
-        ({"dtype": "float32"}, ["torch", "mobius", "genai", "optimum"]),
+        ({}, ["mobius", "genai", "torch"]),
+        ({"dtype": "bfloat16"}, ["mobius", "torch"]),
+        ({"dtype": "float32"}, ["mobius", "genai", "torch", "optimum"]),
         ({"int4": True}, ["genai"]),
         ({"exporter": "mobius"}, ["mobius"]),
     ],
@@ -118,10 +196,10 @@ def test_exporters_that_fit(
         ({}, r"no exporter for float16 is installed; pip install torch transformers onnxscript \(it takes most"),
         ({"exporter": "mobius"}, "float16 is installed: mobius is missing; pip install mobius-onnx"),
         ({"int4": True}, "no exporter for float16 with weights of 4 bits is installed; pip install onnxruntime-genai"),
-        ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; torch, mobius, genai does"),
+        ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; mobius, genai, torch does"),
         ({"exporter": "torch", "int4": True}, "torch does not write float16 with weights of 4 bits on a CPU; genai"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16, float32"),
-        ({"exporter": "keras"}, "exporter is 'keras'; it must be one of auto, torch, mobius, genai, optimum"),
+        ({"exporter": "keras"}, "exporter is 'keras'; it must be one of auto, mobius, genai, torch, optimum"),
         ({"python": "/no/python"}, "/no/python: this interpreter does not run: "),
     ],
 )

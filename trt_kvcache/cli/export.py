@@ -16,9 +16,9 @@ class ExporterChoice(str, Enum):
     """The exporter to run."""
 
     AUTO = "auto"
-    TORCH = "torch"
     MOBIUS = "mobius"
     GENAI = "genai"
+    TORCH = "torch"
     OPTIMUM = "optimum"
 
 
@@ -32,13 +32,17 @@ class Dtype(str, Enum):
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Folder with config.json and weights.", readable=False)
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Folder with config.json and weights, or a .gguf file.", readable=False
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder for the model.", readable=False)
     ],
     exporter: Annotated[
-        ExporterChoice, typer.Option(help="auto: the first of these that is installed and succeeds.")
+        ExporterChoice,
+        typer.Option(help="auto: the first of these, the fastest first, whose model is as good as any."),
     ] = ExporterChoice.AUTO,
     dtype: Annotated[
         Dtype,
@@ -60,30 +64,17 @@ def export(
     ] = sys.executable,
 ) -> None:
     """Export a checkpoint with an installed exporter, and plan the result. Nothing is downloaded."""
-    from trt_kvcache.cli.output import console
-    from trt_kvcache.export.run import export_checkpoint
-
-    out = console(sys.stderr)
-    export_checkpoint(
-        checkpoint, output, exporter=exporter.value, dtype=dtype.value, int4=int4, python=python,
-        told=lambda line: out.print(line, soft_wrap=True),
-    )  # fmt: skip
-    _plan(output, capacity)
-
-
-def _plan(model: Path, capacity: int | None) -> None:
-    from trt_kvcache import NoCapacityError, PlanOptions, plan_model
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.plan_view import batch_of
     from trt_kvcache.cli.summary import build_line, plan_lines, print_lines, print_next
-    from trt_kvcache.runtime.beside import usual_capacity
+    from trt_kvcache.export.run import export_checkpoint
 
-    try:
-        made = plan_model(model, PlanOptions(capacity=capacity))
-    except NoCapacityError:
-        capacity = usual_capacity(model)
-        made = plan_model(model, PlanOptions(capacity=capacity))
-    out = console()
-    print_lines(out, f"{model}: {made.in_place_text} (opset {made.opset})", plan_lines(made, batch_of(made, 1)))
-    print_next(out, build_line(model, PlanFlags(capacity=capacity)))
-    print_warnings(made.warnings)
+    said = console(sys.stderr)
+    made = export_checkpoint(
+        checkpoint, output, exporter=exporter.value, dtype=dtype.value, int4=int4, capacity=capacity, python=python,
+        told=lambda line: said.print(line, soft_wrap=True),
+    )  # fmt: skip
+    plan, out = made.plan, console()
+    print_lines(out, f"{output}: {plan.in_place_text} (opset {plan.opset})", plan_lines(plan, batch_of(plan, 1)))
+    print_next(out, build_line(output, PlanFlags(capacity=made.capacity)))
+    print_warnings(plan.warnings)

@@ -285,7 +285,8 @@ def refuse_checkpoint(model: Path) -> None:
         InvalidModelError: the folder is a checkpoint's.
     """
     if is_checkpoint(model):
-        command = shlex.join(["trt-kvcache", "export", str(model), "-o", f"{model.absolute().name}-onnx/"])
+        name = model.absolute().stem if model.is_file() else model.absolute().name
+        command = shlex.join(["trt-kvcache", "export", str(model), "-o", f"{name}-onnx/"])
         raise InvalidModelError(f"{model}: a checkpoint; export it first: {command}")
 
 

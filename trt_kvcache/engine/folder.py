@@ -39,7 +39,9 @@ def is_model(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True for the folder of a checkpoint: weights with their config, and no ONNX model."""
+    """Return True for the folder of a checkpoint, weights with their config and no ONNX model; or for a GGUF file."""
+    if path.suffix.lower() == ".gguf":
+        return path.is_file()
     if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
         return False
     return any(next(path.glob(pattern), None) is not None for pattern in ("*.safetensors", "pytorch_model*.bin"))

@@ -20,7 +20,7 @@ OPSET = 24  # the first with TensorScatter; Attention came with 23
 _PAST, _NEW = 12, 3  # tokens of the samples; none of these sizes stays in the model
 
 
-def export_model(model: Any, path: str | Path) -> None:
+def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None:
     """Write a causal language model of transformers as an ONNX decoder whose caches grow.
 
     Inputs are ``input_ids`` ``[B, S]``, ``attention_mask`` ``[B, P + S]``, ``position_ids`` ``[B, S]`` where the model
@@ -30,6 +30,7 @@ def export_model(model: Any, path: str | Path) -> None:
     Args:
         model: from ``AutoModelForCausalLM``, with weights of the type that the engine is to have.
         path: of the ``.onnx`` file; weights go to a file beside it.
+        verbose: print torch's steps.
 
     Raises:
         ValueError: the model keeps something else than keys and values of every token.
@@ -78,7 +79,7 @@ def export_model(model: Any, path: str | Path) -> None:
         output_names=["logits", *(f"present{name}" for name in names)],
         dynamic_shapes=({0: auto, 1: auto},) * 3 + (({0: auto, 2: auto},) * len(held),),
         external_data=True,
-        verbose=False,
+        verbose=verbose,
     )
 
 
@@ -86,13 +87,14 @@ def main() -> None:
     """Export a checkpoint's folder."""
     checkpoint, folder, dtype = sys.argv[1], Path(sys.argv[2]), (*sys.argv[3:], "float16")[0]
     torch, transformers = import_module("torch"), import_module("transformers")
+    sys.stdout.write("reading the checkpoint\n")
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager" if capped else "sdpa"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    export_model(model.eval(), folder / "model.onnx")
+    export_model(model.eval(), folder / "model.onnx", verbose=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""A decoder in a GGUF file to a checkpoint, dequantized by transformers.
+
+    python -m trt_kvcache.export.from_gguf MODEL.gguf FOLDER [float16|bfloat16|float32]
+
+This file needs torch, transformers, gguf and accelerate, and nothing of this package: it also runs on its own, in an
+environment that has these alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MODULES", "save_checkpoint"]
+
+MODULES = ("torch", "transformers", "gguf", "accelerate")
+"""What has to be importable."""
+_NO_NUMBERS = (
+    "attention.value_length",
+    "attention.causal",
+    "vocab_size",
+    "tensor_data_layout",
+    "rope.scaling.finetuned",
+)
+"""Settings that change no number here: they repeat others, or have one value in decoders."""
+
+
+def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16", layers: int | None = None) -> None:
+    """Write the model and the tokenizer of a GGUF file as transformers' `save_pretrained` does.
+
+    Args:
+        gguf: the file.
+        folder: of the checkpoint.
+        dtype: of its weights.
+        layers: number of the first layers to keep (default: all). A cut model keeps the statistics of these layers.
+
+    Raises:
+        ValueError: transformers does not read this file, or not all of it. Everything that it would drop is named.
+    """
+    torch, transformers = import_module("torch"), import_module("transformers")
+    gguf = Path(gguf)
+    reader = import_module("gguf").GGUFReader(str(gguf))
+    at: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    if (parts := _value(reader, "split.count") or 1) > 1:
+        raise ValueError(f"the file is one of {parts} parts; join them first, as llama-gguf-split --merge does")
+    config = transformers.AutoConfig.from_pretrained(**at)
+    if dropped := _dropped_settings(reader, config):
+        raise ValueError(f"transformers does not read {', '.join(dropped)}, which changes the numbers of the model")
+    kind = getattr(torch, dtype)
+    read, loading = transformers.AutoModelForCausalLM.from_pretrained(**at, dtype=kind, output_loading_info=True)
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"the file has no {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}")
+    held, wanted = sum(int(t.n_elements) for t in reader.tensors), sum(p.numel() for p in read.parameters())
+    if held != wanted:
+        raise ValueError(
+            f"transformers does not read all of its tensors: the file holds {held} numbers, and transformers' "
+            f"{type(read).__name__} {wanted}{_unknown_tensors(reader, read)}"
+        )
+    config = read.config
+    vars(config).pop("quantization_config", None)  # the weights are no longer GGUF's
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    # A fresh model, since one that was read from GGUF cannot be saved.
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
+    kept = model.state_dict().keys()
+    model.load_state_dict({name: value for name, value in read.state_dict().items() if name in kept})
+    model.generation_config = read.generation_config
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**at).save_pretrained(folder)
+
+
+def _value(reader: Any, key: str) -> Any:
+    field = reader.fields.get(key)
+    return None if field is None else field.contents()
+
+
+def _dropped_settings(reader: Any, config: Any) -> list[str]:
+    """Settings of the architecture that transformers passes over, such as a scaling of rotary positions."""
+    name = str(_value(reader, "general.architecture"))
+    mapping = import_module("transformers.integrations.ggml").GGUF_CONFIG_MAPPING
+    kind = str(config.model_type)
+    names = {name, name.replace("-", "_"), kind, kind.removesuffix("_text")}
+    known = {key for each in names for key in mapping.get(each, ())}
+    rotary = getattr(config, "rope_parameters", None) or {}
+    scaling = _value(reader, f"{name}.rope.scaling.type") or ("linear" if _scales(reader, name) else "none")
+    scaled_as_read = scaling in ("none", rotary.get("rope_type"))
+    dropped = []
+    for full in reader.fields:
+        key = full.removeprefix(f"{name}.")
+        if key == full or key in known or key in _NO_NUMBERS or (key.startswith("rope.scaling.") and scaled_as_read):
+            continue
+        value = _value(reader, full)
+        if key == "attention.key_length" and value == getattr(config, "head_dim", value):
+            continue
+        dropped.append(f"{full} = {value}")
+    return dropped
+
+
+def _scales(reader: Any, name: str) -> bool:
+    return (_value(reader, f"{name}.rope.scaling.factor") or 1.0) != 1.0
+
+
+def _unknown_tensors(reader: Any, model: Any) -> str:
+    """Tensors without a layer's number that no decoder of transformers has a name for, such as ``rope_freqs``."""
+    loader = import_module("transformers.modeling_gguf_pytorch_utils")
+    try:
+        known = loader.get_gguf_hf_weights_map(model, loader.TensorProcessor(config=model.config))
+    except (AttributeError, NotImplementedError, TypeError):  # transformers' own business
+        return ""
+    unknown = [tensor.name for tensor in reader.tensors if tensor.name not in known]
+    return f"; without a place there: {', '.join(unknown[:3])}{' ...' if len(unknown) > 3 else ''}" if unknown else ""
+
+
+def main() -> None:
+    """Dequantize a GGUF file."""
+    try:
+        save_checkpoint(sys.argv[1], sys.argv[2], (*sys.argv[3:], "bfloat16")[0])
+    except ValueError as error:
+        sys.exit(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()
