@@ -1,8 +1,8 @@
 """A model as the check reads it: constants apart, every tensor with a digest of how it is computed.
 
 Two tensors with one digest are equal by construction, in whichever graph they stand. Digests do not depend on names of
-nodes and tensors, on the order of nodes, on attributes that state their default, on Identity, or on how a constant is
-stored.
+nodes and tensors, on the order of nodes, on the order of operands that may change places, on attributes that state
+their default, on Identity, or on how a constant is stored.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from onnx.inliner import inline_local_functions
 
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, constant_value, copied, is_op, names_read
 
+_COMMUTATIVE = ("Add", "And", "Equal", "Mul", "Or", "Xor")
 _SMALL = 1 << 16  # bytes; the contents of larger constants are not compared, they are weights with a name
 
 
@@ -105,6 +106,8 @@ class Graph:
             inputs = [of(name) for name in node.input]
             while inputs and not inputs[-1]:
                 inputs.pop()
+            if _is_commutative(node):
+                inputs.sort()
             if is_op(node, "Identity"):
                 made = {node.output[0]: inputs[0]}
             else:
@@ -120,6 +123,13 @@ class Graph:
                     digest = f"join:{name}"
                 seen[name] = digest
         return seen, own
+
+    def operands(self, node: onnx.NodeProto, digests: Mapping[str, str]) -> list[str]:
+        """The tensors that a node reads: operands that may change places in the order of their digests."""
+        inner = sorted(self.reads[id(node)].difference(node.input))
+        if _is_commutative(node):
+            return [*sorted(node.input, key=lambda name: digests.get(name, "")), *inner]
+        return [*node.input, *inner]
 
     def _holds(self, name: str) -> bool:
         """The graph itself has the tensor, not a body in it."""
@@ -195,6 +205,10 @@ def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
             yield copy
         else:
             yield node
+
+
+def _is_commutative(node: onnx.NodeProto) -> bool:
+    return node.op_type in _COMMUTATIVE and node.domain in DEFAULT_DOMAINS
 
 
 def _contents(tensor: TensorProto, name: str) -> object:

@@ -9,7 +9,7 @@ outputs of the graph must be equal by construction. So every path from an input 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -21,7 +21,7 @@ from trt_kvcache.importer.check.cut import Cut, check_interface
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import Kind, Term
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.protos import FLOATS, copied, is_op, part_of, replace_field
+from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
 from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
@@ -260,6 +260,12 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
     return sorted({n for node in products for n in node.input[:3] if n in of_caches and n in graph.makes})
 
 
+def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
+    """Caches of which the models read the shape alone."""
+    nodes = (node for model in models for node in model.graph.node if node.op_type not in ("Shape", "Size"))
+    return set(caches).difference(*(names_read(node) for node in nodes))
+
+
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """The model with other outputs."""
     made = copied(model)
@@ -321,22 +327,51 @@ def _key(
 ) -> list[str]:
     """The computation of each output: boundaries, weights and caches by number, other inputs by name."""
     caches = {c.past: c for c in cut.plan.caches}
-    leaves: dict[str, str] = {}
-    for name in (n for node in nodes for n in (*node.input, *sorted(graph.reads[id(node)]))):
+    kinds: dict[str, str] = {}
+    named: dict[str, str] = {}
+    for name in (n for node in nodes for n in (*node.input, *graph.reads[id(node)])):
         if name in boundaries:
             kind = cut.kinds[0].get(name) or cut.kinds[1].get(name)
-            leaves[name] = numbers.setdefault(boundaries[name], f"boundary {len(numbers)} {kind}")
+            kinds[name], named[name] = f"boundary {kind}", boundaries[name]
         elif name in caches:
             c = caches[name]
             facts = (c.dtype, c.logical_shape, c.physical_shape, c.layout, c.mode, c.sequence_axis, c.capacity)
-            leaves[name] = numbers.setdefault(name, f"cache {len(numbers)} {facts}")
+            kinds[name], named[name] = f"cache {facts}", name
         elif name in graph.constants and (digest := graph.constant_digest(name)) in weights:
             tensor = graph.constants[name]
-            leaves[name] = numbers.setdefault(digest, f"weight {len(numbers)} {tensor.data_type} {list(tensor.dims)}")
+            kinds[name], named[name] = f"weight {tensor.data_type} {list(tensor.dims)}", digest
         elif name in graph.inputs:
-            leaves[name] = f"input {name}"
-    seen, _ = graph.digests(leaves, nodes=nodes)
+            kinds[name] = f"input {name}"
+    # Numbers follow from what is computed with a tensor, and from neither names nor the order of nodes.
+    seen, _ = graph.digests(kinds, nodes=nodes)
+    for name in _leaves(graph, nodes, outputs, kinds, seen):
+        if name in named:
+            numbers.setdefault(named[name], str(len(numbers)))
+    numbered = {name: f"{kind} {numbers.get(named.get(name, ''), '')}" for name, kind in kinds.items()}
+    seen, _ = graph.digests(numbered, nodes=nodes)
     return [seen.get(name, name) for name in outputs]
+
+
+def _leaves(
+    graph: Graph,
+    nodes: Sequence[onnx.NodeProto],
+    outputs: Iterable[str],
+    leaves: Container[str],
+    seen: Mapping[str, str],
+) -> Iterator[str]:
+    """The leaves in the order in which the outputs, from the first on, read them."""
+    makes = {name: node for node in nodes for name in node.output}
+    todo = [*outputs][::-1]
+    done = set()
+    while todo:
+        name = todo.pop()
+        if name in done:
+            continue
+        done.add(name)
+        if name in leaves:
+            yield name
+        elif name in makes:
+            todo += graph.operands(makes[name], seen)[::-1]
 
 
 def _common_weights(cut: Cut, cones: Sequence[Cone]) -> set[str]:

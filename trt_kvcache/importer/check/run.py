@@ -129,41 +129,42 @@ class _Run:
             self.sides.open(self._steps)
         for magnitude in _GARBAGE if self.sides.wide or not is_half(self.region.models) else _HALF_GARBAGE:
             self.sides.garbage = magnitude
-            why, step = self._first_difference()
+            why, leaks = self._first_difference()
             if self._changes_past and not self.sides.settled:
                 self.sides.settled = True
-                why, step = self._first_difference()
-            if not self._reads_garbage([step] if why else self.compared):
+                why, leaks = self._first_difference()
+            if not leaks:
                 return why
         return why
 
-    def _first_difference(self) -> tuple[str, Step]:
+    def _first_difference(self) -> tuple[str, bool]:
+        """The first difference in words, and True if the original reads garbage in that step; in any, if none differs."""
         self.compared = []
+        leaks = False
         for step in self._steps:
             feeds = self.sides.feeds(step)
             try:
                 originals = list(self.sides.originals(step, feeds))
             except EngineError:  # a step that the original is not made for
                 continue
-            numbers = {n: np.nan_to_num(originals[0][n], nan=0.0) for n in self.region.joins if originals[0][n].size}
+            dead = [n for n in self.region.joins if n not in self.alive]
+            numbers = {n: np.nan_to_num(originals[0][n], nan=0.0) for n in dead if originals[0][n].size}
             self.alive |= {n for n, v in numbers.items() if v.max() != v.min()}
             for kept in self.sides.kept(step):
                 made = self.sides.rewritten(step, feeds, kept)
                 for original, how in zip(originals, ("", " (all sequences in one run)"), strict=False):
                     if why := self._differ(step, original, made, kept):
-                        return why + how, step
+                        return why + how, self._reads_garbage(step, originals[0])
+            leaks = leaks or self._reads_garbage(step, originals[0])
             self.compared.append(step)
-        return "", step
+        return "", leaks
 
-    def _reads_garbage(self, steps: Sequence[Step]) -> bool:
+    def _reads_garbage(self, step: Step, full: Feeds) -> bool:
         """True if the original itself lets garbage of this magnitude through: it may outweigh what differs."""
-        if not self.sides.shows_garbage:
+        if not self.sides.shows_garbage or not self.region.joins:
             return False
-        for step in steps:
-            full, clean = (self.sides.original(step, self.sides.feeds(step, g)) for g in (self.sides.garbage, 0.0))
-            if any(apart(clean[name], full[name], self._tolerance) is not None for name in self.region.joins):
-                return True
-        return False
+        clean = self.sides.original(step, self.sides.feeds(step, 0.0))
+        return any(apart(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
         """In words, a product of the rewritten side that is no finite number in rows without a token; or nothing.

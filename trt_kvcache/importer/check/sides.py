@@ -12,16 +12,18 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.compare import joined, last, sequence_axis, take, token
-from trt_kvcache.importer.check.region import Region, products_of, with_outputs
+from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
 from trt_kvcache.importer.check.shapes import UNKNOWN
 from trt_kvcache.importer.plan import CachePlan, OriginalRole
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.contents import (
     CacheTensor,
     as_text,
+    drawn_contents,
+    drawn_normal,
     find_caches,
     find_states,
-    first_contents,
+    numpy_dtype,
     ring_window,
 )
 from trt_kvcache.importer.steps.engine import Engine, EngineError, open_engine
@@ -35,6 +37,7 @@ Feeds = dict[str, Array]
 
 _SEED = 0
 _TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
+_APART = 104_729  # places between what boundaries are given
 _BYTES = 256 << 20  # of the caches of a step
 _LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
 
@@ -60,6 +63,7 @@ class Sides:
         self.caches = [
             c for c in (*find_caches(plan), *find_states(plan)) if c.role.name in self._needed[0] | self._needed[1]
         ]
+        self._unread = unread(region.models, (c.role.name for c in self.caches))
         self.by_output = {c.output: c for c in find_caches(plan)}
         growing = {t.name for t in plan.original if t.role is OriginalRole.GROWING_CACHE}
         self.shows_garbage = any(c.update is not None and c.role.name not in growing for c in self.caches)
@@ -121,26 +125,25 @@ class Sides:
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
         """All numbers of a step: inputs, boundaries by number, and caches as the original has them."""
         batch = len(step.starts)
+        rng = np.random.default_rng([_SEED, step.length, *step.starts])
         inputs = StepInputs(
-            self.plan, self._limits, draw_constants(self.plan, batch, _SEED, twin=True), self._rng(step, 0),
+            self.plan, self._limits, draw_constants(self.plan, batch, _SEED, twin=True), rng,
             twin=True, unknown=UNKNOWN, rings=self._has_rings(step),
         )  # fmt: skip
         made = inputs.shared(step)
-        rng = self._rng(step, 1)
         for number, b in enumerate(self.region.boundaries):
-            made[f"boundary {number}"] = rng.standard_normal([t.at(batch, step.length) for t in b.shape], np.float32)
+            place = _APART * (number + 1) * (step.length + 2 * sum(step.starts) + 1)
+            made[f"boundary {number}"] = drawn_normal([t.at(batch, step.length) for t in b.shape], place)
+        magnitude = self.garbage if garbage is None else garbage
         for number, cache in enumerate(self.caches):
-            values = first_contents(
-                self._as_text(cache, step), step.starts, self.garbage if garbage is None else garbage,
-                np.random.default_rng([_SEED, 2, number]), twin=True,
-            )  # fmt: skip
-            made[cache.role.name] = values.astype(np.float32) if self.wide and values.dtype == np.float16 else values
+            held = self._as_text(cache, step)
+            if cache.role.name in self._unread:
+                made[cache.role.name] = np.zeros(held.logical_shape(batch), numpy_dtype(cache.role.dtype, twin=True))
+            else:
+                made[cache.role.name] = drawn_contents(held, number, step.starts, magnitude, wide=self.wide)
         if self.settled:
             self._settle(step, made)
         return made
-
-    def _rng(self, step: Step, what: int) -> np.random.Generator:
-        return np.random.default_rng([_SEED, what, step.length, *step.starts])
 
     def _settle(self, step: Step, feeds: Feeds) -> None:
         ran = self.original(step, feeds)

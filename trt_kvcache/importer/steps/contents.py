@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -30,6 +31,7 @@ from trt_kvcache.importer.plan import (
 Array = npt.NDArray[Any]
 
 _BLOCK = 1 << 20  # random values; larger caches repeat them
+_POOL = 1 << 19  # those that are drawn once
 NUMPY = {
     "float": np.float32, "float16": np.float16, "double": np.float64, "int8": np.int8, "uint8": np.uint8,
     "int16": np.int16, "uint16": np.uint16, "int32": np.int32, "uint32": np.uint32, "int64": np.int64,
@@ -158,6 +160,46 @@ def first_contents(
     return contents
 
 
+def drawn_contents(cache: CacheTensor, number: int, histories: Sequence[int], garbage: float, *, wide: bool) -> Array:
+    """As `first_contents`, of numbers that are drawn once for each cache of a `number`, and cut for each step.
+
+    `wide`: float16 is held as float32, as bfloat16 always is.
+    """
+    dtype = cache.role.dtype
+    kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype, twin=True)
+    if cache.update is None:
+        return first_contents(cache, histories, garbage, np.random.default_rng(number), twin=True).astype(kind)
+    axis = cache.update.sequence_axis
+    contents = np.zeros(cache.logical_shape(len(histories)), kind)
+    entry = (*contents.shape[1:axis], *contents.shape[axis + 1 :])
+    if not math.prod(entry):
+        return contents
+    count = max(1, _POOL // math.prod(entry))
+    shape = (*entry[: axis - 1], count, *entry[axis - 1 :])
+    text = np.moveaxis(_pool(shape, dtype, kind, number, 0.0), axis - 1, 0)
+    rest = np.moveaxis(_pool(shape, dtype, kind, number, garbage), axis - 1, 0) if garbage else None
+    for row, (target, tokens) in enumerate(zip(np.moveaxis(contents, axis, 1), histories, strict=True)):
+        first = row * max(1, count // len(histories))
+        used = min(tokens, len(target))
+        _repeat(target[:used], text, first)
+        if rest is not None:  # every other row stays 0, as in `first_contents`
+            _repeat(target[used + used % 2 :: 2], rest, first)
+    return contents
+
+
+@lru_cache(maxsize=32)
+def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, garbage: float) -> Array:
+    """Rows of a cache: plausible numbers if `garbage` is 0, else numbers of this magnitude."""
+    rng = np.random.default_rng([number, int(garbage)])
+    if kind.kind in "iub":
+        return _values(shape, kind, rng, None)
+    values = rng.random(shape, np.float32) * 2 - 1
+    if garbage:
+        values = np.copysign(np.float32(garbage), values)
+    narrow = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(dtype, kind)
+    return values.astype(narrow).astype(kind, copy=False)  # numbers that the cache itself can hold
+
+
 def _values(
     shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator, draw: Any,
     first: tuple[int, int] | None = None,
@@ -173,10 +215,32 @@ def _values(
     if first is None or count <= _BLOCK:
         return np.resize(block, shape)
     axis, rows = first
-    places = np.zeros((), np.int64)
-    for i, size in enumerate(shape):  # in the array as a whole, which repeats the block
-        places = places[..., None] + np.arange(rows if i == axis else size) * math.prod(shape[i + 1 :])
-    return block[places % block.size]
+    made = np.empty((*shape[:axis], rows, *shape[axis + 1 :]), dtype)
+    inner = math.prod(shape[axis + 1 :])
+    for number, part in enumerate(made.reshape(math.prod(shape[:axis]), rows * inner)):
+        _repeat(part, block, number * shape[axis] * inner)
+    return made
+
+
+def _repeat(target: Array, source: Array, start: int) -> None:
+    """Fills an array with the entries of another one from `start` on, which repeat."""
+    place = 0
+    while place < len(target):
+        taken = source[(start + place) % len(source) :][: len(target) - place]
+        target[place : place + len(taken)] = taken
+        place += len(taken)
+
+
+def drawn_normal(shape: Sequence[int], place: int) -> Array:
+    """Normal numbers, float32, of some that are drawn once: those from a place on."""
+    made = np.empty(math.prod(shape), np.float32)
+    _repeat(made, _normal(), place % _POOL)
+    return made.reshape(shape)
+
+
+@lru_cache(maxsize=1)
+def _normal() -> Array:
+    return np.random.default_rng(0).standard_normal(_POOL, np.float32)
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:

@@ -209,13 +209,13 @@ class OriginalInterface:
             raise UnsupportedModelError(
                 f"the rewritten model has no cache input '{tensor.name}', which the original has"
             )
-        whole = _held(feeds[tensor.name][rows], numpy_dtype(tensor.dtype, twin=self._twin))
+        whole, dtype = feeds[tensor.name][rows], numpy_dtype(tensor.dtype, twin=self._twin)
         if tensor.role is OriginalRole.FIXED_CACHE:
-            return whole
+            return _held(whole, dtype)
         order = tensor.order or tuple(range(whole.ndim))
         axis = order[tensor.axes.index("past")]
         first = 0 if tensor.kept is None else max(0, past - tensor.kept)
-        held = whole[(slice(None),) * axis + (slice(first, past),)]
+        held = _held(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
         size = tensor.shape[tensor.axes.index("past")]
         if isinstance(
             size, int
