@@ -20,7 +20,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.cut import Cut, check_interface
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import Kind, Term
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role
 from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
 from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
 
@@ -142,7 +142,8 @@ def find_regions(cut: Cut) -> list[Region]:
         guarded = any(node.op_type in ("IsNaN", "IsInf") for node in region.models[0].graph.node)
         if guarded:  # the numbers in the region itself choose the steps
             region = replace(_region(cut, [claim], [], products), integers=region.integers)
-        mine = [present_of[i] for i in _inputs(region.models[1]) if present_of.get(i) in left]
+        shapes = unread(region.models, present_of)
+        mine = [present_of[i] for i in _inputs(region.models[1]) if i not in shapes and present_of.get(i) in left]
         if mine:
             region = replace(_region(cut, [claim], mine, products if guarded else stops), integers=region.integers)
             left = [p for p in left if p not in mine]
@@ -327,6 +328,7 @@ def _key(
 ) -> list[str]:
     """The computation of each output: boundaries, weights and caches by number, other inputs by name."""
     caches = {c.past: c for c in cut.plan.caches}
+    exported = {t.name: _facts(t) for t in cut.plan.original}
     kinds: dict[str, str] = {}
     named: dict[str, str] = {}
     for name in (n for node in nodes for n in (*node.input, *graph.reads[id(node)])):
@@ -336,12 +338,15 @@ def _key(
         elif name in caches:
             c = caches[name]
             facts = (c.dtype, c.logical_shape, c.physical_shape, c.layout, c.mode, c.sequence_axis, c.capacity)
-            kinds[name], named[name] = f"cache {facts}", name
+            kinds[name], named[name] = f"cache {facts} {exported.get(name)}", name
         elif name in graph.constants and (digest := graph.constant_digest(name)) in weights:
             tensor = graph.constants[name]
             kinds[name], named[name] = f"weight {tensor.data_type} {list(tensor.dims)}", digest
         elif name in graph.inputs:
             kinds[name] = f"input {name}"
+    for node in nodes:  # alike caches have one shape, which exporters read of any of them
+        if is_op(node, "Shape") and node.input[0] in caches:
+            kinds[node.output[0]] = f"shape {graph.attributes(node)} of {kinds[node.input[0]]}"
     # Numbers follow from what is computed with a tensor, and from neither names nor the order of nodes.
     seen, _ = graph.digests(kinds, nodes=nodes)
     for name in _leaves(graph, nodes, outputs, kinds, seen):
@@ -349,7 +354,13 @@ def _key(
             numbers.setdefault(named[name], str(len(numbers)))
     numbered = {name: f"{kind} {numbers.get(named.get(name, ''), '')}" for name, kind in kinds.items()}
     seen, _ = graph.digests(numbered, nodes=nodes)
-    return [seen.get(name, name) for name in outputs]
+    return [f"{seen.get(name, name)} {exported.get(name, '')}" for name in outputs]
+
+
+def _facts(tensor: OriginalTensor) -> str:
+    """All that the check reads of an input or output of the original but its name and symbols."""
+    sizes = tuple(size if isinstance(size, int) else "?" for size in tensor.shape)
+    return repr(replace(tensor, name="", shape=sizes))
 
 
 def _leaves(

@@ -138,7 +138,7 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """The first difference in words, and True if the original reads garbage in that step; in any, if none differs."""
+        """The first difference in words; True if the original reads garbage in its step, or in any if there is none."""
         self.compared = []
         leaks = False
         for step in self._steps:
