@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -438,3 +439,23 @@ def test_a_type_that_there_is_not_is_no_trace() -> None:
     model = helper.make_model(helper.make_graph(nodes, "types", ends[:1], ends[1:]))
     with pytest.raises(EngineError):
         open_engine(model, {"x": np.ones(2, np.float32)}, strict=True)
+
+
+def test_a_caller_with_another_limit_ends_no_check(tmp_path: Path) -> None:
+    """It starts a process of its own beside the one that answers."""
+    from trt_kvcache.importer.check import process
+
+    onnx.save(hostile(endless), tmp_path / "endless.onnx")
+    onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
+
+    def first() -> str:
+        with pytest.raises(UnsupportedModelError) as refused:
+            plan_model(tmp_path / "endless.onnx", PlanOptions(check_seconds=3, check_memory=5))
+        return str(refused.value)
+
+    with ThreadPoolExecutor(1) as pool:
+        refusal = pool.submit(first)
+        while not process._asking.locked():
+            time.sleep(0.01)
+        assert plan_model(tmp_path / "model.onnx", replace(PLAN, check_memory=6)).caches
+    assert "took more than 3 s" in refusal.result()

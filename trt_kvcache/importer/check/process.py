@@ -78,18 +78,25 @@ class Answer:
 _lock = threading.Lock()
 _asking = threading.Lock()
 _current: dict[int, Child] = {}
-"""By bytes of address space; there is one at a time."""
+"""By bytes of address space; there is one, and another one while that has to answer."""
+_answering: list[Child] = []
+"""The one that was asked, for which another caller waits."""
 
 
-def start_process(options: PlanOptions) -> Child:
-    """The process that checks; it loads ONNX Runtime while the caller goes on."""
+def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
+    """The process that checks; it loads ONNX Runtime while the caller goes on.
+
+    `to_ask`: nobody ends it until it is taken from `_answering`.
+    """
     memory = options.check_memory << 30
     with _lock:
         child = _current.get(memory)
         if child is None or not child.alive:
-            while _current:
-                _current.popitem()[1].end()
+            for size in [size for size, other in _current.items() if other not in _answering]:
+                _current.pop(size).end()
             child = _current[memory] = Child("trt_kvcache.importer.check.worker", str(memory))
+        if to_ask:
+            _answering.append(child)
         return child
 
 
@@ -122,7 +129,11 @@ def check_in_process(
     sizes = (len(parts[0]), len(parts[1]), len(parts[2]))
     request = msgspec.json.encode(Request(sizes, plan, str(folder), thorough))
     with _asking, phase("comparing with the original"):
-        line = start_process(plan.options).ask((request, b"\n", *parts), plan.options.check_seconds, _pass_on)
+        child = start_process(plan.options, to_ask=True)
+        try:
+            line = child.ask((request, b"\n", *parts), plan.options.check_seconds, _pass_on)
+        finally:
+            _answering.remove(child)
     answer = msgspec.json.decode(line, type=Answer)
     if answer.bug:
         raise RuntimeError(f"the check failed:\n{answer.bug}")
