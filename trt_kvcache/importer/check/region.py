@@ -138,18 +138,19 @@ def find_regions(cut: Cut) -> list[Region]:
     left = list(dict.fromkeys(present_of.values()))
     regions = []
     for claim in claims:
-        region = _region(cut, [claim], [], stops)
+        region = _region(cut, [claim], [], stops, stops)
         guarded = any(node.op_type in ("IsNaN", "IsInf") for node in region.models[0].graph.node)
         if guarded:  # the numbers in the region itself choose the steps
-            region = replace(_region(cut, [claim], [], products), integers=region.integers)
+            region = replace(_region(cut, [claim], [], products, stops), integers=region.integers)
         shapes = unread(region.models, present_of)
         mine = [present_of[i] for i in _inputs(region.models[1]) if i not in shapes and present_of.get(i) in left]
         if mine:
-            region = replace(_region(cut, [claim], mine, products if guarded else stops), integers=region.integers)
+            ends_of = products if guarded else stops
+            region = replace(_region(cut, [claim], mine, ends_of, stops), integers=region.integers)
             left = [p for p in left if p not in mine]
         regions.append(region)
     for present in left:
-        regions.append(_region(cut, [], [present], stops))
+        regions.append(_region(cut, [], [present], stops, stops))
     return sorted(regions, key=lambda r: not r.presents)
 
 
@@ -201,17 +202,42 @@ def _without_cut(graph: Graph, span: str) -> Graph:
     return Graph(model)
 
 
-def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Mapping[str, str]]) -> Region:
+def _region(
+    cut: Cut,
+    joins: list[str],
+    presents: list[str],
+    stops: Sequence[Mapping[str, str]],
+    equal: Sequence[Mapping[str, str]],
+) -> Region:
+    """The region that makes some tensors, back to `stops`; and to any of `equal` of which it reads the shape alone.
+
+    Exporters take batch and length from the embedded tokens: to go on to the table of the tokens would be for nothing.
+    """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
+    passed: tuple[set[str], set[str]] = (set(outputs), set(outputs))
     while True:
         cones = [graph.cone(outputs, stop) for graph, stop in zip(cut.sides, stops, strict=True)]
+        shapes = [
+            {n for n in _measured(graph, cone[0]) - gone if n in same and _known(kinds.get(n))}
+            for graph, cone, gone, same, kinds in zip(cut.sides, cones, passed, equal, cut.kinds, strict=True)
+        ]
+        if any(own - stop.keys() for own, stop in zip(shapes, stops, strict=True)):
+            stops = [
+                {**stop, **{n: same[n] for n in own}} for stop, own, same in zip(stops, shapes, equal, strict=True)
+            ]
+            continue
         fed = [_by_digest(cone[1], stop) for cone, stop in zip(cones, stops, strict=True)]
-        alone = fed[0].keys() ^ fed[1].keys()
-        if not alone:
+        apart = [
+            {n for d in own.keys() - other.keys() for n in own[d]} - measured
+            for own, other, measured in zip(fed, reversed(fed), shapes, strict=True)
+        ]
+        if not any(apart):
             break
-        # A tensor that only one side is cut at is no boundary.
-        stops = [{n: d for n, d in stop.items() if d not in alone} for stop in stops]
+        # A tensor that only one side is cut at is no boundary, but for its shape.
+        for gone, own in zip(passed, apart, strict=True):
+            gone |= own
+        stops = [{n: d for n, d in stop.items() if n not in own} for stop, own in zip(stops, apart, strict=True)]
     digests = sorted(fed[0].keys() | fed[1].keys())
     boundaries = []
     last = cut.last_positions
@@ -272,6 +298,15 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     made = copied(model)
     replace_field(made.graph.output, (onnx.ValueInfoProto(name=name) for name in names))
     return made
+
+
+def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
+    """Tensors that some nodes read, and of which they read the shape alone."""
+    read: set[str] = set()
+    measured: set[str] = set()
+    for node in nodes:
+        (measured if node.op_type in ("Shape", "Size") else read).update(graph.reads[id(node)])
+    return measured - read
 
 
 def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
