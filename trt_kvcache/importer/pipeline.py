@@ -18,6 +18,7 @@ from trt_kvcache.importer.analyze import analyze, check_unique_outputs
 from trt_kvcache.importer.check import check_rewrite, start_process
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
+from trt_kvcache.importer.interface.zeros import with_zeros
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
 from trt_kvcache.importer.protos import copied, replace_field
@@ -175,6 +176,7 @@ def _plan_and_rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepar
     plan = replace(plan, notes=(*plan.notes, *extensions.notes(prepared.model, source.path.parent)))
     for finish in prepared.finishes:
         plan = finish(plan)
+    plan = with_zeros(plan, source.path.parent)
     rewrite_graph(graph, plan)
     return prepared, plan, _export(source.proto, graph)
 

@@ -97,6 +97,8 @@ class Role(str, Enum):
     STATE = "state"
     CONSTANT = "constant"
     """Given once per sequence and only read: the output of an encoder, its keys and values, its mask."""
+    ZEROS = "zeros"
+    """Always 0, such as the token types of a text that has one kind."""
     LOGITS = "logits"
     OTHER = "other"
 

@@ -197,6 +197,8 @@ class StepInputs:
                 values, names = np.minimum(batch.starts + batch.length, self._reach[tensor.name]), ("batch",)
             case Role.UPDATE_LENGTHS:
                 values, names = np.arange(batch.rows + 1) * batch.length, ("batch+1",)
+            case Role.ZEROS:
+                return np.zeros([1] * len(tensor.shape), self._dtypes[tensor.name])
             case _:
                 values, names = self._visible(tensor, batch, keys), ("batch", "sequence", "keys")
                 if self._dtypes[tensor.name].kind not in "iub":  # a bias that is added to the scores
@@ -281,15 +283,21 @@ class StepInputs:
     def _check_input(self, tensor: TensorRole) -> None:
         what = f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)})"
         if tensor.role in (Role.OTHER, Role.LOGITS):
+            from trt_kvcache.importer.interface.config import example  # loads YAML and RE2
+
+            # A value for each token of a step is nothing that a sequence is given once.
+            role = Role.ZEROS if {"sequence", "tokens"} & set(tensor.axes) else Role.CONSTANT
             raise UnsupportedModelError(
                 f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "
-                "positions, write indices, lengths and masks, and pass constants on: name the input's role in a config "
-                "(--config), or make it a constant of the model"
+                "positions, write indices, lengths and masks, give zeros, and pass on constants that come with a "
+                f"sequence: name the input's role with --config, a YAML file such as: {example(role, tensor.name)}; or "
+                "make it a constant of the model"
             )
         for size, axis in zip(tensor.shape, tensor.axes, strict=True):
             if isinstance(size, str) and axis not in _SIZES:
                 raise UnsupportedModelError(f"{what}: nothing says how large its size '{size}' is; fix it in the model")
-        if tensor.role is not Role.MASK and not tensor.embedded and array_dtype(tensor.dtype).kind not in "iu":
+        plain = tensor.role in (Role.MASK, Role.ZEROS) or tensor.embedded
+        if not plain and array_dtype(tensor.dtype).kind not in "iu":
             raise UnsupportedModelError(
                 f"{what} is the model's {tensor.role.value}, and the runtime fills it with integers; export a model "
                 "that takes positions and lengths as integers"

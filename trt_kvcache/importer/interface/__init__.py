@@ -143,7 +143,10 @@ def _carried(name: str, io: str, known: Known, constants: frozenset[str], named:
 
 def _decide(name: str, io: str, evidence: list[Evidence], shipped: NamePattern | None) -> _Finding:
     """The role of one other tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
-    best = _strongest([e for e in evidence if (e.role is Role.LOGITS) == (io == "output")])
+    usable = [e for e in evidence if (e.role is Role.LOGITS) == (io == "output")]
+    if shipped is None or shipped.role is Role.OTHER:
+        usable = [e for e in usable if not e.by_name]
+    best = _strongest(usable)
     if len(best) > 1 and (shipped is None or shipped.role not in [e.role for e in best]):
         raise AmbiguousRoleError(
             f"{io} '{name}' could be {_list([f'{e.role.value} ({e.reason})' for e in best])}; "

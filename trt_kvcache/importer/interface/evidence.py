@@ -54,11 +54,15 @@ class Evidence:
 
     Attributes:
         exact: the values arrive unchanged where the role's meaning is defined.
+        by_name: the graph shows what the role would look like, and other inputs look the same: token types index a
+            table as learned positions do, and a mask of 1 for hidden keys is computed on as one of 0. It counts for an
+            input whose name says the role.
     """
 
     role: Role
     exact: bool
     reason: str
+    by_name: bool = False
 
 
 # The first input's values pass unchanged; the other inputs are shapes, axes and bounds.
@@ -67,6 +71,11 @@ _PRESERVING = {
 }  # fmt: skip
 _ORDERING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
 _PRODUCTS = {"MatMul", "Gemm", "MatMulInteger"}
+# From positions to the factors of a rotary embedding.
+_TURNING = {
+    *_PRESERVING, "Add", "Concat", "Cos", "Div", "Einsum", "Gather", "MatMul", "Mul", "Neg", "Sin", "Slice", "Split",
+    "Sub",
+}  # fmt: skip
 _CAPPING = {*_PRESERVING, "Mul", "Div", "Add", "Tanh", "Slice", "Gather", "LogSoftmax"}
 
 Follow = Callable[[NodeProto], Iterable[tuple[str, bool]]]
@@ -195,16 +204,16 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     """
     found: dict[str, list[Evidence]] = {}
 
-    def add(name: str, role: Role, exact: bool, reason: str) -> None:
+    def add(name: str, role: Role, exact: bool, reason: str, *, by_name: bool = False) -> None:
         if name not in known.caches and name not in known.states and _fits(index, name, role):
-            found.setdefault(name, []).append(Evidence(role, exact, reason))
+            found.setdefault(name, []).append(Evidence(role, exact, reason, by_name))
 
     def add_sources(tensor: str, role: Role, follow: Follow, reason: str, *, changed: bool = False) -> None:
         for name, unchanged in index.sources(tensor, follow).items():
             if unchanged:
                 add(name, role, True, reason)
             elif changed:
-                add(name, role, False, f"takes part in: {reason}")
+                add(name, role, False, f"takes part in: {reason}", by_name=role is Role.MASK)
 
     attentions = [n for n in index.nodes if is_op(n, "Attention") and n.output[0] not in cross]
     masks = sorted({name for node in attentions for name in node.input[3:4]})
@@ -234,9 +243,14 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
         elif table.rows >= capacity:
             for name, unchanged in index.sources(table.index, index.follow_positions).items():
                 if unchanged:
-                    add(name, Role.POSITIONS, False, f"index into a table of {table.rows} positions")
+                    reason = f"index into a table of {table.rows} positions"
+                    add(name, Role.POSITIONS, False, reason, by_name=not _turns(index, name))
     for tensor in _rotary_angles(index):
-        add_sources(tensor, Role.POSITIONS, index.follow_positions, "positions of the rotary embedding")
+        for name, unchanged in index.sources(tensor, index.follow_positions).items():
+            if unchanged and _turns(index, name):
+                add(name, Role.POSITIONS, True, "positions of the rotary embedding")
+            elif unchanged:  # of a timestep, too, sines are taken
+                add(name, Role.POSITIONS, False, "a sine is taken of it", by_name=True)
     if hidden is not None and not tokens:
         for name in index.inputs:
             shape = index.shape(name)
@@ -336,6 +350,28 @@ def _rotary_angles(index: GraphIndex) -> list[str]:
         inputs = node.input[1:4] if rotary else node.input[:1] if angles else ()
         found.update(dict.fromkeys(name for name in inputs if not index.is_valueless(name)))
     return list(found)
+
+
+def _turns(index: GraphIndex, name: str) -> bool:
+    """True if an input turns queries and keys: ``x * cos + rotated(x) * sin``, or RotaryEmbedding."""
+    products: set[str] = set()
+    seen: set[str] = set()
+    stack = [name]
+    while stack:
+        tensor = stack.pop()
+        if tensor in seen:
+            continue
+        seen.add(tensor)
+        for node in index.readers.get(tensor, ()):
+            if node.op_type == "RotaryEmbedding" and tensor in node.input[1:4]:
+                return True
+            others = [other for other in node.input if other != tensor and not index.is_valueless(other)]
+            if node.op_type in _TURNING and seen.issuperset(others):
+                stack.extend(node.output)
+            elif is_op(node, "Mul"):
+                products.update(node.output)
+    sums = [node for made in products for node in index.readers.get(made, ()) if node.op_type in {"Add", "Sub"}]
+    return any(products.issuperset(node.input) for node in sums)
 
 
 def _lookups_behind(index: GraphIndex, tensor: str) -> Iterator[str]:

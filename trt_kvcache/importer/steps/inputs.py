@@ -85,6 +85,8 @@ class StepInputs:
                 values, names = np.arange(len(starts) + 1) * step.length, ("batch+1",)
             case Role.MASK:
                 return self._mask(tensor, step, shape, dtype)
+            case Role.ZEROS:
+                return np.zeros(shape, dtype)
             case _ if dtype.kind == "f":
                 return self._rng.normal(0, 0.5, shape).astype(dtype)
             case _:

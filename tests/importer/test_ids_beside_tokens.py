@@ -1,0 +1,140 @@
+"""Inputs of ids beside the tokens: nothing gets values that nobody gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from concat_graphs import Build, Decoder, make_decoder
+from graphs import Dim
+from greedy import Make, greedy
+from onnx import TensorProto
+
+from trt_kvcache import DecodeSession
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.plan import PlanOptions, Role
+
+PROMPT = (7, 1, 30)
+PLAIN = Decoder(positions="past")
+SHAPES: dict[str, tuple[Dim, ...]] = {
+    "token": ("batch", "sequence"),
+    "row": ("batch",),
+    "one": ("batch", 1),
+    "text": (),
+}
+
+
+def ids(name: str, shape: str = "token", rows: int = 100, kind: int = TensorProto.INT64) -> Callable[[Build, str], str]:
+    """Rows of a table that are added to the hidden states."""
+
+    def add(g: Build, x: str) -> str:
+        table = g.constant(3 * np.random.default_rng(5).standard_normal((rows, 16)), np.float32)
+        found = g.Gather(table, g.input(name, kind, SHAPES[shape]))
+        made: str = g.Add(x, g.Unsqueeze(found, [1]) if shape == "row" else found)
+        return made
+
+    return add
+
+
+def write(folder: Path, after: Callable[[Build, str], str], decoder: Decoder = PLAIN) -> Path:
+    onnx.save(make_decoder(replace(decoder, after=after)), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def role(model: Path, name: str, config: str | None = None) -> Role:
+    return next(t.role for t in plan_model(model, PlanOptions(capacity=24, config=config)).tensors if t.name == name)
+
+
+def tokens(model: Path, config: str | None = None) -> list[int]:
+    with DecodeSession.open(model, plan_options=PlanOptions(capacity=24, config=config)) as session:
+        return list(session.generate([PROMPT], max_new_tokens=6)[0].tokens)
+
+
+def types_of(value: int) -> Make:
+    return lambda _, new: np.full((1, new), value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("token_type_ids", "token", TensorProto.INT64), ("s", "token", TensorProto.INT32),
+        *(("speaker", shape, TensorProto.INT64) for shape in SHAPES),
+    ],
+)  # fmt: skip
+def test_ids_that_nobody_gives_are_refused_by_name(tmp_path: Path, name: str, shape: str, kind: int) -> None:
+    model = write(tmp_path, ids(name, shape, kind=kind))
+    assert role(model, name) is Role.OTHER
+    said = "zeros" if shape == "token" else "constant"
+    with pytest.raises(
+        UnsupportedModelError, match=f"input '{name}' .* has no known part .* roles: {{{said}: {name}}}"
+    ):
+        tokens(model)
+
+
+def test_positions_beside_them_stay_positions(tmp_path: Path) -> None:
+    def both(g: Build, x: str) -> str:
+        return ids("position_ids", rows=4096)(g, ids("speaker", rows=4096)(g, x))
+
+    model = write(tmp_path, both)
+    assert (role(model, "speaker"), role(model, "position_ids")) == (Role.OTHER, Role.POSITIONS)
+
+
+def test_a_name_alone_makes_rows_of_a_table_positions(tmp_path: Path) -> None:
+    model = write(tmp_path, ids("position_ids"))
+    wanted = greedy(model, PROMPT, 6, position_ids=lambda done, new: np.arange(done, done + new)[np.newaxis])
+    assert tokens(model) == wanted != greedy(model, PROMPT, 6, position_ids=types_of(0))
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_token_types_are_0_if_the_configuration_says_that_there_are_some(tmp_path: Path, kinds: int) -> None:
+    model = write(tmp_path, ids("token_type_ids", rows=kinds))
+    (tmp_path / "config.json").write_text(json.dumps({"type_vocab_size": kinds}))
+    assert role(model, "token_type_ids") is Role.ZEROS
+    assert tokens(model) == greedy(model, PROMPT, 6, token_type_ids=types_of(0))
+
+
+@pytest.mark.parametrize("content", ['{"type_vocab_size": 0}', '{"type_vocab_size": true}', "{}", "[", "[2]"])
+def test_another_configuration_says_nothing(tmp_path: Path, content: str) -> None:
+    model = write(tmp_path, ids("token_type_ids"))
+    (tmp_path / "config.json").write_text(content)
+    assert role(model, "token_type_ids") is Role.OTHER
+
+
+def test_the_caller_may_ask_for_zeros(tmp_path: Path) -> None:
+    model = write(tmp_path, ids("speaker"))
+    config = tmp_path / "roles.yaml"
+    config.write_text("roles: {zeros: speaker}")
+    assert tokens(model, config=str(config)) == greedy(model, PROMPT, 6, speaker=types_of(0))
+
+
+def test_sines_of_a_timestep_are_no_positions(tmp_path: Path) -> None:
+    def timestep(g: Build, x: str) -> str:
+        step = g.Cast(g.input("timestep", TensorProto.INT64, ["batch"]), to=TensorProto.FLOAT)
+        angles = g.Mul(g.Unsqueeze(step, [1, 2]), g.constant(np.linspace(0.1, 1, 16), np.float32))
+        waves = g.Add(g.Sin(angles), g.Cos(angles))
+        made: str = g.Add(x, waves)
+        return made
+
+    model = write(tmp_path, timestep)
+    assert role(model, "timestep") is Role.OTHER
+
+
+def test_a_mask_of_the_hidden_keys_is_none_of_the_visible_ones(tmp_path: Path) -> None:
+    """It goes through Not: ones, which a session gives for tokens, would hide them all."""
+
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        hidden = g.input("key_padding", TensorProto.BOOL, ["batch", "total"])
+        seen = g.And(g.Unsqueeze(g.Not(hidden), [1, 2]), g.to_scores(g.causal()))
+        made: str = g.Attention(query, keys, values, seen)
+        return made
+
+    model = tmp_path / "model.onnx"
+    onnx.save(make_decoder(replace(PLAIN, attend=attend, opset=24)), model)
+    with pytest.raises(UnsupportedModelError, match="'key_padding'"):
+        tokens(model)
