@@ -12,6 +12,7 @@ from concat_graphs import (
     Build,
     Decoder,
     _attend,
+    _masked,
     beside_sinks,
     decoders,
     make_decoder,
@@ -280,8 +281,44 @@ APART: dict[str, Callable[[list[NodeProto]], object] | None] = {
 }
 
 
+# Products in float32 over caches of float16, as where queries are too large for it.
+
+
+def in_float32(*products: str, size: float = 1.0, operator: bool = False) -> Callable[..., str]:
+    """Attention with products of "scores", of "values" or of both in float32, and queries `size` times as large."""
+
+    def cast(g: Build, tensor: str, to: str) -> str:
+        return g.Cast(tensor, to=FLOAT if to in products else TensorProto.FLOAT16)
+
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        number = np.float32 if "scores" in products else np.float16
+        query = g.Mul(cast(g, query, "scores"), g.constant(size, number))
+        keys, factor = cast(g, keys, "scores"), g.decoder.size**-0.5 / size
+        if operator:
+            seen = g.to_scores(g.causal())
+            output = g.Attention(query, keys, cast(g, values, "values"), seen, scale=factor)
+        else:
+            scores = g.Mul(g.MatMul(query, g.Transpose(keys, perm=[0, 1, 3, 2])), g.constant(factor, number))
+            weights = g.Softmax(_masked(g, g.Cast(scores, to=FLOAT)), axis=-1)
+            output = g.MatMul(cast(g, weights, "values"), cast(g, values, "values"))
+        return g.Cast(output, to=TensorProto.FLOAT16)
+
+    return attend
+
+
+WIDE: dict[str, dict[str, Any]] = {
+    "products": {"attend": in_float32("scores", "values")},
+    "products, large queries": {"attend": in_float32("scores", "values", size=20_000.0)},
+    "scores": {"attend": in_float32("scores", size=20_000.0), "layout": "bsnd"},
+    "values": {"attend": in_float32("values"), "layout": "flat"},
+    "an operator": {"attend": in_float32("scores", "values", size=20_000.0, operator=True), "opset": 24},
+}
+
+
 def entries() -> Iterator[Entry]:
     yield from decoders("attention", FORMS)
+    half: dict[str, Any] = {"dtype": np.float16, "upcast": True, "layers": 2, "size": 8}
+    yield from decoders("float32 over float16", {name: half | how for name, how in WIDE.items()})
     yield from decoders("scaled mask", {name: {**CODEGEN, **how} for name, how in SCALED.items()})
     yield from decoders("sinks", SINKS)
     ring = {name: SINKS[name] for name in ("a window", "windows in turns")}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from attention_forms import WIDE
 from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
@@ -132,6 +133,24 @@ def test_the_message_names_a_key_among_new_tokens(tmp_path: Path) -> None:
     words = "after 0 tokens, 4 new, sequence 0: .* query 0 of the step sees key 1 in the rewritten model alone"
     with pytest.raises(UnsupportedModelError, match=words):
         check(make_decoder(Decoder()), tmp_path, PLAN, m.next_key_visible)
+
+
+@pytest.mark.parametrize("form", ["products", "scores", "an operator"])
+def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides compute in float32 where they are compared, so only large numbers show a cast to float16."""
+    import trt_kvcache.importer.normalize as normalize
+
+    honest = normalize.find_cores
+
+    def lie(*given: Any) -> Any:
+        return tuple(replace(core, wide=False) for core in honest(*given))
+
+    how = {"dtype": np.float16, "upcast": True, "size": 8} | WIDE[form]
+    onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")
+    assert plan_model(tmp_path / "model.onnx", PLAN).attention[0].dtype == "float"
+    monkeypatch.setattr(normalize, "find_cores", lie)
+    with pytest.raises(UnsupportedModelError, match="overflows in the rewritten model alone, for large numbers"):
+        plan_model(tmp_path / "model.onnx", PLAN)
 
 
 def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

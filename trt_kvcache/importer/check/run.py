@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.compare import (
@@ -86,8 +87,12 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
             yield last
     if at is plan:
         yield make(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough), wide=wide)
+    few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6] if wide else []
     if wide and is_half(region.models):
-        yield make(at, plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6], wide=False)
+        yield make(at, few, wide=False)
+    large = [number for number, b in enumerate(region.boundaries) if b.elem_type == TensorProto.FLOAT]
+    if wide and large:
+        yield _LargeRun(Sides(region, at, limits, wide=False), few[:2], large)
 
 
 class _Run:
@@ -236,6 +241,46 @@ class _Run:
             if moved[0] != moved[1]:
                 return f"{words} sees key {key} in the {'original' if moved[0] else 'rewritten model'} alone"
         return words
+
+
+class _LargeRun(_Run):
+    """Both sides over float32 numbers that no float16 holds: the rewritten one must not make them float16.
+
+    What overflows in the original counts for nothing. Numbers of this size are not compared otherwise: scores of
+    millions leave one key to each query.
+
+    Args:
+        sides: in their own types.
+        steps: to run.
+        large: numbers of the boundaries of float32, of which one at a time is large.
+    """
+
+    def __init__(self, sides: Sides, steps: Sequence[Step], large: Sequence[int]) -> None:
+        super().__init__(sides, steps)
+        self._large = large
+
+    def compare(self) -> str:
+        """The first overflow in words; empty: there is none."""
+        if self._steps and not self.opens():
+            return ""  # a type that ONNX Runtime does not compute in
+        for number in self._large:
+            self.sides.large = number
+            why, _ = self._first_difference()
+            if why:
+                return why
+        return ""
+
+    def _differ(self, step: Step, first: Feeds, second: Feeds, kept: int) -> str:
+        fed = self.region.boundaries[self.sides.large or 0].names[0]
+        for name, shape in self.region.joins.items():
+            a, b = first[name], second[name]
+            a = last(a, shape, kept, step.length) if name in self.region.kept else a
+            if a.shape == b.shape and np.any(np.isfinite(a) & ~np.isfinite(b)):
+                return (
+                    f"'{name}' {_when(step)} overflows in the rewritten model alone, for large numbers of float32 in "
+                    f"'{fed[0] if fed else name}'"
+                )
+        return ""
 
 
 def _when(step: Step) -> str:

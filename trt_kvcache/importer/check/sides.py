@@ -36,6 +36,7 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _SEED = 0
+_NO_HALF = 1e6  # times normal numbers: nearly all are beyond 65,504, the largest of float16
 _TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
 _APART = 104_729  # places between what boundaries are given
 _BYTES = 256 << 20  # of the caches of a step
@@ -53,6 +54,7 @@ class Sides:
         settled: tokens of a past are as a step of the original leaves them, for models that round a whole cache.
         engines: of the original and of the rewritten side, once they are open.
         wide: both compute in float32.
+        large: number of the boundary that holds numbers which no float16 holds; None: none does.
     """
 
     def __init__(self, region: Region, plan: CachePlan, limits: IndexLimits, *, wide: bool) -> None:
@@ -71,6 +73,7 @@ class Sides:
         self.engines: list[Engine] = []
         self.garbage = 0.0
         self.settled = False
+        self.large: int | None = None
 
     def _interface(self) -> OriginalInterface:
         original = tuple(
@@ -133,7 +136,8 @@ class Sides:
         made = inputs.shared(step)
         for number, b in enumerate(self.region.boundaries):
             place = _APART * (number + 1) * (step.length + 2 * sum(step.starts) + 1)
-            made[f"boundary {number}"] = drawn_normal([t.at(batch, step.length) for t in b.shape], place)
+            drawn = drawn_normal([t.at(batch, step.length) for t in b.shape], place)
+            made[f"boundary {number}"] = drawn * np.float32(_NO_HALF) if number == self.large else drawn
         magnitude = self.garbage if garbage is None else garbage
         for number, cache in enumerate(self.caches):
             held = self._as_text(cache, step)

@@ -19,12 +19,13 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
+from trt_kvcache.importer.graph import FLOAT, SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS
 
 _INT64 = int(onnx.TensorProto.INT64)
+_HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
 class Canonical:
@@ -150,6 +151,7 @@ class Canonical:
         """Make `core.output` by Attention over caches, whatever made it before."""
         emit, seen = self.emit, core.visibility
         kind = elem_type(core.key.past) or core.query_type
+        kind = FLOAT if core.wide and kind in _HALVES else kind
         query, output = core.query, core.output
         output.inputs.clear()
         if core.query_type != kind:
@@ -175,7 +177,8 @@ class Canonical:
             attrs["left_window_size"] = seen.window - 1  # ONNX counts the keys before the query's own
             self.opset = 25
         nothing = gs.Variable.empty()
-        inputs = [query, self._heads_major(core.key, core.head_size), self._heads_major(core.value, core.value_size)]
+        sizes = ((core.key, core.head_size), (core.value, core.value_size))
+        inputs = [query, *(self._operand(write, size, kind) for write, size in sizes)]
         if (mask := self._mask(core, kind)) is not None:
             inputs.append(mask)
         if seen.bounded or seen.causal:
@@ -202,6 +205,16 @@ class Canonical:
             return mask
         made: gs.Tensor = emit.once(
             ("mask", mask.name, kind), lambda: emit.op("Cast", [mask], "own_mask", kind, to=kind)
+        )
+        return made
+
+    def _operand(self, write: Write, size: int, kind: int) -> gs.Tensor:
+        """A present as ``[B, N, L, D]``, in a wider type if the products have one."""
+        tensor = self._heads_major(write, size)
+        if kind != FLOAT or elem_type(write.past) not in _HALVES:
+            return tensor
+        made: gs.Tensor = self.emit.once(
+            ("wide", tensor.name), lambda: self.emit.op("Cast", [tensor], "wide", kind, to=kind)
         )
         return made
 

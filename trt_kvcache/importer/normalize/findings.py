@@ -96,7 +96,8 @@ class Core:
         scale: factor of the scores.
         softcap: 0: none.
         heads, head_size, value_size: Hq, D and Dv.
-        query_type, output_type: ONNX element types; where they are not the caches', casts stand around the attention.
+        query_type, output_type: ONNX element types; where they are not that of the attention, casts stand around it.
+        wide: products of queries and keys, or of weights and values, are computed in float32, whatever the caches are.
         sinks: logits beside the scores; None: none.
         rounded_scores, rounded_weights: how scores, before their softcap and mask, and what the softmax makes of them
             are rounded; None: not. `scale` is before the former.
@@ -123,6 +124,7 @@ class Core:
     rounded_scores: Rounding | None = None
     rounded_weights: Rounding | None = None
     precision: int = 0
+    wide: bool = False
     query_is_flat: bool = False
     output_shape: tuple[Dim, ...] | None = None
 

@@ -93,7 +93,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         for node in consumers(tensor):
             if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
                 continue
-            if contains(caches, tensor) and is_op(node, "Transpose", "Reshape"):
+            if contains(caches, tensor) and is_op(node, "Transpose", "Reshape", "Cast"):
                 caches += node.outputs  # a view is as long
                 queue += node.outputs
                 continue
@@ -144,7 +144,7 @@ def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Nod
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
             continue
-        is_view = is_op(node, "Transpose", "Reshape") and bool(consumers(node.outputs[0]))
+        is_view = is_op(node, "Transpose", "Reshape", "Cast") and bool(consumers(node.outputs[0]))
         if not is_view or contains(graph.outputs, node.outputs[0]) or _other_reader(graph, node.outputs[0], update):
             return node
     return None

@@ -325,6 +325,20 @@ def _is_fixed(scan: gs.Node) -> bool:
     return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))
 
 
+def _is_widened(tensor: gs.Tensor) -> bool:
+    """True if keys or values are cast on their way from a cache.
+
+    Measured on TensorRT for RTX 1.7.1: an IAttention over them ends the build ("Fusing attention ops must leave the
+    graph in a well-formed state"). Attention in plain operators builds.
+    """
+    node = producer(tensor)
+    while node is not None and is_op(node, *VIEW_OPS):
+        if is_op(node, "Cast"):
+            return True
+        node = producer(node.inputs[0])
+    return False
+
+
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     """Fused, decomposed or lowered to plain operators, and why."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -344,6 +358,8 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
         return AttentionKind.LOWERED, "qk_matmul_output is used"
     if elem_type(facts.node.inputs[2]) not in (None, 0, facts.dtype):
         return AttentionKind.LOWERED, "V has another type than Q and K"
+    if not half and any(_is_widened(t) for t in facts.node.inputs[1:3]):
+        return AttentionKind.LOWERED, "computed in float32, as exported, over narrower caches"
     if half and size % 8:
         return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
     if not half:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, dims, is_op, producer, small_constant
+from trt_kvcache.importer.graph import Emitter, dims, elem_type, is_op, producer, small_constant
 from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan
 from trt_kvcache.importer.planning.attention import whole_query
 from trt_kvcache.importer.planning.attention_facts import AttentionFacts, read_attention
@@ -100,7 +100,9 @@ def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[
     moves: list[gs.Node] = []
     base, axis = tensor, 2
     while base.name not in views and (node := producer(base)) is not None:
-        if is_op(node, "Transpose"):
+        if is_op(node, "Cast"):
+            pass
+        elif is_op(node, "Transpose"):
             axis = list(node.attrs.get("perm") or reversed(range(len(shape or range(4)))))[axis]
         elif axis != 1 or not _splits_heads(node):
             break
@@ -116,7 +118,8 @@ def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[
             lambda: emitter.op("Reshape", [result, emitter.ints(list(view.logical or ()))], f"{result.name}_logical"),
         )
     for move in moves:
-        result = emitter.op(move.op, [result, *move.inputs[1:]], f"{result.name}_moved", **move.attrs)
+        kind = elem_type(move.outputs[0])
+        result = emitter.op(move.op, [result, *move.inputs[1:]], f"{result.name}_moved", kind, **move.attrs)
     result.shape = cut_shape
     return result
 

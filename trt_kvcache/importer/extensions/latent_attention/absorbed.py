@@ -25,9 +25,10 @@ from math import prod
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.latent_attention.computed import Computed
 from trt_kvcache.importer.extensions.latent_attention.rows import MOVES, RowFunction
-from trt_kvcache.importer.graph import INT64, Emitter, elem_type, is_op, producer
+from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, dtype_name, elem_type, is_op, producer
 from trt_kvcache.importer.normalize.attention.search import smallest
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.probe import Array
@@ -112,6 +113,12 @@ class Absorbed:
         """Put the nodes around an attention into the graph; returns the attention over latents."""
         emit = canonical.emit
         key_type, value_type = (elem_type(w.present) or 0 for w in (core.key, core.value))
+        if core.wide and key_type != FLOAT:
+            raise UnsupportedModelError(
+                f"attention '{core.node}' multiplies in float32, and its keys and values are computed from latents in "
+                f"{dtype_name(core.key.present)}; over latents one type is supported: keep both (--latent-attention "
+                "expanded), or export the attention in the type of the cache"
+            )
         made: dict[str, gs.Tensor] = {}
         rows = [self._row(part, computed, made, canonical) for part in self.keys]
         values = self._row(self.value, computed, made, canonical)

@@ -24,7 +24,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import consumers, elem_type, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import FLOAT, consumers, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -236,10 +236,12 @@ class _Finder:
         visibility = classify(masks, self._graph, self._interface, self._samples)
         sinks: Sinks | None = sinks_of(masks, heads, self._samples) if has_sinks else None
         output, output_shape = self._split(unguarded(site.output, self._samples), heads, value_size, _later)
-        query_type, output_type = (sample.probe.elem_type(t.name) or elem_type(key.past) or 0 for t in (query, output))
+        query_type, output_type, *products = (
+            sample.probe.elem_type(t.name) or elem_type(key.past) or 0 for t in (query, output, site.query, site.output)
+        )
         return Core(
             name, output, query, key, site.value, site.scale, site.softcap, visibility, heads, size, value_size,
-            query_type, output_type, sinks, site.rounding, site.weights,
+            query_type, output_type, sinks, site.rounding, site.weights, wide=FLOAT in products,
             query_is_flat=query_shape is not None, output_shape=output_shape,
         )  # fmt: skip
 
