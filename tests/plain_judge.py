@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,16 @@ from typing import Any
 import numpy as np
 import onnx
 from harness import Array, Feeds, build, run, to_logical, to_physical
+from mutation_cuts import KINDS
+from mutations import Mutator
 from onnx import helper, numpy_helper
 from plain_graphs import VOCABULARY, Plain, plain_model
 from reference import attention, tensor_scatter
+from scatter_graphs import scatter_plain
 
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.check import check_rewrite
 from trt_kvcache.importer.pipeline import import_model, plan_model, rewrite_model
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, UpdateMode
 
@@ -83,6 +88,11 @@ def _slice(x: Array, starts: Array, ends: Array, axes: Array) -> Array:
     return x[tuple(cut)]
 
 
+def _sum(x: Array, axes: Array) -> Array:
+    wide = x.astype(np.float64) if x.dtype.kind not in "iub" else x
+    return wide.sum(axis=tuple(int(a) for a in axes), keepdims=True).astype(x.dtype)
+
+
 def _quantize(x: Array, scale: Array, zero: Array) -> Array:
     limits = np.iinfo(zero.dtype)
     codes = np.rint(x.astype(np.float64) / np.float64(scale)) + np.float64(zero)
@@ -103,16 +113,18 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "Cast": lambda x, to: x.astype(helper.tensor_dtype_to_np_dtype(to)),
     "DequantizeLinear": lambda x, s, z: ((x.astype(np.float64) - np.float64(z)) * np.float64(s)).astype(s.dtype),
     "Expand": lambda x, shape: np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))),
-    "Gather": lambda x, i: np.take(x, i, axis=0),
+    "Gather": lambda x, i, axis=0: np.take(x, i, axis=axis),
     "Greater": np.greater,
     "Identity": lambda x: x,
     "Less": np.less,
     "LessOrEqual": np.less_equal,
     "MatMul": _float(np.matmul),
     "Min": np.minimum,
+    "Mul": _float(np.multiply),
+    "Neg": _float(np.negative),
     "QuantizeLinear": _quantize,
     "Range": np.arange,
-    "ReduceSum": lambda x, axes: x.sum(axis=tuple(int(a) for a in axes), keepdims=True),
+    "ReduceSum": lambda x, axes, keepdims=1: _sum(x, axes),
     "Reshape": _reshape,
     "Shape": lambda x, start=0, end=None: np.array(x.shape[start:end], np.int64),
     "Slice": _slice,
@@ -234,6 +246,8 @@ class Caller:
     def random(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         if dtype.kind in "iu":
             return self.rng.integers(np.iinfo(dtype).min // 4, np.iinfo(dtype).max // 4, shape).astype(dtype)
+        if dtype.kind == "b":
+            return self.rng.random(shape) < 0.5
         return self.rng.standard_normal(shape).astype(dtype)
 
     def feeds(self, step: Step, keys: int) -> Feeds:
@@ -249,6 +263,8 @@ class Caller:
                 feeds[name] = np.array(step.starts if part == "start" else step.valid)[: shape[0]].astype(dtype)
             elif part == "mask":
                 feeds[name] = self.mask(shape, dtype, step, keys)
+            elif part == "rows":
+                feeds[name] = self.rng.integers(0, self.plain.capacity, shape)
         return feeds
 
     def mask(self, shape: list[int], dtype: np.dtype[Any], step: Step, keys: int) -> Array:
@@ -313,6 +329,28 @@ def judge(plain: Plain, *, build_too: bool = False) -> Outcome:
             if built.stage != "built":
                 return Outcome(BUILD, str(built)[:300])
         return outcome
+
+
+def trial(plain: Plain, seed: int) -> Outcome:
+    """What the check says of a fault in the rewritten model, and the interpreter of what the check takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(plain.model, path)
+        try:
+            result = import_model(path, plain.options)
+        except TrtKvCacheError as error:
+            return _refused(plain, error)
+        wrong = deepcopy(result.model)
+        done = Mutator(wrong, seed, KINDS).mutate()
+        try:
+            check_rewrite(result.source.proto, wrong, result.plan, {}, Path(folder))
+        except TrtKvCacheError as error:
+            return Outcome(REFUSED, f"{done}: {error}")
+        try:
+            outcome = _compare(plain, result.plan, wrong)
+        except _DiffersError as error:
+            return Outcome(error.kind, f"{done}: {error}")
+        return Outcome(outcome.kind, f"{done}: {outcome.detail}")
 
 
 def _refused(plain: Plain, error: TrtKvCacheError) -> Outcome:
@@ -546,17 +584,19 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seeds", default="0:200")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--build", action="store_true")
+    parser.add_argument("--scatter", action="store_true", help="models without attention")
     parser.add_argument("--every", type=int, default=1, help="build every n-th model")
     given = parser.parse_args(arguments)
+    draw = scatter_plain if given.scatter else plain_model
     if given.seed is not None:
-        plain = plain_model(given.seed)
+        plain = draw(given.seed)
         _say(onnx.printer.to_text(plain.model))
         _say(f"{plain.odd}\n{plain.options}\n{judge(plain, build_too=given.build)}")
         return
     first, last = map(int, given.seeds.split(":"))
     table: dict[tuple[str, str], list[tuple[int, Outcome, Plain]]] = collections.defaultdict(list)
     for seed in range(first, last):
-        plain = plain_model(seed)
+        plain = draw(seed)
         outcome = judge(plain, build_too=given.build and seed % given.every == 0)
         table[outcome.kind, pattern(outcome.detail)].append((seed, outcome, plain))
     for (kind, what), found in sorted(table.items(), key=lambda item: (item[0][0], -len(item[1]))):

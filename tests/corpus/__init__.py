@@ -29,6 +29,7 @@ FAMILIES = (
     "position_forms", "batch_forms", "size_forms", "reader_forms", "update_graphs", "shifted_graphs", "held_graphs",
     "fixed_cache_graphs", "joined_graphs", "window_graphs", "overflow_graphs", "plain_graphs", "state_graphs",
     "packed_past_graphs", "edited_exports", "inlined_graphs", "repaired_graphs", "tail_graphs", "interface_graphs",
+    "scatter_graphs",
 )  # fmt: skip
 
 

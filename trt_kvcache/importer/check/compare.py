@@ -121,7 +121,13 @@ def hidden(scores: Array) -> Array:
 
 
 def apart(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
-    """The first place at which two arrays of one shape differ by more than a share of the first one's scale."""
+    """The first place at which two arrays of one shape differ by more than a share of the first one's scale.
+
+    Numbers of other types than float have to be the same, unless what makes them rounds.
+    """
+    if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
+        other = np.argwhere(a != b)
+        return tuple(int(i) for i in other[0]) if len(other) else None
     if a.dtype == np.float32 == b.dtype and a.shape == b.shape and a.size:  # most are close, and half as wide
         with np.errstate(invalid="ignore", over="ignore"):
             far, low, high = np.abs(a - b).max(), a.min(), a.max()
@@ -135,9 +141,13 @@ def apart(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
     return tuple(int(i) for i in np.argwhere(far)[0]) if far.any() else None
 
 
-def both(original: float, rewritten: float) -> str:
+def both(original: Any, rewritten: Any) -> str:
     """Two numbers in words."""
-    return f"{original:.5g} in the original, {rewritten:.5g} in the rewritten model"
+    return f"{_number(original)} in the original, {_number(rewritten)} in the rewritten model"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, (float, np.floating)) else str(value)
 
 
 def said(starts: Sequence[int]) -> str:

@@ -3,7 +3,8 @@
 A tensor of one name that the two graphs compute differently is a *join*. Whatever reads a join takes both tensors as
 equal, and a region has to show that they are. The region goes back from its join to *boundaries* (tensors of the text
 that are equal by construction; they are fed with random numbers), to other joins, and to graph inputs. All other
-outputs of the graph must be equal by construction. So every path from an input to an output is covered.
+outputs of the graph must be equal by construction, or get a region each, back to inputs and boundaries. So every path
+from an input to an output is covered.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Region:
         integers: whole numbers that either side computes lengths with.
         rows: of caches that the original holds in a fixed length, by name of the past.
         layer: number of the attention that reads its caches, from 0; None: it reads none, or there is one attention.
+        is_end: its join is an output that no other region reads, of any type, such as a view of a cache.
     """
 
     joins: Mapping[str, tuple[Term, ...]]
@@ -72,6 +74,7 @@ class Region:
     integers: tuple[int, ...]
     rows: Mapping[str, int]
     layer: int | None
+    is_end: bool = False
 
 
 def find_regions(cut: Cut) -> list[Region]:
@@ -117,11 +120,11 @@ def find_regions(cut: Cut) -> list[Region]:
     candidates = set(claims)
     seen = [found for found, _ in digests(candidates)]
     differ = [name for name in rewritten.outputs if name not in presents and seen[0].get(name) != seen[1].get(name)]
-    _check_outputs(cut, differ, seen[0], leaves[1], candidates)
+    ends = _ends(cut, differ, seen[0], leaves[1], candidates)
 
     text = [graph.tainted(data | candidates, shapes=False) for graph in cut.sides]
-    ends = [{seen[s][n]: cut.kinds[s].get(n) for n in text[s] if n in seen[s]} for s in (0, 1)]
-    equal = {d for d in ends[0].keys() & ends[1].keys() if _known(ends[0][d]) or _known(ends[1][d])}
+    kinds = [{seen[s][n]: cut.kinds[s].get(n) for n in text[s] if n in seen[s]} for s in (0, 1)]
+    equal = {d for d in kinds[0].keys() & kinds[1].keys() if _known(kinds[0][d]) or _known(kinds[1][d])}
     equal |= {f"join:{n}" for n in candidates}
     stops = [
         {n: seen[s][n] for n in text[s] if seen[s].get(n) in equal and n in graph.makes}
@@ -149,8 +152,8 @@ def find_regions(cut: Cut) -> list[Region]:
             region = replace(_region(cut, [claim], mine, ends_of, stops), integers=region.integers)
             left = [p for p in left if p not in mine]
         regions.append(region)
-    for present in left:
-        regions.append(_region(cut, [], [present], stops, stops))
+    regions += [_region(cut, [], [present], stops, stops) for present in left]
+    regions += [replace(_region(cut, [end], [], stops, stops), is_end=True) for end in ends]
     return sorted(regions, key=lambda r: not r.presents)
 
 
@@ -173,20 +176,29 @@ def _over_rows(cut: Cut) -> set[str]:
     return found - set(graph.outputs)
 
 
-def _check_outputs(
+def _ends(
     cut: Cut, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
-) -> None:
-    """Refuses outputs that differ; logits of the last positions must be equal where the cut is taken back."""
+) -> list[str]:
+    """Of the outputs that differ, those that a region each can compare: they have one type and one shape in B and S.
+
+    Logits of the last positions must be equal where the cut is taken back.
+
+    Raises:
+        UnsupportedModelError: no region can compare one of them.
+    """
     span = cut.plan.logits_span
     if span is not None and span.output in differ:
         again, _ = _without_cut(cut.rewritten, span.name).digests(leaves, candidates)
         if again.get(span.output) == original.get(span.output):
             differ.remove(span.output)
-    if differ:
-        raise UnsupportedModelError(
-            f"the output '{differ[0]}' of the rewritten model is computed in another way than the original's, and no "
-            "part of the graph around it can be compared"
-        )
+    for name in differ:
+        kind, other = (kinds.get(name) for kinds in cut.kinds)
+        if kind is None or kind.shape is None or kind != other:
+            raise UnsupportedModelError(
+                f"the output '{name}' of the rewritten model is computed in another way than the original's, and no "
+                "part of the graph around it can be compared"
+            )
+    return differ
 
 
 def _without_cut(graph: Graph, span: str) -> Graph:
@@ -460,7 +472,7 @@ def _known(kind: Kind | None) -> TypeGuard[Kind]:
 
 
 def _shape(cut: Cut, name: str) -> tuple[Term, ...]:
-    return next(k.shape for kinds in cut.kinds if _known(k := kinds.get(name)) and k.shape is not None)
+    return next(k.shape for kinds in cut.kinds if (k := kinds.get(name)) and k.shape is not None)
 
 
 def _is_mask(plan: CachePlan, name: str) -> bool:

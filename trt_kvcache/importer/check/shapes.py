@@ -96,6 +96,8 @@ class _Inference:
     def __init__(self, model: onnx.ModelProto, shapes: Shapes, point: Mapping[str, int]) -> None:
         self._model = copied(model)
         del self._model.graph.value_info[:]
+        inputs = {value.name for value in model.graph.input}
+        replace_field(self._model.graph.output, [v for v in self._model.graph.output if v.name not in inputs])
         for value in self._model.graph.output:
             value.type.tensor_type.ClearField("shape")
         for value in self._model.graph.input:

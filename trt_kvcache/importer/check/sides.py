@@ -164,7 +164,8 @@ class Sides:
         for cache in self.caches:
             if key < first_new and cache.update is not None:
                 rows = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
-                rows[:, key % rows.shape[1]] += 3
+                row = rows[:, key % rows.shape[1]]
+                row[...] = ~row if row.dtype.kind == "b" else row + 3
         for number, b in enumerate(self.region.boundaries):
             axis = sequence_axis(b.shape)
             if key >= first_new and axis is not None:
