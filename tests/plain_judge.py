@@ -436,7 +436,9 @@ def _check_interface(plan: CachePlan, model: onnx.ModelProto) -> None:
             if onnx.TensorProto.DataType.Name(kind.elem_type).lower() != tensor.dtype:
                 raise _DiffersError(SHAPE, f"{io} '{name}' is planned {tensor.dtype} and declared otherwise")
             fixed = [
-                (a, b) for a, b in zip(dims, tensor.shape, strict=False) if isinstance(a, int) and isinstance(b, int)
+                (a, b)
+                for a, b in zip(dims, tensor.shape, strict=False)
+                if isinstance(a, int) and (isinstance(b, int) or io == "input")
             ]
             if len(dims) != len(tensor.shape) or any(a != b for a, b in fixed):
                 raise _DiffersError(SHAPE, f"{io} '{name}' is planned {list(tensor.shape)} and declared {dims}")

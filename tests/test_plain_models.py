@@ -7,6 +7,7 @@ import collections
 import pytest
 from plain_graphs import ODD, Plain, plain_model
 from plain_judge import BUILD, EQUAL, REFUSED, judge
+from scatter_graphs import scatter_plain
 
 from trt_kvcache.importer.plan import Target
 
@@ -29,6 +30,22 @@ def test_one_odd_thing(name: str) -> None:
     """Each by itself, in two models."""
     for seed in (QUICK, QUICK + 1):
         _check(plain_model(seed, (name,)))
+
+
+@pytest.mark.parametrize("seed", [5001, 5006, 5035])
+def test_masks_of_one_axis_are_as_long_as_the_plan_says(seed: int) -> None:
+    """Float and bool: plan and model call the axis open, and an engine is built of them."""
+    plain = plain_model(seed, ("flat mask",))
+    assert [len(mask.shape) for mask in plain.masks.values()] == [1]
+    outcome = judge(plain, build_too=True)
+    assert outcome.kind == EQUAL, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, SLOW, SHARE))
+def test_many_without_attention(first: int) -> None:
+    kinds = collections.Counter(_check(scatter_plain(seed)) for seed in range(first, first + SHARE))
+    assert kinds[EQUAL] > 0.6 * SHARE
 
 
 @pytest.mark.slow

@@ -51,7 +51,11 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
             wanted, found = planned.get(name), declared.get(name)
             if wanted is None or found is None:
                 return f"{io} '{name}' is {'not in the plan' if wanted is None else 'missing'}"
-            if wanted[0] != found[0] or not _fits(wanted[1], found[1]):
+            if (
+                wanted[0] != found[0]
+                or not _fits(wanted[1], found[1])
+                or (io == "input" and _is_closed(wanted[1], found[1]))
+            ):
                 return f"{io} '{name}' is {found[0]} {list(found[1] or '?')}, planned {wanted[0]} {list(wanted[1])}"
     makes = {name: node for node in model.graph.node for name in node.output}
     shapes = {v.name: shape_of(v) for v in model.graph.input}
@@ -76,6 +80,12 @@ def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
             isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(planned, declared, strict=True)
         )
     )
+
+
+def _is_closed(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
+    """True if a size is open in the plan, and fixed in the model: an engine would take the one size alone."""
+    pairs = zip(planned, declared or (), strict=False)
+    return any(isinstance(b, int) and not isinstance(a, int) and not a.isdecimal() for a, b in pairs)
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:

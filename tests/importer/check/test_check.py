@@ -286,6 +286,16 @@ def test_outputs_keep_the_shape_and_type_of_the_plan(dtype: str, last: int, tmp_
         check_rewrite(imported.source.proto, wrong, replace(imported.plan, tensors=tuple(tensors)), {}, tmp_path)
 
 
+def test_an_input_that_is_open_in_the_plan_alone_is_refused(tmp_path: Path) -> None:
+    """An engine would take the one size only."""
+    imported = planned(beside(), tmp_path)
+    wrong = deepcopy(imported.model)
+    where = next(v for v in wrong.graph.input if v.name == "write_indices")
+    where.type.tensor_type.shape.dim[0].dim_value = 2
+    with pytest.raises(UnsupportedModelError, match=r"input 'write_indices' is int64 \[2\], planned int64 \['B'\]"):
+        check_rewrite(imported.source.proto, wrong, imported.plan, {}, tmp_path)
+
+
 def _deaf(model: onnx.ModelProto) -> None:
     """The logits of all positions, whatever the span."""
     first = next(n for n in m.nodes(model, "Max") if n.output[0].startswith("trt_kvcache/first"))

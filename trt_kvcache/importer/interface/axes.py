@@ -169,6 +169,8 @@ def _layout(
         case Role.MASK if rank == 2:  # Attention's own broadcasts from the right; one that is computed on starts with B
             is_own = any(is_op(n, "Attention") and role.name in n.input[3:4] for n in index.readers.get(role.name, ()))
             found = [first or ("sequence" if is_own else "batch"), "keys"]
+        case Role.MASK if rank == 1:
+            found = ["keys"]
         case Role.MASK:
             found = ["batch", *(["?"] * (rank - 3))] if rank > 3 else [first or "?"]
             found += ["sequence", "keys"]

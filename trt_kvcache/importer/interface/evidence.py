@@ -205,7 +205,7 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     found: dict[str, list[Evidence]] = {}
 
     def add(name: str, role: Role, exact: bool, reason: str, *, by_name: bool = False) -> None:
-        if name not in known.caches and name not in known.states and _fits(index, name, role):
+        if name not in known.caches and name not in known.states and _fits(index, name, role, is_own=name in masks):
             found.setdefault(name, []).append(Evidence(role, exact, reason, by_name))
 
     def add_sources(tensor: str, role: Role, follow: Follow, reason: str, *, changed: bool = False) -> None:
@@ -259,13 +259,13 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     return found
 
 
-def _fits(index: GraphIndex, name: str, role: Role) -> bool:
-    """True if dtype and rank are such that the tensor can play the role at all."""
+def _fits(index: GraphIndex, name: str, role: Role, *, is_own: bool) -> bool:
+    """True if dtype and rank are such that the tensor can play the role at all; `is_own`: it is attention's mask."""
     shape, is_float = shape_of(index.infos[name]), index.elem_type(name) in FLOATS
     if shape is None:
         return False
     if role is Role.MASK:
-        return len(shape) >= 2
+        return len(shape) >= (1 if is_own else 2)
     if role is Role.LOGITS or (role is Role.TOKENS and is_float):
         return is_float and len(shape) in (2, 3)
     if index.elem_type(name) not in INTEGERS:

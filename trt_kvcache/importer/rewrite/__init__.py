@@ -46,7 +46,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
 
 def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
     """Let mask inputs be shorter than the cache where the plan says so: ONNX pads a short mask with "masked"."""
-    shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and t.role is Role.MASK}
+    shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and (t.role is Role.MASK or "keys" in t.axes)}
     for tensor in graph.inputs:
         if tensor.name in shapes:
             tensor.shape = [None if d == "?" else d for d in shapes[tensor.name]]
