@@ -161,7 +161,7 @@ def test_sampled_tokens_are_of_the_models_distribution() -> None:
     runner = Soft(max_batch=50)
     found, acceptance = triples(Soft(0.8, max_batch=50), runner)
     assert chi_square(found, runner.table) < 124 + 5 * 16
-    assert 0.5 < acceptance < 0.98
+    assert 0.4 < acceptance < 0.98  # lower for guesses that come with the last token of a prompt
 
 
 def test_another_rule_of_acceptance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,72 @@ def test_no_step_more_than_needed(prompts: Any, count: int, runner: dict[str, An
     assert {r.finish_reason for r in results} == {FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("kinds", KINDS, ids=["linear", "circular", "both"])
+@pytest.mark.parametrize("place", range(4))
+def test_a_prompt_stalls_nobody(kinds: Any, place: int) -> None:
+    """In whatever row it lies: each step gives all others a token, in one step of the runner."""
+    runner = HashRunner(kinds, max_batch=4, max_chunk=8)
+    with DecodeSession(runner, prefill_budget=3) as session:
+        taken = [session.cache.acquire() for _ in range(place)]  # the prompt's row is the first one free
+        held = session.cache.acquire()
+        others = [session.add([i], config(30)) for i in range(1, 4 - place)]
+        for slot in taken:
+            session.cache.release(slot)
+        others += [session.add([10 + i], config(30)) for i in range(place)]
+        session.step()
+        session.cache.release(held)
+        late = session.add([*range(40, 50)], config(3))
+        del runner.steps[:]
+        pieces, events = [], []
+        while not any(event.sequence == late for event in events):
+            events = session.step()
+            assert {event.sequence for event in events} - {late} == set(others)
+            decoded, *prompt = runner.steps
+            assert decoded.length == 1
+            assert decoded.rows >= 3
+            assert sum(batch.length for batch in prompt) <= 3
+            pieces.append(decoded.rows - 3 + sum(batch.length for batch in prompt))
+            del runner.steps[:]
+        assert sum(pieces) == 10
+        assert max(pieces) <= 4
+        rest = drain(session)
+    assert [event.token for event in events if event.sequence == late] + rest[late] == continued(
+        runner, range(40, 50), 3
+    )
+
+
+def test_two_prompts_share_the_budget() -> None:
+    """A short prompt waits for a piece of a long one, not for all of it."""
+    runner = HashRunner(max_batch=3)
+    with DecodeSession(runner, prefill_budget=4) as session:
+        session.add([1], config(40))
+        session.step()
+        long = session.add([*range(40)], config(1))
+        session.step()
+        short = session.add([5, 6, 7], config(1))
+        found = [event.sequence for _ in range(14) for event in session.step()]
+    assert found.index(short) < 4
+    assert long in found
+
+
+@pytest.mark.parametrize("given", [0, -1])
+def test_a_budget_is_a_token_at_least(given: int) -> None:
+    with pytest.raises(OptionError, match=f"prefill_budget is {given}; it must be at least 1 token"):
+        DecodeSession(HashRunner(), prefill_budget=given)
+
+
+def test_clients_take_turns() -> None:
+    """A row goes to the client that has waited longest since its last one, whoever added more; None is a client."""
+    with DecodeSession(HashRunner(max_batch=1)) as session:
+        started: list[int] = []
+        many = [session.add([i], config(2), client="many") for i in range(1, 5)]
+        two = [session.add([i], config(2), client="two") for i in range(5, 7)]
+        alone = session.add([7], config(2))
+        while session.running:
+            started += [event.sequence for event in session.step() if event.sequence not in started]
+    assert started == [many[0], many[1], two[0], alone, many[2], two[1], many[3]]
+
+
 def test_capacity_ends_a_sequence() -> None:
     runner = HashRunner([("linear", 16)])
     with DecodeSession(runner) as session:

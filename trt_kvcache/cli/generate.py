@@ -154,6 +154,14 @@ class RunFlags:
     max_chunk: Annotated[
         int | None, run_flag(min=1, metavar="TOKENS", help="Longest update in a step. Default: the engine's, else 512.")
     ] = None
+    prefill_budget: Annotated[
+        int | None,
+        run_flag(
+            min=1,
+            metavar="TOKENS",
+            help="Of prompts, in a step in which others decode. Default: 16 on the CPU, 256 on a GPU.",
+        ),
+    ] = None
     draft: Annotated[
         Path | None,
         run_flag(

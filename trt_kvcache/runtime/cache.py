@@ -510,7 +510,8 @@ class KVCache:
             given = self.read_constants(constants)
             if not (queue and self._max_sequences is None and self._is_run()):
                 self._check_free()
-            row = self._rows.free(self._used())
+            turn = not queue or all(slot.row >= 0 or not slot.running for slot in self._slots.values())
+            row = self._rows.free(self._used()) if turn else None  # others wait, and come first
             if row is not None:
                 self._rows.clean(row, 0)
             return self._name(Slot(-1 if row is None else row, ids, constants=given), taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class DraftModel:
                 "that reads tokens alone"
             )
         self._cache = KVCache(runner)
-        self._loop = DecodeLoop(runner, self._cache, open_embeddings(embeddings, plan, runner.vocab))
+        made = open_embeddings(embeddings, plan, runner.vocab)
+        self._loop = DecodeLoop(runner, self._cache, made, prefill_budget=sys.maxsize)  # all wait for all guesses
         self._held: dict[int, int] = {}  # the draft's slot by the model's; last the one that was used last
 
     @property

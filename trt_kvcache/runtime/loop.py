@@ -3,13 +3,14 @@
 A sequence is a list of tokens of which the first `length` are in the cache. Each step writes to the caches some of what
 waits: of a new sequence the next piece of its prompt, of a running one the token that was chosen last (and a draft of
 its followers). Where nothing waits any more, the model's scores choose the next token. Sequences join and leave between
-steps; which others run with it changes nothing for a sequence.
+steps; which others run with it changes nothing for a sequence. While some decode, a step takes no more of the prompts
+than a budget, so that nobody's prompt stalls the others.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -37,6 +38,10 @@ __all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run"]
 
 ASSISTED = 4
 """Tokens that a draft model guesses at a time where nothing else is said."""
+
+PREFILL_BUDGET = {"cpu": 16, "gpu": 256}
+"""Prompt tokens that take about as long as a decode step of some sequences: there weights are read, here computed with.
+Measured for SmolLM2-135M on two cores; for GPUs estimated from products and memory speed, not measured."""
 
 Outcome = TokenEvent | TrtKvCacheError
 """The result of a step for one sequence; an error ends it."""
@@ -69,12 +74,14 @@ class Run:
 
     Attributes:
         outcomes: where those of the sequence go at once: an interrupt finds none on its way.
+        client: whose sequence it is, see `DecodeLoop.add`.
     """
 
     slot: int
     continuation: Continuation
     keep_slot: bool
     outcomes: Outcomes
+    client: Hashable
 
 
 class DecodeLoop:
@@ -85,34 +92,50 @@ class DecodeLoop:
         cache: over the same runner.
         embeddings: of token ids; None for models that take the ids.
         draft: a model that guesses, or None.
+        prefill_budget: most tokens of prompts in a step in which other sequences decode; None: see `PREFILL_BUDGET`.
     """
 
     def __init__(
-        self, runner: Runner, cache: KVCache, embeddings: Embeddings | None = None, draft: DraftModel | None = None
+        self,
+        runner: Runner,
+        cache: KVCache,
+        embeddings: Embeddings | None = None,
+        draft: DraftModel | None = None,
+        prefill_budget: int | None = None,
     ) -> None:
         self._runner, self._draft = runner, draft
         self._embeddings = embeddings
         self._cache = cache
         self._runs: dict[int, Run] = {}
+        self._turns: dict[Hashable, int] = {}  # of clients: when one came, or got a row last
         self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written, and the next token is not chosen yet
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
         self._max_logits = runner.max_logits or runner.max_chunk
         self._no_drafts = why_no_drafts(runner)
+        self._budget = prefill_budget or PREFILL_BUDGET["cpu" if runner.home is None else "gpu"]
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Of the sequences that run."""
         return tuple(self._runs)
 
-    def add(self, slot: int, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool) -> None:
-        """Continue a slot from the next step on; release it at the end unless `keep_slot`."""
+    def add(
+        self, slot: int, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool, client: Hashable = None
+    ) -> None:
+        """Continue a slot from the next step on; release it at the end unless `keep_slot`.
+
+        Clients take turns where rows are few; a sequence of None is a client by itself.
+        """
         found = self._cache.slot(slot)
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
         if self._draft is not None and not config.prompt_lookup_num_tokens:
             continuation.assisted = ASSISTED if config.num_assistant_tokens is None else config.num_assistant_tokens
-        self._runs[slot] = Run(slot, continuation, keep_slot, outcomes)
+        client = object() if client is None else client
+        if found.row >= 0 or client not in self._turns:
+            self._turns[client] = self._now()
+        self._runs[slot] = Run(slot, continuation, keep_slot, outcomes, client)
         found.running = True  # last: the next step lets go of a run that an interrupt kept from it
 
     def remove(self, slot: int) -> Run:
@@ -124,18 +147,29 @@ class DecodeLoop:
         return run
 
     def seat(self) -> None:
-        """Give rows to as many sequences as there are, in the order in which they joined."""
-        for run in [run for run in self._runs.values() if run.slot in self._cache]:
+        """Give the free rows to sequences that wait: each to the client that has waited longest since its last one."""
+        known = {run.client for run in self._runs.values()}
+        self._turns = {client: turn for client, turn in self._turns.items() if client in known}
+        waiting = [run for run in self._runs.values() if run.slot in self._cache and self._cache.slot(run.slot).row < 0]
+        while waiting:
+            run = min(waiting, key=lambda run: self._turns[run.client])
+            waiting.remove(run)
             try:
                 if not self._cache.seat(run.slot):
                     return
+                self._turns[run.client] = self._now()
             except TrtKvCacheError as error:
                 self._end(run.slot, error)
 
-    def step(self) -> None:
-        """Advance every sequence that has a row by a piece of its prompt or by a token.
+    def _now(self) -> int:
+        """Later than all turns so far."""
+        return max(self._turns.values(), default=0) + 1
 
-        By several where a draft was right. It takes the fewest steps of the runner where the cache is compact.
+    def step(self) -> None:
+        """Advance every sequence that decodes by a token, or by several where a draft was right, and some prompts.
+
+        Where nobody decodes, every prompt advances by as much as fits into a step of the runner. It takes the fewest
+        steps of the runner where the cache is compact.
 
         A sequence whose step fails ends with that error; the others go on. After an interrupt, such as Ctrl-C, the next
         step goes on where it came; a sequence that it left in between ends.
@@ -148,7 +182,7 @@ class DecodeLoop:
         for run in seated:
             self._cache.recall(run.slot)
         guesses = self._guess(seated)
-        for group in self._groups([self._next_piece(run, guesses.get(run.slot, [])) for run in seated]):
+        for group in self._rounds(seated, guesses):
             slots = [piece.slot for piece in group]
             try:
                 logits = self._write(group, highest=self._looks_at(group), masks=self._masks(group))
@@ -222,18 +256,43 @@ class DecodeLoop:
         vocab = self._runner.vocab
         return {s: list(takewhile(lambda t: t < vocab and self._has_embedding(t), g)) for s, g in found.items()}
 
-    def _next_piece(self, run: Run, draft: list[int]) -> _Piece:
-        """The next piece of the prompt, or the token chosen last with a draft."""
-        slot = self._cache.slot(run.slot)
-        if slot.pending > 1:
-            return self._piece(run.slot, 1)
-        return _Piece(run.slot, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
+    def _rounds(self, runs: Sequence[Run], guesses: Mapping[int, list[int]]) -> Iterator[list[_Piece]]:
+        """The steps of the runner, one after the other: those that decode first, then prompts within the budget.
 
-    def _piece(self, name: int, keep: int) -> _Piece:
+        A prompt in a row between those that decode takes part with one token, which costs less than a step on either
+        side of it. The prompt that was written to longest ago is the first to take from the budget.
+        """
+        prompts = [run.slot for run in runs if self._cache.slot(run.slot).pending > 1]
+        decoding = [run.slot for run in runs if run.slot not in prompts]
+        if not decoding or not prompts:
+            yield from self._groups(
+                [*map(self._piece, prompts), *(self._last_token(slot, guesses.get(slot, [])) for slot in decoding)]
+            )
+            return
+        prompts.sort(key=lambda slot: self._cache.slot(slot).used)
+        rows = [self._cache.slot(slot).row for slot in decoding]
+        between = [slot for slot in prompts if min(rows) < self._cache.slot(slot).row < max(rows)]
+        yield from self._groups(
+            [*(self._piece(slot, most=1) for slot in between),
+             *(self._last_token(slot, guesses.get(slot, [])) for slot in decoding)]
+        )  # fmt: skip
+        left = self._budget
+        for slot in prompts:
+            if left and slot in self._runs:  # else it ended with an error
+                piece = self._piece(slot, most=left)
+                left -= len(piece.tokens)
+                yield [piece]
+
+    def _last_token(self, name: int, draft: list[int]) -> _Piece:
+        """The token chosen last, with a draft of its followers."""
+        slot = self._cache.slot(name)
+        return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
+
+    def _piece(self, name: int, keep: int = 1, most: int | None = None) -> _Piece:
         """As many of the waiting tokens as fit into one step; logits where the last `keep` of them lie."""
         slot = self._cache.slot(name)
         unwanted = max(0, slot.pending - keep)
-        count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits)
+        count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
         wanted = max(0, count - unwanted)
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 

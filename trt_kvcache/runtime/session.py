@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,7 @@ class DecodeSession:
         max_sequences: see `open`.
         prefix_cache: see `open`.
         draft: guesses tokens; the session closes it.
+        prefill_budget: see `open`.
 
     Attributes:
         cache: the caches, and what may be done to them.
@@ -91,6 +92,7 @@ class DecodeSession:
         max_sequences: int | None = None,
         prefix_cache: int | None = None,
         draft: DraftModel | None = None,
+        prefill_budget: int | None = None,
     ) -> None:
         if not hasattr(runner, "plan"):
             raise OptionError(f"runner is {shown(runner)}; open models and engines with DecodeSession.open")
@@ -107,6 +109,8 @@ class DecodeSession:
                 f"max_sequences is {max_sequences}, and max_batch is {runner.max_batch}; give as many or more, or a "
                 "smaller max_batch"
             )
+        if prefill_budget is not None and given_whole(prefill_budget, "prefill_budget") < 1:
+            raise OptionError(f"prefill_budget is {prefill_budget}; it must be at least 1 token")
         if draft is not None:
             draft.check(runner)
         self._guard = Guard()
@@ -117,7 +121,7 @@ class DecodeSession:
         self.cache = KVCache(runner, self._guard, max_sequences=max_sequences, prefix_cache=prefix_cache)
         made = open_embeddings(embeddings, runner.plan, runner.vocab)
         self._reader = PromptReader(runner, self.cache, made, tokenizer, why)
-        self._loop = DecodeLoop(runner, self.cache, made, draft)
+        self._loop = DecodeLoop(runner, self.cache, made, draft, prefill_budget)
         self._streams = Streams(self._guard, self.cache, self._loop)
         self._sources = Sources(encoder, self._guard, tokenizer)
 
@@ -132,6 +136,7 @@ class DecodeSession:
         encoder: str | os.PathLike[str] | None = None,
         max_batch: int | None = None,
         max_chunk: int | None = None,
+        prefill_budget: int | None = None,
         max_sequences: int | None = None,
         prefix_cache: int | None = None,
         draft: str | os.PathLike[str] | None = None,
@@ -170,6 +175,9 @@ class DecodeSession:
             draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
                 several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
+            prefill_budget: most tokens of prompts in a step in which other sequences decode. A small one lets prompts
+                wait, a large one those that decode. None: 16 on the CPU, 256 on a GPU: about as much as doubles the
+                time of a step.
             check: when an engine is compared with its proof, a decode of the original model that was recorded when it
                 was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
                 leaves a receipt beside the engine (or in ``kernel_cache``); ``"always"``; or ``"off"``. Engines without
@@ -212,6 +220,7 @@ class DecodeSession:
             return cls(
                 runner, reader, embeddings, encode, config,
                 max_sequences=max_sequences, prefix_cache=prefix_cache, draft=guesser,
+                prefill_budget=prefill_budget,
             )  # fmt: skip
         except BaseException:
             runner.close()
@@ -465,6 +474,7 @@ class DecodeSession:
         slot: int | None = None,
         keep: bool = False,
         index: int = 0,
+        client: Hashable = None,
         constants: Given | None = None,
         inputs_embeds: npt.NDArray[Any] | None = None,
         positions: npt.ArrayLike | None = None,
@@ -472,8 +482,9 @@ class DecodeSession:
     ) -> int:
         """Let a sequence join: `step` advances it from now on, and its slot is freed at its end.
 
-        Where other sequences run in all rows, it waits, and starts when one of them ends: in the order in which they
-        were added. A session that was opened with `max_sequences` refuses more than these.
+        Where other sequences run in all rows, it waits, and starts when one of them ends: clients take turns, and the
+        sequences of one start in the order in which they were added. A session that was opened with `max_sequences`
+        refuses more than these.
 
         Args:
             prompt: text or token ids; may be empty where `slot` holds tokens that are not in its cache yet.
@@ -481,6 +492,8 @@ class DecodeSession:
             slot: continue this one, which does not run: the prompt comes after its tokens. None: a new slot.
             keep: the slot stays when the sequence ends, with its tokens and caches.
             index: of its random numbers among sequences of one seed; with the same one, forks draw the same numbers.
+            client: whose sequence it is. A free row goes to the client that has waited longest since its last one, so
+                that one with 100 prompts does not hold up one with a single prompt. None: a client by itself.
             constants: what the model reads beside the text of a new slot, see `Given`; other slots have theirs.
             inputs_embeds: float ``[S, H]``, of a model that takes embeddings: what stands for the tokens of the prompt,
                 images and sound included. The prompt has an id for each all the same: penalties, n-grams and prompt
@@ -515,7 +528,7 @@ class DecodeSession:
                 else:
                     self.cache.seat(name)
                 new.append_to(self.cache.slot(name))
-                self._loop.add(name, continuation, self._streams.added, keep_slot=keep)
+                self._loop.add(name, continuation, self._streams.added, keep_slot=keep, client=client)
                 return name
         except BaseException:
             self.cache.give_back(taken)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
@@ -46,8 +47,7 @@ class _Request:
     """The sequences of one client's request, and the queue of what becomes of them."""
 
     def __init__(self, works: Sequence[Work], config: GenerationConfig) -> None:
-        self.config = config
-        self.todo = deque(enumerate(works))
+        self.works, self.config = works, config
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, TokenEvent | TrtKvCacheError]] = asyncio.Queue()
         self.came = time.perf_counter()
@@ -56,11 +56,12 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A sequence that has a row."""
+    """A sequence that runs, or waits for a row."""
 
     request: _Request
     place: int
     tokens: int  # in the cache, or about to be
+    waits: bool = True
     last: float = 0.0  # when its last token came
 
 
@@ -70,8 +71,8 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 class ServingCore:
     """Runs requests of any number of clients on one session, whose rows it takes all.
 
-    Requests take turns: each free row goes to the next sequence of the request that has waited longest since its last
-    one. A request whose reader is slow costs memory for its own tokens, and holds up nobody.
+    Each request is a client of the session, which lets them take turns. A request whose reader is slow costs memory for
+    its own tokens, and holds up nobody.
 
     Args:
         session: stays open; nobody else may step it or add to it meanwhile.
@@ -86,7 +87,7 @@ class ServingCore:
         self.session, self.rows, self.max_queue, self.step_limit = session, session.max_batch, max_queue, step_limit
         self._since: float | None = None  # when the step that runs began
         self._changed = threading.Condition()
-        self._requests: deque[_Request] = deque()  # with sequences that wait
+        self._came: list[_Request] = []  # since the last turn
         self._runs: dict[int, _Run] = {}  # by slot
         self._closed = False
         self.metrics = Metrics(name, lambda: self.running, lambda: self.waiting, lambda: self.cache_usage)
@@ -107,22 +108,24 @@ class ServingCore:
     @property
     def running(self) -> int:
         """Sequences that have a row."""
-        return len(self._runs)
+        with self._changed:
+            return sum(not run.waits for run in self._runs.values())
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a row."""
         with self._changed:
-            return sum(len(request.todo) for request in self._requests)
+            return sum(run.waits for run in self._runs.values()) + sum(len(request.works) for request in self._came)
 
     @property
     def cache_usage(self) -> float:
         """The part of the caches that holds tokens, 0 to 1; of caches without an end, the part of the rows in use."""
         capacity = self.session.cache.capacity
         with self._changed:
-            if capacity is None:
-                return len(self._runs) / self.rows
-            return sum(min(run.tokens, capacity) for run in self._runs.values()) / (self.rows * capacity)
+            held = [run.tokens for run in self._runs.values() if not run.waits]
+        if capacity is None:
+            return len(held) / self.rows
+        return sum(min(tokens, capacity) for tokens in held) / (self.rows * capacity)
 
     async def events(
         self, works: Sequence[Work], config: GenerationConfig
@@ -168,12 +171,12 @@ class ServingCore:
         with self._changed:
             if self._closed:
                 raise EndingError("the server ends; ask again later")
-            busy = len(self._runs) + sum(len(other.todo) for other in self._requests)
+            busy = len(self._runs) + sum(len(other.works) for other in self._came)
             if busy + len(works) > self.rows + self.max_queue:
                 raise QueueFullError(
                     f"{busy} sequences run or wait, and at most {self.rows + self.max_queue} may; ask again later"
                 )
-            self._requests.append(request)
+            self._came.append(request)
             self._changed.notify()
         self.metrics.prompt_tokens.inc(sum(len(work.tokens) for work in works))
         return request
@@ -182,9 +185,8 @@ class ServingCore:
         """Let the next turn free the rows of a request that nobody reads any more."""
         with self._changed:
             request.gone = True
-            request.todo.clear()
-            if request in self._requests:
-                self._requests.remove(request)
+            if request in self._came:
+                self._came.remove(request)
             self._changed.notify()
 
     # --- the thread
@@ -192,7 +194,7 @@ class ServingCore:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._runs or self._requests or self._closed)
+                self._changed.wait_for(lambda: self._runs or self._came or self._closed)
             outcomes: _Outcomes = []
             if self._closed:
                 self._end_all(EndingError("the server ended before this was complete; ask again later"), outcomes)
@@ -208,13 +210,14 @@ class ServingCore:
             _deliver(outcomes)
 
     def _turn(self, outcomes: _Outcomes) -> None:
-        """Free the rows of those who left, fill free rows, and advance all by one step."""
+        """Free the rows of those who left, let those who came join, and advance all by one step."""
         for slot in [slot for slot, run in self._runs.items() if run.request.gone]:
             self._end(slot, "abort")
-        while len(self._runs) < self.rows and (found := self._next()):
-            request, place, work = found
+        with self._changed:
+            came, self._came = self._came, []
+        for request, place, work in _in_turn(came):
             try:
-                slot = self.session.add(work.tokens, request.config, index=work.index)
+                slot = self.session.add(work.tokens, request.config, index=work.index, client=request)
             except TrtKvCacheError as error:
                 outcomes.append((request, place, error))
                 continue
@@ -230,7 +233,10 @@ class ServingCore:
             elif run := self._end(error.sequence, "error"):
                 outcomes.append((run.request, run.place, error))
             return
-        now = time.perf_counter()
+        now, waiting = time.perf_counter(), set(self.session.cache.offloaded)
+        with self._changed:
+            for slot, run in self._runs.items():
+                run.waits = slot in waiting
         for event in events:
             if (run := self._runs.get(event.sequence)) is None:  # it left after a step that failed for another
                 continue
@@ -239,17 +245,6 @@ class ServingCore:
                 self._count(run, now)
             if event.finish_reason is not None:
                 self._end(event.sequence, str(FinishReason(event.finish_reason).value))
-
-    def _next(self) -> tuple[_Request, int, Work] | None:
-        """The next sequence that waits; its request goes to the end of the queue."""
-        with self._changed:
-            if not self._requests:
-                return None
-            request = self._requests.popleft()
-            place, work = request.todo.popleft()
-            if request.todo:
-                self._requests.append(request)
-            return request, place, work
 
     def _count(self, run: _Run, now: float) -> None:
         self.metrics.tokens.inc()
@@ -279,8 +274,14 @@ class ServingCore:
             except TrtKvCacheError:  # the session itself is closed
                 continue
         with self._changed:
-            outcomes += [(request, place, error) for request in self._requests for place, _ in request.todo]
-            self._requests.clear()
+            outcomes += [(request, place, error) for request in self._came for place in range(len(request.works))]
+            self._came.clear()
+
+
+def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work]]:
+    """The first sequence of each request, then the second of each, and so on."""
+    for place, works in enumerate(zip_longest(*(request.works for request in requests))):
+        yield from ((request, place, work) for request, work in zip(requests, works, strict=True) if work is not None)
 
 
 def _deliver(outcomes: _Outcomes) -> None:
