@@ -12,6 +12,7 @@ CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: t
       logits   prefill with logits of the last position against logits of all positions
       serve    `trt-kvcache serve` against a bare session, by number of clients
       span     step time against capacity, with and without the attention span
+      stall    time between tokens while the long prompt of another client comes in
 GPU:  choice   tokens chosen on the GPU against the same on the host
       kernel   the cache-update kernel against a copy within the GPU
 
@@ -33,7 +34,20 @@ import onnxruntime as ort
 from benchmarks.report import Report
 from gpu_steps import write_json
 
-NAMES = ("build", "decode", "draft", "host", "idioms", "latents", "logits", "serve", "span", "choice", "kernel")
+NAMES = (
+    "build",
+    "decode",
+    "draft",
+    "host",
+    "idioms",
+    "latents",
+    "logits",
+    "serve",
+    "span",
+    "stall",
+    "choice",
+    "kernel",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
