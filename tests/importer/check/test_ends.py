@@ -10,7 +10,7 @@ import onnx
 import pytest
 from graphs import Graph
 from onnx import TensorProto
-from plain_judge import EQUAL, REFUSED, trial
+from plain_judge import EQUAL, REFUSED, judge, trial
 from scatter_graphs import scatter_plain
 from verify import mistakes as m
 
@@ -131,6 +131,13 @@ def test_circular_updates_are_not_straight(dtype: str, length: int | str, folder
     _straight(wrong)
     with pytest.raises(UnsupportedModelError, match=WORDS):
         check_rewrite(made.source.proto, wrong, made.plan, {}, folder)
+
+
+def test_an_output_of_one_number_is_compared() -> None:
+    """It is one in each step, and another one in the next."""
+    plain = scatter_plain(303221)
+    assert [d.dim_value for d in plain.model.graph.output[-1].type.tensor_type.shape.dim] == [1]
+    assert judge(plain).kind == EQUAL
 
 
 @pytest.mark.few(2)

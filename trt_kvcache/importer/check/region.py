@@ -300,9 +300,11 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 
 def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
-    """Caches of which the models read the shape alone."""
-    nodes = (node for model in models for node in model.graph.node if node.op_type not in ("Shape", "Size"))
-    return set(caches).difference(*(names_read(node) for node in nodes))
+    """Caches of which the models read the shape alone, and that they do not give out."""
+    both = list(models)
+    nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
+    given = ({value.name for value in model.graph.output} for model in both)
+    return set(caches).difference(*(names_read(node) for node in nodes), *given)
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:

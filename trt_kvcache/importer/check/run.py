@@ -110,6 +110,7 @@ class _Run:
         self.sides, self.region = sides, region
         self.compared: list[Step] = []
         self.alive: set[str] = set()
+        self._seen: dict[str, float] = {}
         caches = bool(_caches(region, sides.plan))
         self._tolerance, self._exact = tolerances(region, wide=sides.wide, caches=caches)
         attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
@@ -155,7 +156,9 @@ class _Run:
                 continue
             dead = [n for n in self.region.joins if n not in self.alive]
             numbers = {n: np.nan_to_num(originals[0][n], nan=0.0) for n in dead if originals[0][n].size}
-            self.alive |= {n for n, v in numbers.items() if v.max() != v.min()}
+            self.alive |= {
+                n for n, v in numbers.items() if not v.max() == v.min() == self._seen.setdefault(n, v.reshape(-1)[0])
+            }
             for kept in self.sides.kept(step):
                 made = self.sides.rewritten(step, feeds, kept)
                 for original, how in zip(originals, ("", " (all sequences in one run)"), strict=False):
