@@ -18,6 +18,8 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 from serve.asgi import Reply, ask
+from serve.models import write_said
+from tokenizers import decoders
 
 from trt_kvcache import DecodeSession, GenerationConfig, SessionError
 from trt_kvcache.serve.app import Service
@@ -133,6 +135,34 @@ def test_choices_prompts_and_echo(service: Service, alone: DecodeSession) -> Non
         for choice in chunk["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == expected
+
+
+FACE = "🙂".encode()
+SAID = ["<s>", "<user>", "<assistant>", "▁Hello", "▁true", "true", "▁world", *(f"<0x{byte:02X}>" for byte in FACE)]
+
+
+@pytest.mark.parametrize("decoder", ["replace", "metaspace"])
+def test_tokens_of_logprobs_joined_are_the_text(tmp_path: Path, decoder: str) -> None:
+    """Pieces with their spaces, as SentencePiece has them, and the bytes of a character of four tokens."""
+    space = decoders.Metaspace() if decoder == "metaspace" else decoders.Replace("▁", " ")
+    last = [] if decoder == "metaspace" else [decoders.Strip(" ", 1, 0)]
+    made = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), *last])
+    write_said(tmp_path, SAID, decoder=made, template="<assistant>")
+    with DecodeSession.open(tmp_path, max_batch=1) as session:
+        service = Service(session, "m")
+        body = GREEDY | {"max_tokens": len(SAID) - 3}
+        choice = post(service, body | {"prompt": [2], "logprobs": 2}).data["choices"][0]
+        chat = body | {"messages": [{"role": "user", "content": ""}], "logprobs": True, "top_logprobs": 2}
+        entries = post(service, chat, CHAT).data["choices"][0]["logprobs"]["content"]
+        service.core.close()
+    named = choice["logprobs"]
+    assert choice["text"] == "Hello truetrue world🙂"
+    names = ["Hello", " true", "true", " world", *(f"bytes:\\x{byte:02x}" for byte in FACE)]
+    assert named["tokens"] == [entry["token"] for entry in entries] == names
+    assert named["text_offset"][:5] == [0, 5, 10, 14, 20]
+    assert [set(top) for top in named["top_logprobs"][1:3]] == [{" true", "true"}, {"true", " world"}]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["text"]
+    assert all(len({one["token"] for one in entry["top_logprobs"]}) == 2 for entry in entries)
 
 
 def test_logprobs_ids_and_usage_of_a_stream(service: Service, alone: DecodeSession) -> None:

@@ -6,13 +6,16 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any
 
+from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.requests import Generation
+from trt_kvcache.runtime.text.token_bytes import TokenBytes
 from trt_kvcache.serve.protocol import Asked, ChatRequest
 
-__all__ = ["REASONS", "Answer", "whole_answer"]
+__all__ = ["REASONS", "Answer", "TokenNames", "whole_answer"]
 
 REASONS = {
     FinishReason.EOS: "stop",
@@ -27,22 +30,67 @@ _NEVER = -9999.0
 """The log-probability of what cannot come, which JSON cannot say; OpenAI's number."""
 
 
+class TokenNames:
+    """The tokens of log-probabilities by text and bytes, so that the texts of an answer's tokens joined are its text.
+
+    Args:
+        tokenizer: of the session; or None.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _known(self) -> TokenBytes | None:
+        """The bytes of all tokens; None: this tokenizer does not say."""
+        read = getattr(self._tokenizer, "token_bytes", None)
+        try:
+            found: TokenBytes | None = None if read is None else read()
+        except OptionError:  # its tokens are no bytes
+            return None
+        return found
+
+    @property
+    def has_text(self) -> bool:
+        """There is a tokenizer."""
+        return self._tokenizer is not None
+
+    def of(self, token: int) -> dict[str, Any]:
+        """Name and bytes of a token. Bytes that are no text get the name that OpenAI gives them."""
+        known = self._known
+        if known is None or token not in known.texts:
+            text = "" if self._tokenizer is None else self._tokenizer.decode([token])
+            is_text = text and "\ufffd" not in text
+            return {
+                "token": text if is_text else f"token_id:{token}",
+                "bytes": list(text.encode()) if is_text else None,
+            }
+        data = known.texts[token]
+        if token in known.special:
+            return {"token": data.decode(errors="replace"), "bytes": None}
+        try:
+            name = data.decode()
+        except UnicodeDecodeError:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return {"token": name, "bytes": list(data)}
+
+
 class Answer:
     """The answer to one request.
 
     Args:
         asked: the request.
         model: its name.
-        tokenizer: names the tokens of log-probabilities; or None.
+        names: of the tokens of log-probabilities.
     """
 
-    def __init__(self, asked: Asked, model: str, tokenizer: Any) -> None:
-        self._asked, self._tokenizer = asked, tokenizer
+    def __init__(self, asked: Asked, model: str, names: TokenNames) -> None:
+        self._asked, self._names = asked, names
         self._chat = isinstance(asked.request, ChatRequest)
         request = asked.request
         self._with_logprobs = asked.config.output_logprobs
         # Where there is no text, ids are all that there is to say.
-        self._with_ids = bool(request.return_token_ids) or (tokenizer is None and not self._chat)
+        self._with_ids = bool(request.return_token_ids) or (not names.has_text and not self._chat)
         options = request.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._done = [Generation(work.tokens) for work in asked.works]
@@ -156,20 +204,25 @@ class Answer:
     def _logprob(self, place: int, event: TokenEvent) -> dict[str, Any]:
         assert event.token is not None
         assert event.logprob is not None
+        chosen = self._named(event.token, event.logprob)
+        top = [self._named(*pair) for pair in event.top_logprobs]
+        if self._drops_space(place, chosen, event.text):
+            bare = chosen["token"][1:]
+            if all(one["token"] != bare for one in top):
+                for one in (chosen, *(one for one in top if one["token"] == chosen["token"])):
+                    one |= {"token": bare, "bytes": one["bytes"] and one["bytes"][1:]}
         return {
-            "chosen": self._named(event.token, event.logprob),
-            "top": [self._named(*pair) for pair in event.top_logprobs],
+            "chosen": chosen,
+            "top": top,
             "offset": len(self._asked.prompts[place]) + len(self._done[place].text),
         }
 
+    def _drops_space(self, place: int, chosen: dict[str, Any], text: str) -> bool:
+        """The decoder drops the space of a first token: many do at the beginning of a text."""
+        return not self._done[place].tokens and chosen["token"].startswith(" ") and text[:1] not in ("", " ")
+
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = "" if self._tokenizer is None else self._tokenizer.decode([token])
-        known = text and "\ufffd" not in text
-        return {
-            "token": text if known else f"token_id:{token}",
-            "bytes": list(text.encode()) if known else None,
-            "logprob": max(logprob, _NEVER),
-        }
+        return {**self._names.of(token), "logprob": max(logprob, _NEVER)}
 
     def _usage(self) -> dict[str, int]:
         # The sequences of one prompt share it.

@@ -25,7 +25,7 @@ from trt_kvcache import __version__
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.serve.answers import Answer, whole_answer
+from trt_kvcache.serve.answers import Answer, TokenNames, whole_answer
 from trt_kvcache.serve.core import ServingCore
 from trt_kvcache.serve.protocol import (
     LATER,
@@ -70,6 +70,7 @@ class Service:
 
     def __init__(self, session: DecodeSession, name: str, keys: Sequence[str] = (), *, max_queue: int = 256) -> None:
         self._session, self._name = session, name
+        self._names = TokenNames(session.tokenizer)
         self._keys = [key.encode() for key in keys]
         self._since = int(time.time())
         self.draining, self.active = False, 0
@@ -153,7 +154,7 @@ class Service:
         request = read_request(await _body(http), kind)
         check_name(request.model, self._name)
         asked = await asyncio.to_thread(prepare, self._session, request, self._most)
-        answer = Answer(asked, self._name, self._session.tokenizer)
+        answer = Answer(asked, self._name, self._names)
         events = self.core.events(asked.works, asked.config)
         if not request.stream:
             return _json(await _unless_gone(http, whole_answer(events, answer)))

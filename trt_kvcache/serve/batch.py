@@ -14,7 +14,7 @@ from blake3 import blake3
 from trt_kvcache.errors import OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import check_output
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.serve.answers import Answer, whole_answer
+from trt_kvcache.serve.answers import Answer, TokenNames, whole_answer
 from trt_kvcache.serve.core import ServingCore
 from trt_kvcache.serve.journal import Journal
 from trt_kvcache.serve.protocol import (
@@ -62,6 +62,7 @@ class RowRunner:
 
     def __init__(self, session: DecodeSession, name: str) -> None:
         self._session, self._name = session, name
+        self._names = TokenNames(session.tokenizer)
         options = session.plan.options
         caches = f"{session.cache.capacity} {options.cache_dtype} {options.cache_ranges}"
         made = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r}"
@@ -115,7 +116,7 @@ class RowRunner:
         request = read_request(row.body, ChatRequest) if row.url == CHATS else read_request(row.body, CompletionRequest)
         check_name(request.model, self._name)
         asked = await asyncio.to_thread(prepare, self._session, request, _MOST)
-        answer = Answer(asked, self._name, self._session.tokenizer)
+        answer = Answer(asked, self._name, self._names)
         return await whole_answer(self._core.events(asked.works, asked.config), answer)
 
 
