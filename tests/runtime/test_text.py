@@ -285,11 +285,11 @@ TEMPLATE = """\
 {%- endif %}"""
 
 CHAT = [{"role": "system", "content": " be brief "}, {"role": "user", "content": "hi"}]
-SEVERAL = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+SEVERAL = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages | tojson }}"}]
 OF_TRANSFORMERS = (
     "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
     "{% generation %}{{ {'é': m.content} | tojson }}{% endgeneration %}{% endfor %}"
-    "{{ strftime_now('%Y') | length }}{{ tools is none }}"
+    "{{ strftime_now('%Y') | length }}{{ tools is none }}{{ messages[0].content }}"
 )
 
 
@@ -301,8 +301,8 @@ def rendered(tmp_path: Path, template: Any, own: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("template", "own", "text"),
     [(TEMPLATE, None, "<s>[system] be brief\n[user] hi\n[assistant]"),
-     ("old", "{{ messages[0].content }} new", " be brief  new"),  # a file of its own counts
-     (SEVERAL, None, "plain"), (OF_TRANSFORMERS, None, '{"é": "hi"}4True')],
+     ("old", "{{ messages[0].content }}{{ messages[1].content }} new", " be brief hi new"),  # a file of its own counts
+     (SEVERAL, None, json.dumps(CHAT)), (OF_TRANSFORMERS, None, '{"é": "hi"}4True be brief ')],
     ids=["a chat", "its own file", "of several the default", "what templates of transformers use"],
 )  # fmt: skip
 def test_a_chat_becomes_a_prompt(template: Any, own: str | None, text: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from serve.models import write_served
 
 from trt_kvcache import DecodeSession, Grammars, OptionError
 from trt_kvcache.runtime.generation.masks import Grammar
-from trt_kvcache.runtime.text.chat import render
+from trt_kvcache.runtime.text.chat import Chat, render
 from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.tools import CallReader, Tool, ToolForm, find_form, tool_grammar
 from trt_kvcache.serve.tools import Function as ToolFunction
@@ -156,7 +156,7 @@ def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
 TALK = {"messages": MESSAGES, "max_tokens": 3}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    (TEXT, fields(response_format={"type": "json_schema"}), "json_schema goes with the type", "response_format"),
+    (TEXT, fields(response_format={"type": "json_schema"}), "json_schema is missing; give", "response_format"),
     (TEXT, fields(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
      "response_format: the JSON schema does not compile: Invalid type: x", "response_format"),
     (TEXT, fields(structured_outputs={"regex": "(("}), "structured_outputs: the regular expression does not compile",
@@ -175,7 +175,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, TALK | {"tools": [tool()], "response_format": {"type": "json_object"}}, "something else already",
      "response_format"),
     (CHAT, {"messages": [*MESSAGES, CALLED]}, "have to be a JSON object", "messages"),
-    (CHAT, TALK | {"tool_choice": "required"}, "tool_choice: supported: none, auto, required", "tools"),
+    (CHAT, TALK | {"tool_choice": "required"}, "tool_choice is 'required', and there are no tools", "tools"),
 ]  # fmt: skip
 
 
@@ -212,7 +212,10 @@ FORMS = {
 
 
 def form_in(template: str) -> ToolForm:
-    return find_form(lambda messages, tools: render(template, messages, {}, "it", tools), ["</s>", "<call>"])
+    def written(messages: Any, tools: Any) -> str:
+        return "".join(part.text for part in render(template, Chat(messages, tools), {}, (), "it"))
+
+    return find_form(written, ["</s>", "<call>"])
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -229,7 +232,7 @@ def test_the_form_of_calls_is_read_from_the_template(name: str) -> None:
     [("{{ messages }}", "the chat template of the model takes no tools"),
      (LISTED.replace("ID", ', "id": "{{ c.id }}"'), "supported: no ids of calls"),
      (LISTED.replace("CALLS ", "<call>"), "the special token <call> is part of it"),
-     (LISTED.replace(" | tojson }}ID", " }}ID"), "supported: a name, and after it the arguments as JSON")],
+     (LISTED.replace(" | tojson }}ID", " | length }}ID"), "supported: a name, and after it the arguments as JSON")],
 )  # fmt: skip
 def test_forms_that_cannot_be_read_are_refused(template: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):

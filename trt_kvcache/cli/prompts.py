@@ -136,9 +136,7 @@ class PromptFlags:
             assert tokenizer is not None  # there is text
             if self.chat:
                 messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-                rendered = tokenizer.render_chat([*messages, {"role": "user", "content": text}])
-                # The template writes the special tokens itself.
-                prompts.append(tokenizer.encode(rendered, special_tokens=False))
+                prompts.append(tokenizer.chat_tokens([*messages, {"role": "user", "content": text}]))
             else:
                 prompts.append(tokenizer.encode(text))
         return prompts + ids + [prompt.ids for prompt in embedded]

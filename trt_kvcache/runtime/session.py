@@ -400,7 +400,7 @@ class DecodeSession:
         return self.generate(self.render_chat(messages), config, **settings)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **how: Any
     ) -> list[int]:
         """Return the token ids of a conversation, up to where the model's answer begins.
 
@@ -408,6 +408,8 @@ class DecodeSession:
             messages: see `chat`.
             tools: that the model may call, for chat templates that have them:
                 ``{"type": "function", "function": {"name": "f", "parameters": {...}}}``.
+            how: fields of `trt_kvcache.runtime.text.chat.Chat`, such as ``values={"enable_thinking": False}`` for the
+                template.
 
         Raises:
             PromptError, OptionError: see `chat`.
@@ -419,9 +421,12 @@ class DecodeSession:
         tokenizer = self._reader.text_tokenizer("a chat")
         if not hasattr(tokenizer, "render_chat"):
             raise PromptError(f"a chat needs a tokenizer with a chat template, and {shown(tokenizer)} renders none")
-        # The template writes the special tokens itself.
-        text = tokenizer.render_chat(several, tools) if tools else tokenizer.render_chat(several)
-        ids: list[int] = tokenizer.encode(text, special_tokens=False)
+        ids: list[int]
+        if hasattr(tokenizer, "chat_tokens"):
+            ids = tokenizer.chat_tokens(several, tools, **how)
+        else:  # the template writes the special tokens itself
+            text = tokenizer.render_chat(several, tools, **how) if tools else tokenizer.render_chat(several, **how)
+            ids = tokenizer.encode(text, special_tokens=False)
         return ids
 
     def stream(

@@ -96,14 +96,19 @@ class BoundedTokenizer:
         """The id of a token; None: there is none."""
         return self._numbers.get(token)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """The tokens of a text.
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens as a text spells them."""
+        return tuple(text for text, number in self._numbers.items() if number in self._special)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> Encoding:
+        """The tokens of a text; `plain`: what looks like a special token is text.
 
         Raises:
             ChildError: the tokenizer exceeds a limit.
             ValueError: it fails on the text.
         """
-        return Encoding(list(self._process.encode(text, special_tokens=add_special_tokens)))
+        return Encoding(list(self._process.encode(text, special_tokens=add_special_tokens, plain=plain)))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens; ids that there are not have none."""

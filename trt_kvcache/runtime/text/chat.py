@@ -1,40 +1,128 @@
 """Chat templates: Jinja2 as transformers sets it up, in a sandbox, since templates come with models.
 
+Every message has to leave a trace in the prompt: many templates write the roles that they know, and pass over others
+without a word. Special tokens that a message spells are text.
+
 Source: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from trt_kvcache.errors import OptionError
 
-__all__ = ["render"]
+__all__ = ["Chat", "Part", "render"]
+
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+_MARK = "\ue0a1trace\ue0a2"  # of the private use area: no text has it
+_SPELLED = "\ue0a3{}\ue0a4"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a template is given.
+
+    Attributes:
+        messages: ``{"role": "user", "content": "..."}`` and so on.
+        tools: that the model may call, as OpenAI's API has them.
+        values: more names for the template, such as ``enable_thinking``.
+        generation_prompt: the prompt ends where the model's answer begins.
+        continues: it ends within the last message, which the model goes on with.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    generation_prompt: bool = True
+    continues: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a prompt.
+
+    Attributes:
+        text: of it.
+        plain: what looks like a special token in it is text.
+    """
+
+    text: str
+    plain: bool = False
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call: an object for templates that write it as JSON, and a text for those that join it."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+Write = Callable[[list[dict[str, Any]]], str]
+"""Runs the template on messages."""
 
 
 def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    special_tokens: Mapping[str, str],
-    name: str,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """Return the prompt of a chat, up to where the model's answer begins.
+    template: str, chat: Chat, special_tokens: Mapping[str, str], special_texts: Sequence[str], name: str
+) -> list[Part]:
+    """Return the prompt of a chat.
 
     Args:
         template: Jinja2.
-        messages: ``{"role": "user", "content": "..."}`` and so on.
+        chat: what it is given.
         special_tokens: ``bos_token`` and others, for the template.
+        special_texts: of all special tokens, which messages cannot write.
         name: of the tokenizer, for messages.
-        tools: that the model may call, as OpenAI's API has them.
 
     Raises:
-        OptionError: the template is broken or does what the sandbox forbids, or it refuses the messages.
+        OptionError: the template is broken or does what the sandbox forbids, it refuses the messages, or it does not
+            write one of them.
         MemoryError: it needs too much.
     """
+    if taken := next((value for value in _RESERVED if value in chat.values), None):
+        raise OptionError(f"{taken} is no value that a chat template can be given; leave it out")
+    compiled = _compile(template, name)
+    given = [_with_texts(message) for message in chat.messages]
+    prompt = chat.generation_prompt and not chat.continues
+
+    def write(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = chat.tools) -> str:
+        values = {**special_tokens, **chat.values, "documents": None, "tools": tools}
+        return compiled(messages=messages, add_generation_prompt=prompt, **values)
+
+    given, text = _written(write, given, name)
+    if chat.continues:
+        text = _cut(write, given, name)
+    known = [special for special in special_texts if special]
+    if not any(special in said for special in known for said in _strings([given, chat.tools])):
+        return [Part(text)]
+    known.sort(key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, known)))
+    hidden, tools = _hidden([given, chat.tools], pattern, known)
+
+    def write_hidden(messages: list[dict[str, Any]]) -> str:
+        return write(messages, tools)
+
+    shown = _cut(write_hidden, hidden, name) if chat.continues else write_hidden(hidden)
+    return _apart(shown, text, pattern, known, name)
+
+
+def _compile(template: str, name: str) -> Callable[..., str]:
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -58,15 +146,190 @@ def render(
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
+    now = datetime.now()  # one for all times that the template runs
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = now.strftime
+
+    def run(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a template runs code of its own, which can raise anything
+            raise OptionError(f"the chat template of {name} failed: {type(error).__name__}: {error}") from None
+
+    compiled = run(lambda: environment.from_string(template))
+    return lambda **values: str(run(lambda: compiled.render(**values)))
+
+
+def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the message, in which arguments of calls are objects and texts at once."""
+    made = deepcopy(dict(message))
+    for call in _calls(made):
+        arguments = call.get("arguments")
+        try:
+            found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            text = arguments if isinstance(arguments, str) else json.dumps(found, ensure_ascii=False)
+            call["arguments"] = _Arguments(found, text)
+    return made
+
+
+def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        if isinstance(call, dict):
+            function = call.get("function", call)
+            if isinstance(function, dict):
+                yield function
+
+
+# Messages that leave no trace.
+
+
+def _written(write: Write, given: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
+    """The prompt, and the messages that it is of: with ``developer`` as ``system`` where the template knows no other.
+
+    Raises:
+        OptionError: see `render`.
+    """
     try:
-        text: str = environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=True, tools=tools, documents=None, **special_tokens
+        text = write(given)
+        _check_traces(write, given, text, name)
+    except OptionError as error:
+        system = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in given]
+        if system == given:
+            raise
+        try:
+            text = write(system)
+            _check_traces(write, system, text, name)
+        except OptionError:
+            raise error from None
+        return system, text
+    return given, text
+
+
+def _texts(given: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
+    """What has to leave a trace: the message, what of it, and where it stands."""
+    for at, message in enumerate(given):
+        content = message.get("content")
+        if isinstance(content, str) and content.strip():
+            yield at, "", message, "content"
+        elif isinstance(content, list):
+            for part in content:
+                if isinstance(part, dict) and isinstance(part.get("text"), str) and part["text"].strip():
+                    yield at, "", part, "text"
+        for call in _calls(message):
+            if isinstance(call.get("name"), str):
+                yield at, f", its call of '{call['name']}'", call, "name"
+
+
+def _check_traces(write: Write, given: list[dict[str, Any]], text: str, name: str) -> None:
+    marked = deepcopy(given)
+    for number, (_, _, place, key) in enumerate(_texts(marked)):
+        place[key] += f"{_MARK}{number}."
+    try:
+        seen = write(marked)
+    except OptionError:  # a template may look at what it is given
+        seen = ""
+    for number, (at, what, _, _) in enumerate(_texts(given)):
+        if f"{_MARK}{number}." in seen:
+            continue
+        alone = deepcopy(given)
+        if what or given[at].get("role") != "assistant":
+            _, _, place, key = list(_texts(alone))[number]
+            place[key] = _MARK
+        else:  # what it said earlier a template may leave out on purpose, but not that it spoke
+            del alone[at]
+        try:
+            if write(alone) != text:
+                continue
+        except OptionError:
+            continue
+        raise OptionError(
+            f"the chat template of {name} does not write messages[{at}] ({given[at].get('role')}{what}), so that the "
+            "model would not see it; leave it out, or say it in a message of the user"
         )
-    except MemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a template runs code of its own, which can raise anything
-        raise OptionError(f"the chat template of {name} failed: {type(error).__name__}: {error}") from None
+
+
+# The end of a prompt, and special tokens.
+
+
+def _cut(write: Write, given: list[dict[str, Any]], name: str) -> str:
+    """The prompt up to the end of the last message's content.
+
+    Raises:
+        OptionError: the template does not write it.
+    """
+    marked = deepcopy(given)
+    content = marked[-1].get("content")
+    if not isinstance(content, str):
+        raise OptionError("only a message of text can be continued: its content is none")
+    marked[-1]["content"] = content + _MARK
+    text, found, _ = write(marked).partition(_MARK)
+    if not found:
+        raise OptionError(f"the chat template of {name} does not write the last message, which is to be continued")
     return text
+
+
+def _apart(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str], name: str) -> list[Part]:
+    """The prompt in parts, so that special tokens that messages spell are text.
+
+    Args:
+        shown: the prompt, with marks in the place of these.
+        text: without marks.
+        pattern: of special tokens.
+        known: their texts.
+        name: of the tokenizer.
+
+    Raises:
+        OptionError: the template treats messages with a special token in them in another way.
+    """
+    spelled = re.compile(_SPELLED.format("([0-9]+)"))
+    if spelled.sub(lambda found: known[int(found[1])], shown) != text:
+        raise OptionError(
+            f"the messages spell a special token, and the chat template of {name} reads them in another way for it; "
+            f"leave {', '.join(dict.fromkeys(pattern.findall(text)))} out of the messages"
+        )
+    parts: list[Part] = []
+    # From one special token of the template to the next: a text with a spelled one in it is encoded as a whole.
+    for piece in re.split(f"({pattern.pattern})", shown):
+        plain = spelled.search(piece) is not None
+        written = spelled.sub(lambda found: known[int(found[1])], piece)
+        if parts and not plain and not parts[-1].plain:
+            parts[-1] = Part(parts[-1].text + written)
+        elif written:
+            parts.append(Part(written, plain))
+    return parts
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in (*value.keys(), *value.values()):
+            yield from _strings(inner)
+        if isinstance(value, _Arguments):
+            yield str(value)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _hidden(value: Any, pattern: re.Pattern[str], known: Sequence[str]) -> Any:
+    """The same with a mark in the place of each special token."""
+
+    def mark(text: str) -> str:
+        return pattern.sub(lambda found: _SPELLED.format(known.index(found[0])), text)
+
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, dict):
+        made = {_hidden(key, pattern, known): _hidden(inner, pattern, known) for key, inner in value.items()}
+        return _Arguments(made, mark(str(value))) if isinstance(value, _Arguments) else made
+    if isinstance(value, list):
+        return [_hidden(inner, pattern, known) for inner in value]
+    return value

@@ -11,12 +11,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from trt_kvcache.child import Child, ChildError, limit_memory
 from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.text.chat import Chat, Part, render
 
 __all__ = ["render_in_process"]
 
@@ -30,15 +30,15 @@ LONGEST = 1 << 24
 @dataclass(frozen=True)
 class _Request:
     template: str
-    messages: list[Any]
-    values: dict[str, Any]
+    chat: Chat
+    special_tokens: dict[str, str]
+    special_texts: tuple[str, ...]
     name: str
-    tools: list[Any] | None
 
 
 @dataclass(frozen=True)
 class _Answer:
-    text: str = ""
+    parts: tuple[Part, ...] = ()
     refused: str = ""
 
 
@@ -47,16 +47,15 @@ _children: list[Child] = []
 
 
 def render_in_process(
-    template: str, messages: Sequence[Any], values: Mapping[str, Any], name: str, tools: Sequence[Any] | None = None
-) -> str:
+    template: str, chat: Chat, special_tokens: Mapping[str, str], special_texts: Sequence[str], name: str
+) -> tuple[Part, ...]:
     """Return what `chat.render` gives, from a process with limits. It is kept for the next call.
 
     Raises:
         OptionError: see `chat.render`; or the template exceeds a limit, or the messages cannot be written as JSON.
     """
     try:
-        given = None if tools is None else list(tools)
-        request = msgspec.json.encode(_Request(template, list(messages), dict(values), name, given))
+        request = msgspec.json.encode(_Request(template, chat, dict(special_tokens), tuple(special_texts), name))
     except (TypeError, ValueError, RecursionError, UnicodeEncodeError) as error:
         raise OptionError(f"the messages of a chat have to be JSON: {error}") from None
     with _lock:
@@ -71,22 +70,20 @@ def render_in_process(
     answer = msgspec.json.decode(line, type=_Answer)
     if answer.refused:
         raise OptionError(answer.refused)
-    return answer.text
+    return answer.parts
 
 
 def _answer(line: bytes) -> _Answer:
-    from trt_kvcache.runtime.text.chat import render
-
     request = msgspec.json.decode(line, type=_Request)
     try:
-        text = render(request.template, request.messages, request.values, request.name, request.tools)
+        parts = render(request.template, request.chat, request.special_tokens, request.special_texts, request.name)
     except OptionError as error:
         return _Answer(refused=str(error)[:2000])
     except MemoryError:
         return _Answer(refused=_exceeds(request.name, f"{MEMORY >> 20} MiB of memory"))
-    if len(text) > LONGEST:
+    if sum(len(part.text) for part in parts) > LONGEST:
         return _Answer(refused=_exceeds(request.name, f"{LONGEST} characters"))
-    return _Answer(text)
+    return _Answer(tuple(parts))
 
 
 def _exceeds(name: str, what: str) -> str:

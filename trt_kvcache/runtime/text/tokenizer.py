@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.files import read_file, read_object
 from trt_kvcache.runtime.text.bounded import BoundedTokenizer
+from trt_kvcache.runtime.text.chat import Chat, Part
 from trt_kvcache.runtime.text.token_bytes import TokenBytes, read_token_bytes
 
 if TYPE_CHECKING:
@@ -103,12 +106,18 @@ class Tokenizer:
             PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none; or the
                 tokenizer fails on it.
         """
+        return self._encode(text, special_tokens=special_tokens, plain=False)
+
+    def _encode(self, text: str, *, special_tokens: bool, plain: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"the text is no Unicode text: a lone surrogate at character {error.start}") from None
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+            if isinstance(self._tokenizer, BoundedTokenizer):
+                return self._tokenizer.encode(text, add_special_tokens=special_tokens, plain=plain).ids
+            made = self._plain if plain else self._tokenizer
+            ids: list[int] = made.encode(text, add_special_tokens=special_tokens).ids
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library's is no Exception
@@ -117,6 +126,14 @@ class Tokenizer:
                 "give token ids"
             ) from error
         return ids
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer, for which special tokens are text."""
+        assert not isinstance(self._tokenizer, BoundedTokenizer)
+        made = deepcopy(self._tokenizer)
+        made.encode_special_tokens = True
+        return made
 
     def token_bytes(self) -> TokenBytes:
         """The bytes of each token, for grammars.
@@ -135,23 +152,49 @@ class Tokenizer:
         """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def render_chat(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> str:
+    def render_chat(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **how: Any) -> str:
         """Return the prompt of a chat, up to where the model's answer begins.
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on.
             tools: that the model may call, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
+            how: fields of `trt_kvcache.runtime.text.chat.Chat`.
 
         Raises:
-            OptionError: there is no chat template, or it fails on the messages.
+            OptionError: there is no chat template, it fails on the messages, or it does not write one of them.
         """
+        return "".join(part.text for part in self._parts(messages, tools, how))
+
+    def chat_tokens(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **how: Any) -> list[int]:
+        """Return the tokens of what `render_chat` gives. Special tokens are the template's: in messages they are text.
+
+        Args:
+            messages: see `render_chat`.
+            tools: see `render_chat`.
+            how: see `render_chat`.
+
+        Raises:
+            OptionError, PromptError: see `render_chat` and `encode`.
+        """
+        # The template writes the special tokens itself.
+        parts = self._parts(messages, tools, how)
+        return [token for part in parts for token in self._encode(part.text, special_tokens=False, plain=part.plain)]
+
+    def _parts(self, messages: Sequence[Any], tools: Sequence[Any] | None, how: dict[str, Any]) -> Sequence[Part]:
         try:
             import jinja2  # noqa: F401 - in the child process
         except ImportError:
             raise OptionError("a chat template needs Jinja2: pip install 'trt-kvcache[text]'") from None
         from trt_kvcache.runtime.text.template_process import render_in_process
 
-        return render_in_process(self._template(tools), messages, self.special_tokens, self.name, tools)
+        chat = Chat([*messages], None if tools is None else [*tools], **how)
+        return render_in_process(self._template(tools), chat, self.special_tokens, self._special_texts, self.name)
+
+    @property
+    def _special_texts(self) -> Sequence[str]:
+        if isinstance(self._tokenizer, BoundedTokenizer):
+            return self._tokenizer.special_texts
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
     def _template(self, tools: Sequence[Any] | None) -> str:
         template = self._settings.get("chat_template")

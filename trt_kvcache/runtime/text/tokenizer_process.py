@@ -56,6 +56,7 @@ class Loaded:
 class _Request:
     text: str
     special_tokens: bool
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ class TokenizerProcess:
         line = self._children[0].ask([f"{len(self._data)}\n".encode(), self._data], SECONDS)
         return msgspec.json.decode(line, type=Loaded)
 
-    def encode(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
-        """Return the token ids of a text.
+    def encode(self, text: str, *, special_tokens: bool, plain: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a text; `plain`: what looks like a special token is text.
 
         Raises:
             ChildError: the tokenizer exceeds a limit.
             ValueError: it fails on the text.
         """
-        request = msgspec.json.encode(_Request(text, special_tokens))
+        request = msgspec.json.encode(_Request(text, special_tokens, plain))
         with self._lock:
             if not self._children or not self._children[0].alive:
                 self.load()
@@ -127,6 +128,7 @@ def _load(data: bytes) -> tuple[Any, Loaded]:
 
 def _encode(tokenizer: Any, line: bytes) -> _Encoded:
     request = msgspec.json.decode(line, type=_Request)
+    tokenizer.encode_special_tokens = request.plain
     ids = tokenizer.encode(request.text, add_special_tokens=request.special_tokens).ids
     if len(ids) > _LONGEST:
         return _Encoded(failed=f"more than {_LONGEST} tokens come of it")
