@@ -18,7 +18,7 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 from serve.asgi import Reply, ask
-from serve.models import write_said
+from serve.models import write_said, write_served
 from tokenizers import decoders
 
 from trt_kvcache import DecodeSession, GenerationConfig, SessionError
@@ -237,8 +237,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "n": 0}, "n", "n"),
     (TEXT, {"prompt": "x", "max_tokens": 0}, ">= 1", "max_tokens"),
     (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
-    (TEXT, {"prompt": "x", "top_p": 0}, "> 0", "top_p"),
-    (TEXT, {"prompt": "x", "seed": -1}, ">= 0", "seed"),
+    (TEXT, {"prompt": "x", "top_p": -0.1}, ">= 0", "top_p"),
+    (TEXT, {"prompt": "x", "seed": -2}, ">= -1", "seed"),
     (TEXT, {"prompt": "x", "logit_bias": {"300": 1}}, "'300' is no token id", "logit_bias"),
     (TEXT, {"prompt": "x", "logit_bias": {"1": 101}}, "<= 100", "logit_bias"),
     (TEXT, {"prompt": "x", "stop": [""]}, "stop", "stop"),
@@ -259,6 +259,15 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, HELLO | {"logprobs": False, "top_logprobs": 3}, "they come with logprobs", "top_logprobs"),
     (CHAT, HELLO | {"logprobs": True, "top_logprobs": 21}, "<= 20", "top_logprobs"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "the model takes 512", "prompt"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "parts of type text", "messages"),
+    (CHAT, HELLO | {"tool_choice": "required"}, "there are no tools", "tools"),
+    (
+        CHAT,
+        HELLO | {"continue_final_message": True, "add_generation_prompt": True},
+        "set add_generation_prompt to",
+        "continue_final_message",
+    ),
+    (CHAT, HELLO | {"chat_template_kwargs": {"messages": []}}, "messages is no value", "messages"),
 ]
 
 
@@ -287,6 +296,93 @@ def test_what_cannot_be_done_is_refused(service: Service) -> None:
     assert "model makes text" in post(service, {}, "/v1/embeddings").error["message"]
     assert post(service, {}, "/v1/nothing").error["message"] == "POST /v1/nothing: Not Found"
     assert post(service, None, TEXT).status == 405
+
+
+ALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}{{ mood }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""It writes whatever it knows, and joins arguments as text."""
+
+
+def earlier(**fields: Any) -> dict[str, Any]:
+    """An answer that is sent back."""
+    return {"messages": [*HELLO["messages"], {"role": "assistant", "content": "c", **fields}, *HELLO["messages"]]}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": arguments, "parsed_arguments": None}}
+    return earlier(content=None, refusal=None, tool_calls=[call])
+
+
+GIVEN: list[tuple[dict[str, Any], str]] = [
+    *((HELLO | {name: None}, "<user>x<assistant>") for name in (
+        "prediction", "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options", "tools")),
+    *((earlier(**{name: None}), "<user>x<assistant>c<user>x<assistant>") for name in (
+        "annotations", "reasoning_content", "audio", "function_call", "tool_calls", "anything")),
+    (earlier(annotations=[], refusal=None), "<user>x<assistant>c<user>x<assistant>"),
+    (earlier(reasoning_content="r"), "<user>x<assistant>rc<user>x<assistant>"),
+    (earlier(reasoning="r"), "<user>x<assistant>rc<user>x<assistant>"),
+    (earlier(content=[{"type": "refusal", "refusal": "no", "text": None}]), "<user>x<assistant>no<user>x<assistant>"),
+    (called(""), "<user>x<assistant>w{}<user>x<assistant>"),
+    (called('{"a":1}'), '<user>x<assistant>w{"a":1}<user>x<assistant>'),
+    (HELLO | {"chat_template_kwargs": {"mood": "!"}}, "<user>x!<assistant>"),
+    (HELLO | {"add_generation_prompt": False}, "<user>x"),
+    ({"messages": earlier()["messages"][:2], "continue_final_message": True, "add_generation_prompt": False},
+     "<user>x<assistant>c"),
+    (HELLO | {"stream_options": None, "response_format": {"type": "text", "json_schema": None}}, "<user>x<assistant>"),
+]  # fmt: skip
+"""What clients and frameworks send, and the prompt that it makes."""
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = write_served(tmp_path_factory.mktemp("talking"), template=ALL)
+    with DecodeSession.open(folder, max_batch=1) as session:
+        service = Service(session, "m")
+        yield service
+        service.core.close()
+
+
+def prompt_of(service: Service, body: dict[str, Any]) -> str:
+    reply = post(service, body | {"max_tokens": 1, "return_token_ids": True}, CHAT)
+    assert reply.status == 200, (body, reply.body)
+    tokenizer: Any = service._session.tokenizer
+    return str(tokenizer.decode(reply.data["prompt_token_ids"]))
+
+
+@pytest.mark.parametrize(("body", "prompt"), GIVEN)
+def test_fields_that_clients_send(talking: Service, body: dict[str, Any], prompt: str) -> None:
+    assert prompt_of(talking, body) == prompt
+
+
+def test_an_answer_can_be_sent_back(talking: Service) -> None:
+    """As it came, and as OpenAI's client writes it."""
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    came = post(talking, HELLO | GREEDY | {"max_tokens": 3}, CHAT).data
+    held = openai.types.chat.ChatCompletion.model_validate(came).choices[0].message.model_dump()
+    for answer in (came["choices"][0]["message"], held):
+        assert prompt_of(talking, {"messages": [*HELLO["messages"], answer, *HELLO["messages"]]}).endswith(
+            "<user>x<assistant>"
+        )
+
+
+def test_numbers_that_say_nothing_or_all(talking: Service) -> None:
+    """A seed of -1 is none, and top_p of 0 leaves the most probable token."""
+    greedy = text_of(post(talking, HELLO | GREEDY | {"max_tokens": 6}, CHAT))
+    assert text_of(post(talking, HELLO | {"top_p": 0, "seed": 3, "max_tokens": 6}, CHAT)) == greedy
+    assert post(talking, HELLO | {"seed": -1, "max_tokens": 6}, CHAT).status == 200
+    assert post(talking, HELLO | GREEDY | {"top_p": 0, "max_tokens": 6}, CHAT).status == 200
+    body = b"\xef\xbb\xbf" + json.dumps(HELLO | {"max_tokens": 1}).encode()
+    assert post(talking, body, CHAT).status == 200
+
+
+def test_messages_that_the_template_does_not_write_are_refused(service: Service) -> None:
+    """Its template knows no calls."""
+    reply = post(service, called("{}") | {"max_tokens": 1}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+    assert "does not write messages[1] (assistant, its call of 'w'), so that the model would" in reply.error["message"]
 
 
 def test_keys(alone: DecodeSession) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from typing import Annotated, Any, TypeVar
@@ -37,6 +38,10 @@ _MOST_COMPLETION = 16
 """New tokens of a completion, where nothing is said; OpenAI's number."""
 _MOST_UNBOUNDED = 4096
 """New tokens of a chat, where nothing is said and the caches have no end."""
+
+
+_LEAST = 1e-9
+"""A share of the probability that the most probable token has in any case: what `top_p` 0 asks for."""
 
 
 class ApiError(TrtKvCacheError):
@@ -107,10 +112,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: any
     stop: str | list[str] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: the most probable token alone
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -151,8 +156,11 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     # of an answer that is sent back, as OpenAI's client holds it
     refusal: str | None = None
     parsed: Any = None
-    annotations: None = None
+    annotations: list[Any] | None = None  # places in its text
     audio: None = None
+    # the thoughts of an answer, which templates leave out or write
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: None = None
 
 
@@ -183,6 +191,10 @@ class ChatRequest(_Request):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 _GUIDED = ("json", "regex", "choice", "grammar")
@@ -228,11 +240,12 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
         ApiError: the body is no such JSON, or a field is unknown, of another type, out of range or not supported.
     """
     try:
-        fields = msgspec.json.decode(body)
+        fields = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise ApiError(400, f"the body is no JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
+    fields = _without_nulls(fields, _NESTED)
     for name, (values, why) in _ONLY.items():
         given = fields.pop(name, None)
         if given is not None and not any(type(given) is type(v) and given == v for v in _numbers(values)):
@@ -242,6 +255,26 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
     except (msgspec.ValidationError, RecursionError) as error:
         found = re.search(r"(?:unknown field|required field) `([^`]*)`|\$\.(\w+)", str(error))
         raise ApiError(400, str(error).replace("Object ", "The request "), found and (found[1] or found[2])) from None
+
+
+_NESTED: dict[str, Any] = {
+    "messages": {"tool_calls": {"function": {}}, "content": {}},
+    "tools": {"function": {}},
+    "stream_options": {},
+    "response_format": {"json_schema": {}},
+    "structured_outputs": {},
+}
+"""Where clients write null for what they do not say. In schemas and arguments, null is a value."""
+
+
+def _without_nulls(given: Any, nested: dict[str, Any]) -> Any:
+    """The same without fields that are null: they count as absent."""
+    if isinstance(given, list):
+        return [_without_nulls(one, nested) for one in given]
+    if not isinstance(given, dict):
+        return given
+    fields = {name: value for name, value in given.items() if value is not None}
+    return {n: _without_nulls(value, nested[n]) if n in nested else value for n, value in fields.items()}
 
 
 def _numbers(values: tuple[Any, ...]) -> list[Any]:
@@ -289,39 +322,68 @@ def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]]
     for at, message in enumerate(request.messages):
         if message.role not in ("system", "developer", "user", "assistant", "tool"):
             raise ApiError(400, f"messages[{at}].role: supported: system, developer, user, assistant, tool", "messages")
-        given: dict[str, Any] = {"role": message.role, "content": _text(message.content, at), "name": message.name}
         if message.content is None and not message.tool_calls:
             raise ApiError(400, f"messages[{at}].content is missing", "messages")
+        given: dict[str, Any] = {"role": message.role, "content": _text(message, at), "name": message.name}
         if message.tool_calls:
             given["tool_calls"] = [_called(call, at) for call in message.tool_calls]
         given["tool_call_id"] = message.tool_call_id
+        given["reasoning_content"] = message.reasoning_content or message.reasoning
         messages.append({name: value for name, value in given.items() if value is not None})
     tools = [msgspec.to_builtins(tool) for tool in request.tools or []]
     for tool in tools:  # a template may tell what is there from what is not
+        tool.pop("cache_control", None)
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
-    tokens = session.render_chat(messages, tools or None)
+    tokens = _rendered(session, request, messages, tools)
     limit = request.max_completion_tokens or request.max_tokens
     capacity = session.cache.capacity
     return [tokens], [""], limit or (_MOST_UNBOUNDED if capacity is None else max(1, capacity - len(tokens) + 1))
 
 
-def _called(call: ToolCall, at: int) -> dict[str, Any]:
-    """A call as chat templates take it: with arguments that are an object."""
+def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any], tools: list[Any]) -> list[int]:
+    how: dict[str, Any] = {}
+    if request.chat_template_kwargs:
+        how["values"] = request.chat_template_kwargs
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise ApiError(
+                400, "continue_final_message: the answer is part of the last message, or begins after it; set "
+                "add_generation_prompt to false", "continue_final_message",
+            )  # fmt: skip
+        how["continues"] = True
+    elif request.add_generation_prompt is False:
+        how["generation_prompt"] = False
     try:
-        arguments = json.loads(call.function.arguments)
+        return session.render_chat(messages, tools or None, **how)
+    except OptionError as error:
+        raise ApiError(400, str(error), "messages") from None
+
+
+def _called(call: ToolCall, at: int) -> dict[str, Any]:
+    """A call as chat templates take it. Its arguments stay as they are spelled; none are an object of none."""
+    text = call.function.arguments.strip() or "{}"
+    try:
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ApiError(400, f"messages[{at}].tool_calls: the arguments of a call have to be a JSON object", "messages")
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": text}}
 
 
-def _text(content: str | list[Any] | None, at: int) -> str:
+_PARTS = {"text": "text", "refusal": "refusal"}
+"""Of contents, by type: the field with the text."""
+
+
+def _text(message: Message, at: int) -> str:
+    content = message.content
     if content is None or isinstance(content, str):
         return content or ""
-    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+    texts = [p.get(_PARTS.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]
+    found = [text for text in texts if isinstance(text, str)]
+    if len(found) < len(texts):
         raise ApiError(400, f"messages[{at}].content: supported are text, and parts of type text", "messages")
-    return "".join(part["text"] for part in content)
+    return "".join(found)
 
 
 def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:
@@ -382,9 +444,9 @@ def _config(
         settings |= {
             "temperature": temperature,
             "top_k": max(0, request.top_k or 0),
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": 1.0 if request.top_p is None else max(request.top_p, _LEAST),
             "min_p": request.min_p,
-            "seed": request.seed,
+            "seed": None if request.seed == -1 else request.seed,
         }
     for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         if (given := getattr(request, penalty)) is not None:

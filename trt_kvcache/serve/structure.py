@@ -65,7 +65,9 @@ def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs
         OptionError: it does not compile, asks for nothing or for several, or the session can have none.
     """
     if isinstance(asked, ResponseFormat):
-        if (asked.json_schema is not None) != (asked.type == "json_schema"):
+        if asked.type == "json_schema" and asked.json_schema is None:
+            raise OptionError("type is 'json_schema', and json_schema is missing; give {'schema': {...}} there")
+        if asked.type != "json_schema" and asked.json_schema is not None:
             raise OptionError(f"type is {asked.type!r}; json_schema goes with the type json_schema, and only there")
         if asked.json_schema is not None:
             return grammars_of(session).json_schema(asked.json_schema.schema)

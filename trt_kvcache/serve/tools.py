@@ -38,6 +38,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None  # of other servers; prefixes are found without it
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
         return ([] if choice == "none" else tools), False
     if choice == "required" and tools:
         return tools, True
+    if choice == "required":
+        raise OptionError("tool_choice is 'required', and there are no tools; give some, or leave it out")
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
         name = choice["function"].get("name")
         if named := [tool for tool in tools if tool.function.name == name]:
