@@ -36,6 +36,12 @@ from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.planning.routes import check_dtypes
 from trt_kvcache.importer.protos import all_nodes
+from trt_kvcache.importer.steps.later_tokens import see_later_tokens
+
+_WHOLE = (
+    "tokens of one step see each other, later ones too: a session writes a prompt in one step, of --max-chunk tokens "
+    "at most, and has no prefix cache and no drafts for this model; a causal mask in the export would allow both"
+)
 
 
 def analyze(
@@ -89,6 +95,8 @@ def analyze(
         original=findings.original,
         logits_span=logits,
     )
+    if see_later_tokens(model, plan):
+        plan = replace(plan, whole_prompts=True, notes=(*plan.notes, _WHOLE))
     return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
 
 

@@ -301,6 +301,7 @@ class CachePlan:
         states: state that is no attention cache.
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
         stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
+        whole_prompts: tokens of one step see each other, so that a prompt must come in one step.
     """
 
     options: PlanOptions
@@ -318,6 +319,7 @@ class CachePlan:
     states: tuple[StateUpdate, ...] = ()
     logits_span: LogitsSpan | None = None
     stacks: tuple[Stack, ...] = ()
+    whole_prompts: bool = False
     schema_version: int = field(default=1)
 
     def __repr__(self) -> str:

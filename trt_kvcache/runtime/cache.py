@@ -20,7 +20,7 @@ from trt_kvcache.runtime.crop import check_crop
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches
-from trt_kvcache.runtime.limits import SequenceLimits
+from trt_kvcache.runtime.limits import SequenceLimits, largest_update
 from trt_kvcache.runtime.offload import FileRows, HostRows
 from trt_kvcache.runtime.prefix import BLOCK, PrefixCache, PrefixStats
 from trt_kvcache.runtime.rows import Rows
@@ -156,16 +156,9 @@ class KVCache:
             return self.limits.room(self.slot(slot))
 
     def largest_update(self, slot: int) -> int:
-        """Most tokens that one step may write to a slot with the same result as one by one.
-
-        A circular cache of `capacity` rows takes several at once only up to its end: after that each new token
-        overwrites one that the tokens before it in the same update still see.
-        """
+        """Most tokens that one step may write to a slot with the same result as one by one."""
         with self._guard.lock, self._guard.open:
-            length, limit = self.slot(slot).length, self._runner.max_chunk
-            for rows in self._rings:
-                limit = min(limit, rows - length if length < rows else 1)
-            return limit
+            return largest_update(self._runner, self.slot(slot).length)
 
     def view(self, name: str) -> Any:
         """The whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.

@@ -104,6 +104,9 @@ class Conversation:
         cache = self._session.cache
         if self._slot not in cache:
             return 0
+        if self._session.plan.whole_prompts:  # the whole conversation is one prompt
+            self._free()
+            return 0
         held = cache.tokens(self._slot)
         alike = next((at for at, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
         kept = min(alike, len(tokens) - 1)  # one at least has to run

@@ -20,13 +20,19 @@ def check_crop(plan: CachePlan, slot: int, found: Slot, length: int) -> None:
         length: tokens that are to stay.
 
     Raises:
-        CapacityError: a circular cache no longer has what the sequence would see, or the model keeps state.
+        CapacityError: a circular cache no longer has what the sequence would see, or the model keeps state, or tokens
+            of one step see each other.
     """
     if plan.states and 0 < length < found.length:
         name = plan.states[0].past
         raise CapacityError(
             f"slot {slot} cannot be cropped to {length} tokens: the model keeps state ('{name}') that every step "
             "replaces, and what it was at that length is gone; reset the slot, or fork it before it grows"
+        )
+    if plan.whole_prompts and 0 < length < found.length:
+        raise CapacityError(
+            f"slot {slot} cannot be cropped to {length} tokens: tokens of one step see later ones in this model, and "
+            "the rows that stay would know those that go; reset the slot, or fork it before it grows"
         )
     for cache in carried_caches(plan):
         if cache.mode is not UpdateMode.CIRCULAR or length >= found.length:

@@ -50,6 +50,11 @@ class DraftModel:
                 f"the draft cannot take back tokens that were rejected: '{name}' keeps no earlier state; use another "
                 "draft, or plan it with linear caches"
             )
+        if plan.whole_prompts:
+            raise OptionError(
+                "the draft cannot take back tokens that were rejected: tokens of one step see later ones in it; use "
+                "another draft"
+            )
         if constants:
             raise OptionError(
                 f"the draft reads '{constants[0].name}' beside the text, which only its own encoder makes; use a draft "

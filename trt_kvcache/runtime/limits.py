@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.runtime.inputs import linear_capacity
+from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
 
-__all__ = ["SequenceLimits"]
+__all__ = ["SequenceLimits", "largest_update"]
+
+
+def largest_update(runner: Runner, length: int) -> int:
+    """Most tokens that one step may write after `length` others with the same result as one by one.
+
+    A circular cache of `capacity` rows takes several at once only up to its end: after that each new token overwrites
+    one that the tokens before it in the same update still see.
+    """
+    limit = runner.max_chunk
+    for cache in carried_caches(runner.plan):
+        if cache.mode is UpdateMode.CIRCULAR:
+            limit = min(limit, cache.capacity - length if length < cache.capacity else 1)
+    return limit
 
 
 class SequenceLimits:
@@ -19,6 +33,7 @@ class SequenceLimits:
 
     def __init__(self, runner: Runner) -> None:
         self._rows, self._positions = linear_capacity(runner.plan), runner.max_positions
+        self._runner = runner
 
     @property
     def capacity(self) -> int | None:
@@ -38,9 +53,15 @@ class SequenceLimits:
             what: to call it.
 
         Raises:
-            CapacityError: see above.
+            CapacityError: see above; or what waits has to come in one step, and does not fit into one.
         """
         room, count = self.room(slot), len(slot.tokens)
+        if self._runner.plan.whole_prompts and slot.pending > (most := largest_update(self._runner, slot.length)):
+            raise CapacityError(
+                f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, so "
+                f"that they have to come in one step, which takes at most {most} here; shorten it, or allow more "
+                "(max_chunk)"
+            )
         if room is None or room >= 0:
             return
         if slot.positions and (self._rows is None or count <= self._rows):

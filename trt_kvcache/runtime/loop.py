@@ -294,6 +294,11 @@ class DecodeLoop:
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
         wanted = max(0, count - unwanted)
+        if self._runner.plan.whole_prompts and count < slot.pending:
+            raise CapacityError(
+                f"slot {name} has {slot.pending} tokens to write in one step, since they see each other in this model, "
+                f"and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"
+            )
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
     def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:

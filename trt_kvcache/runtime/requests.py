@@ -303,6 +303,11 @@ def check_config(config: GenerationConfig, plan: CachePlan, *, draft: bool) -> N
             f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "
             f"('{plan.states[0].past}') that every step replaces for good; generate without it"
         )
+    if config.prompt_lookup_num_tokens and plan.whole_prompts:
+        raise OptionError(
+            "prompt_lookup_num_tokens guesses tokens, and tokens of one step see each other in this model, so that a "
+            "guess would change the scores before it; generate without it"
+        )
     if config.num_assistant_tokens and not draft:
         raise OptionError(
             f"num_assistant_tokens is {config.num_assistant_tokens}, and the session has no draft model; open it with "

@@ -127,10 +127,15 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         max_queue: see `ServingCore`.
 
     Raises:
-        OptionError: the model's own settings count new tokens.
+        OptionError: the model's own settings count new tokens, or its prompts depend on their steps.
     """
 
     def __init__(self, session: DecodeSession, name: str, max_queue: int) -> None:
+        if session.plan.whole_prompts:
+            raise OptionError(
+                "tokens of one step see each other in this model, and a sequence that moves to another worker is "
+                "written anew in one step; use 'trt-kvcache serve'"
+            )
         plain = GenerationConfig()
         for setting in _COUNTED:
             if getattr(session.config, setting) != getattr(plain, setting):

@@ -47,6 +47,8 @@ class SpeculationStats:
 
 def why_no_drafts(runner: Runner) -> str:
     """Why a model cannot verify drafts, which takes logits of several positions of one step; empty where it can."""
+    if runner.plan.whole_prompts:
+        return "tokens of one step see each other, and a guess would change the scores before it"
     if runner.max_logits == 1 and runner.plan.logits_span is None:
         return "the model gives the logits of the last position only: export it with logits of all positions"
     if runner.max_logits == 1:

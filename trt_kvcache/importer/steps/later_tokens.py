@@ -1,0 +1,116 @@
+"""Steps whose tokens see each other: then a prompt means something else if it is cut into several steps.
+
+    causal      query i sees keys up to its own                any cut gives the same numbers
+    no mask     query i sees all keys of its step              a prompt has to come in one step
+    a prefix    every query sees the first N tokens            the same, as long as these come in one step
+
+A plan says of most masks what they are. Of one that the graph computes, it says nothing: two steps show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, MaskGeometry, Role
+from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.protos import constants_of, copied, names_read, part_of
+from trt_kvcache.importer.steps.contents import find_caches, first_contents
+from trt_kvcache.importer.steps.engine import EngineError, open_engine
+from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.schedule import Step
+
+Array = npt.NDArray[Any]
+
+_STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
+_LONGEST = 4  # tokens of a step
+_HIDDEN = -1e3  # what is added to hidden scores is at most this: GPT-2's exporters add -1e4, others the lowest number
+_MOST = 1 << 20  # bytes of a constant that a mask is made of; more are weights
+
+
+def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
+    """True if some query sees a token of its own step that comes later.
+
+    Args:
+        model: canonical, with shapes inferred: the one that was planned.
+        plan: of the model.
+    """
+    lengths = {c.update_length for c in plan.caches if c.carried}
+    if lengths <= {1}:
+        return False
+    masks = {m.name: m for m in plan.masks}
+    found = dict.fromkeys(a.mask for a in plan.attention if a.caches)
+    return any(name is None or _shows_later(model, plan, masks[name]) for name in found)
+
+
+def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: MaskGeometry) -> bool:
+    if mask.causal or mask.right_window == 0:
+        return False
+    if mask.mask is None:
+        return True
+    given = next((t for t in plan.tensors if t.name == mask.mask and t.io == "input"), None)
+    if given is not None and given.role is Role.MASK:
+        return "sequence" not in given.axes and given.shape[-2:-1] in ((), (1,))  # else a session fills it causally
+    return any(_is_open(values, step) for step, values in _values(model, plan, mask.mask))
+
+
+def _is_open(values: Array, step: Step) -> bool:
+    """True if a mask ``[..., S, keys]`` shows a later token of a step."""
+    visible = values if values.dtype == np.bool_ else values > _HIDDEN
+    start = step.starts[0]
+    keys = min(visible.shape[-1], start + step.length)
+    if visible.ndim < 2 or visible.shape[-2] == 1:  # the same for all queries
+        return bool(visible[..., start + 1 : keys].any())
+    queries = np.arange(visible.shape[-2])[:, np.newaxis] + start
+    return bool((visible[..., :keys] & (np.arange(keys) > queries)).any())
+
+
+def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
+    """A tensor in some steps; nothing where weights take part in it, or ONNX Runtime does not run it."""
+    part = _cone(model, name)
+    if part is None:
+        return
+    caches = {c.role.name: c for c in find_caches(plan)}
+    # Of inputs without a role, such as the types of tokens, 1 may show what 0 hides.
+    ones = {
+        t.name: np.ones([d if isinstance(d, int) else _LONGEST for d in t.shape])
+        for t in plan.tensors
+        if t.io == "input" and t.role is Role.OTHER
+    }
+    for step, others in ((step, others) for step in _STEPS for others in ({}, ones)):
+        try:
+            rng = np.random.default_rng(0)
+            given = draw_constants(plan, 1, 0, twin=False) | others
+            inputs = StepInputs(plan, index_limits(model, plan), given, rng, twin=False, unknown=_LONGEST, plain=True)
+            feeds = inputs.shared(step)
+            for value in part.graph.input:
+                if value.name in caches:
+                    feeds[value.name] = first_contents(caches[value.name], step.starts, 0.0, rng, twin=False)
+            yield step, open_engine(part, feeds).run(feeds)[name]
+        except (EngineError, OptionError, UnsupportedModelError, KeyError):
+            return
+
+
+def _cone(model: onnx.ModelProto, name: str) -> onnx.ModelProto | None:
+    """The part of a model that makes a tensor; None where weights take part."""
+    constants = constants_of(model.graph)
+    inputs = {v.name: v for v in model.graph.input if v.name not in constants}
+    needed, nodes = {name}, []
+    for node in reversed(model.graph.node):
+        if needed.isdisjoint(node.output) or node.output[0] in constants:
+            continue
+        nodes.append(node)
+        needed |= names_read(node)
+    used = []
+    for constant in needed & constants.keys():
+        tensor = copied(constants[constant])
+        if tensor.ByteSize() > _MOST or tensor.data_location == onnx.TensorProto.EXTERNAL:
+            return None
+        tensor.name = constant
+        used.append(tensor)
+    return part_of(model, nodes[::-1], [inputs[n] for n in needed if n in inputs], [name], used)
