@@ -160,6 +160,10 @@ class SessionPlanFlags:
             readable=False,
         ),
     ] = None
+    config: Annotated[
+        Path | None,
+        _plan_flag(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", readable=False),
+    ] = None
     check_seconds: Annotated[
         int,
         _plan_flag(min=1, metavar="SECONDS", help="Time limit for the check of the rewritten model."),
@@ -258,10 +262,6 @@ class BuildPlanFlags(SessionPlanFlags):
             "crosses the end of the ring. functional: plain operators, not in place."
         ),
     ] = Fallback.AUTO
-    config: Annotated[
-        Path | None,
-        _plan_flag(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", readable=False),
-    ] = None
 
 
 @dataclass(frozen=True)

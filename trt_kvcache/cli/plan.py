@@ -24,6 +24,7 @@ def plan(
     from trt_kvcache.cli.plan_view import batch_of, plan_data, print_plan
     from trt_kvcache.cli.summary import build_line, plan_lines, print_lines, print_next
     from trt_kvcache.files import check_output
+    from trt_kvcache.runtime.usable import why_no_session
 
     if html is not None:
         check_output(html)
@@ -35,15 +36,17 @@ def plan(
         from trt_kvcache.cli.pages import plan_page, save_page
 
         save_page(html, plan_page(name, made, batch, command))
+    no_session = why_no_session(made)
     if json:
-        print_json(plan_data(made, batch))
+        print_json({**plan_data(made, batch), "no_session": no_session})
     else:
         out = console()
         if tables:
             print_plan(out, name, made, batch)
-            out.print()
+            out.print(f"\nsessions: none, {no_session}\n" if no_session else "")
         else:
             title = f"{name}: {made.in_place_text} (opset {made.opset}, target {made.options.target.value})"
-            print_lines(out, title, plan_lines(made, batch))
+            lines = plan_lines(made, batch)
+            print_lines(out, title, [*lines, ("sessions", f"none: {no_session}")] if no_session else lines)
         print_next(out, command)
     print_warnings(made.warnings)

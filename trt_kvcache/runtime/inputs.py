@@ -288,7 +288,8 @@ class StepInputs:
             from trt_kvcache.importer.interface.config import example  # loads YAML and RE2
 
             # A value for each token of a step is nothing that a sequence is given once.
-            role = Role.ZEROS if {"sequence", "tokens"} & set(tensor.axes) else Role.CONSTANT
+            by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)
+            role = Role.CONSTANT if by_row else Role.ZEROS
             raise UnsupportedModelError(
                 f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "
                 "positions, write indices, lengths and masks, give zeros, and pass on constants that come with a "

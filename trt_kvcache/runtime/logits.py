@@ -27,7 +27,12 @@ class StepLogits:
     def __init__(self, plan: CachePlan) -> None:
         tensor = plan.tensor(Role.LOGITS, "output")
         if tensor is None:
-            raise UnsupportedModelError("no output has the role 'logits'; name it in a config (--config)")
+            outputs = [t for t in plan.tensors if t.io == "output" and t.role in (Role.LOGITS, Role.OTHER)]
+            found = ", ".join(f"'{t.name}' {t.dtype} {list(t.shape)}" for t in outputs) or "caches alone"
+            raise UnsupportedModelError(
+                f"no output has the role 'logits' (outputs: {found}), and a session chooses tokens by the scores of "
+                "the whole vocabulary: export the model with logits, or name them in a config (--config)"
+            )
         tensor = named_axes(tensor, plan)
         self.name, self.dtype, self._tensor = tensor.name, array_dtype(tensor.dtype), tensor
         what = f"logits '{tensor.name}' {list(tensor.shape)}"

@@ -35,7 +35,7 @@ import onnx
 
 from trt_kvcache.importer.graph import FLOATS
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.protos import TENSORRT_UPDATE, elem_type_of, iter_scopes, names_read, shape_of
+from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of, iter_scopes, names_read, shape_of
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 if TYPE_CHECKING:
@@ -246,6 +246,12 @@ def _is_in_parts(model: onnx.ModelProto) -> bool:
     return {"ReduceMax", "Exp", "ReduceSum", "Div"} <= found or {"ScatterND", "ConstantOfShape"} <= found
 
 
+def _keeps_logits(model: onnx.ModelProto) -> bool:
+    """An input says how many logits are kept, of a model whose caches grow: the canonical form changes its inputs."""
+    keeps = any(v.name.endswith("logits_to_keep") and elem_type_of(v) in INTEGERS for v in model.graph.input)
+    return keeps and "TensorScatter" not in _operators(model)
+
+
 _SIGNS = {onnx.TensorProto.UINT4, onnx.TensorProto.UINT8, onnx.TensorProto.INT8}
 
 
@@ -265,6 +271,7 @@ EXTENSIONS: dict[str, dict[str, Test]] = {
     },
     "plugin_route": {"define": _updates_outside_onnx},
     "signed_weights": {"for_tensorrt": _holds_integers},
+    "kept_logits": {"rewrite": _keeps_logits},
     "stacked_caches": {"rewrite": _stacks_caches, "apart": lambda plan: bool(plan.stacks)},
 }
 """By the name of a module, tests by station."""

@@ -59,8 +59,8 @@ class _Bound:
         """Put the constants of the rows of a step in place, unless they are there since the last one."""
         if constants != self.constants:
             for name, array in self.given.items():
-                for row, held in zip(array, constants, strict=True):
-                    row[...] = np.asarray(held.arrays[name])[0]
+                for row, held in enumerate(constants):
+                    array[row] = np.asarray(held.arrays[name])[0]
             self.constants = constants
 
 

@@ -1,0 +1,86 @@
+"""`plan` foresees what no session can fill or read, and `--config` gives roles to the commands that run models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from concat_graphs import Build, Decoder, make_decoder
+from greedy import greedy
+from onnx import TensorProto
+from typer.testing import CliRunner, Result
+
+from trt_kvcache.cli.app import app
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def lora(g: Build, x: str) -> str:
+    pair = (g.input("lora_a", TensorProto.FLOAT, [16, "rank"]), g.input("lora_b", TensorProto.FLOAT, ["rank", 16]))
+    made: str = g.Add(x, g.MatMul(g.MatMul(x, pair[0]), pair[1]))
+    return made
+
+
+def at_index(g: Build, x: str) -> str:
+    index = g.Unsqueeze(g.input("last_index", TensorProto.INT64, ["batch"]), [1, 2])
+    made: str = g.GatherND(x, index, batch_dims=1)
+    return made
+
+
+def write(folder: Path, after: Callable[[Build, str], str], output: str = "logits") -> Path:
+    model = make_decoder(Decoder(positions="past", after=after))
+    if after is at_index:
+        model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
+    if output != "logits":
+        model.graph.node.append(onnx.helper.make_node("ArgMax", ["logits"], [output], "best", axis=-1, keepdims=0))
+        shape = ["batch", "sequence"]
+        model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info(output, TensorProto.INT64, shape))
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("after", "output", "said"),
+    [
+        (lora, "logits", "none: input 'lora_a' (float [16, 'rank']) has no known part in decoding"),
+        (at_index, "logits", "none: input 'last_index' (int64 ['batch']) has no known part in decoding"),
+        (lambda _, x: x, "next_token", "none: no output has the role 'logits' (outputs: 'next_token' int64"),
+    ],
+)
+def test_plan_says_that_no_session_runs_a_model(
+    after: Callable[[Build, str], str], output: str, said: str, tmp_path: Path
+) -> None:
+    model = write(tmp_path, after, output)
+    result = run("plan", model, "--capacity", 24)
+    assert f"sessions {said}" in " ".join(result.stdout.split())
+    assert result.exit_code == 0
+    data = json.loads(run("plan", model, "--capacity", 24, "--json").stdout)
+    assert data["no_session"].startswith(said.removeprefix("none: "))
+    assert "sessions: none, " in run("plan", model, "--capacity", 24, "--all").stdout
+
+
+def test_plan_says_nothing_of_a_plain_decoder(tmp_path: Path) -> None:
+    assert "sessions" not in run("plan", write(tmp_path, lambda _, x: x), "--capacity", 24).stdout
+
+
+def test_generate_takes_roles(tmp_path: Path) -> None:
+    def typed(g: Build, x: str) -> str:
+        table = g.constant(3 * np.random.default_rng(5).standard_normal((8, 16)), np.float32)
+        found = g.Gather(table, g.input("kind", TensorProto.INT64, ["batch"]))
+        made: str = g.Add(x, g.Unsqueeze(found, [1]))
+        return made
+
+    model, config = write(tmp_path, typed), tmp_path / "roles.yaml"
+    arguments = ("generate", model, "--tokens", "7,1", "--max-new-tokens", 4, "--capacity", 24)
+    refused = run(*arguments)
+    assert "'kind' (int64 ['batch']) has no known part" in refused.stderr
+    config.write_text("roles: {constant: kind}")
+    np.savez(tmp_path / "kind.npz", kind=np.array([3]))
+    made = run(*arguments, "--config", config, "--constants", tmp_path / "kind.npz")
+    assert made.stdout.split() == [str(t) for t in greedy(model, (7, 1), 4, kind=lambda done, new: np.array([3]))]
