@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from concat_graphs import Build, Decoder, make_decoder
+from concat_graphs import Decoder, make_decoder
 from graphs import Graph
 from greedy import greedy
 from onnx import TensorProto
@@ -19,7 +20,7 @@ from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions
 
 PROMPT = (3, 30, 2, 2, 11, 17, 8, 25, 11, 30, 6)
-LAST = 2**31
+HALF: dict[str, Any] = {"dtype": np.float16, "upcast": True}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,7 @@ def test_beams_and_rows_beside_change_nothing(model: Path, session: DecodeSessio
 def test_a_prompt_that_does_not_fit_into_a_step_is_refused(model: Path) -> None:
     with DecodeSession.open(model, capacity=24, max_chunk=4) as session:
         assert session.generate([PROMPT[:4]], max_new_tokens=4)[0].tokens == greedy(model, PROMPT[:4], 4)
-        with pytest.raises(
-            CapacityError, match="prompt 0 has 11 tokens to write, .* takes at most 4 here"
-        ):
+        with pytest.raises(CapacityError, match="prompt 0 has 11 tokens to write, .* takes at most 4 here"):
             session.generate([PROMPT], max_new_tokens=4)
         with pytest.raises(CapacityError, match="the prompt has 11 tokens to write"):
             session.add(PROMPT)
@@ -148,10 +147,10 @@ def test_masks_of_static_models_are_run(
     assert any("tokens of one step see each other" in note for note in plan.notes) is whole
 
 
-@pytest.mark.parametrize("mask", ["past", "padding", "own"])
-def test_causal_decoders_take_prompts_in_pieces(mask: str, tmp_path: Path) -> None:
-    def build(g: Build) -> str:
-        return g.to_scores(g.causal())
-
-    onnx.save(make_decoder(Decoder(mask=build if mask == "past" else mask)), tmp_path / "model.onnx")
+@pytest.mark.parametrize(
+    "how",
+    [{"mask": "past"}, {"mask": "padding"}, {"mask": "own"}, {"mask": "own", "own_type": np.float32, **HALF}],
+)
+def test_causal_decoders_take_prompts_in_pieces(how: dict[str, Any], tmp_path: Path) -> None:
+    onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")
     assert not plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).whole_prompts

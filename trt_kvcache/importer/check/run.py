@@ -91,7 +91,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
     few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6] if wide else []
     if wide and is_half(region.models):
         yield make(at, few, wide=False)
-    large = [number for number, b in enumerate(region.boundaries) if b.elem_type == TensorProto.FLOAT]
+    large = _queries(region)
     if wide and large:
         yield _LargeRun(Sides(region, at, limits, wide=False), few[:2], large)
 
@@ -245,6 +245,18 @@ class _Run:
             if moved[0] != moved[1]:
                 return f"{words} sees key {key} in the {'original' if moved[0] else 'rewritten model'} alone"
         return words
+
+
+def _queries(region: Region) -> list[int]:
+    """Numbers of the boundaries of float32 that are not written into a cache, which rounds them on both sides."""
+    graph = Graph(region.models[1])
+    updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
+    _, written, _ = graph.cone(updates, ())
+    return [
+        number
+        for number, b in enumerate(region.boundaries)
+        if b.elem_type == TensorProto.FLOAT and not {*updates, *written} & {*b.names[1]}
+    ]
 
 
 class _LargeRun(_Run):

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = ["normalize"]
 
+FLOAT16, BFLOAT16 = int(onnx.TensorProto.FLOAT16), int(onnx.TensorProto.BFLOAT16)
 _SINGLY = (
     "the masks of the model as exported fit several tokens only while nothing is in its caches; here every step may "
     "bring several, each of which sees those before it"
@@ -267,6 +268,7 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto
     changes = find_changes(tensors, model, counts, copies)
     notes = (
         *_own_masks(exported.cores),
+        *_narrower(exported.cores),
         *(() if computed is None else computed.notes),
         *((NOTE,) if by_tokens else ()),
         *(() if rings is None else rings.notes),
@@ -285,6 +287,17 @@ def _own_masks(cores: Sequence[Core]) -> list[str]:
         f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
         "trained with one, is in this mask only"
         for name in names
+    ]
+
+
+def _narrower(cores: Sequence[Core]) -> list[str]:
+    """A note on weights of keys that are computed in float32, and here in the type of the caches."""
+    kinds = {elem_type(core.key.past) for core in cores if core.wide_weights and not core.wide}
+    return [
+        f"the weights that a softmax makes of scores are float32 in the model as exported, and {name} here, which "
+        f"rounds each by {share} % at most; products of queries and keys have the type that they had"
+        for kind, name, share in ((FLOAT16, "float16", "0.05"), (BFLOAT16, "bfloat16", "0.4"))
+        if kind in kinds
     ]
 
 

@@ -97,7 +97,8 @@ class Core:
         softcap: 0: none.
         heads, head_size, value_size: Hq, D and Dv.
         query_type, output_type: ONNX element types; where they are not that of the attention, casts stand around it.
-        wide: products of queries and keys, or of weights and values, are computed in float32, whatever the caches are.
+        wide: products of queries and keys are computed in float32, whatever the caches are.
+        wide_weights: the softmax is, or the product of what it makes and values.
         sinks: logits beside the scores; None: none.
         rounded_scores, rounded_weights: how scores, before their softcap and mask, and what the softmax makes of them
             are rounded; None: not. `scale` is before the former.
@@ -125,6 +126,7 @@ class Core:
     rounded_weights: Rounding | None = None
     precision: int = 0
     wide: bool = False
+    wide_weights: bool = False
     query_is_flat: bool = False
     output_shape: tuple[Dim, ...] | None = None
 

@@ -28,6 +28,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import (
+    FLOAT,
     INT32,
     INT64,
     Emitter,
@@ -93,7 +94,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         for node in consumers(tensor):
             if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
                 continue
-            if contains(caches, tensor) and is_op(node, "Transpose", "Reshape", "Cast"):
+            if contains(caches, tensor) and _is_view(node):
                 caches += node.outputs  # a view is as long
                 queue += node.outputs
                 continue
@@ -144,10 +145,15 @@ def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Nod
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
             continue
-        is_view = is_op(node, "Transpose", "Reshape", "Cast") and bool(consumers(node.outputs[0]))
+        is_view = _is_view(node) and bool(consumers(node.outputs[0]))
         if not is_view or contains(graph.outputs, node.outputs[0]) or _other_reader(graph, node.outputs[0], update):
             return node
     return None
+
+
+def _is_view(node: gs.Node) -> bool:
+    """True if the numbers of a cache are the same after a node, for attention in another layout or in float32."""
+    return is_op(node, "Transpose", "Reshape") or (is_op(node, "Cast") and node.attrs["to"] == FLOAT)
 
 
 def drop_copies(graph: gs.Graph) -> set[str]:

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 
 _STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
 _LONGEST = 4  # tokens of a step
-_HIDDEN = -1e3  # what is added to hidden scores is at most this: GPT-2's exporters add -1e4, others the lowest number
+_HIDDEN = -15.0  # what is added to hidden scores is at most this; `StepInputs` gives masks of floats with -20
 _MOST = 1 << 20  # bytes of a constant that a mask is made of; more are weights
 
 

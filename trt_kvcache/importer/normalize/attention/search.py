@@ -236,12 +236,13 @@ class _Finder:
         visibility = classify(masks, self._graph, self._interface, self._samples)
         sinks: Sinks | None = sinks_of(masks, heads, self._samples) if has_sinks else None
         output, output_shape = self._split(unguarded(site.output, self._samples), heads, value_size, _later)
-        query_type, output_type, *products = (
-            sample.probe.elem_type(t.name) or elem_type(key.past) or 0 for t in (query, output, site.query, site.output)
-        )
+        query_type, output_type = (sample.probe.elem_type(t.name) or elem_type(key.past) or 0 for t in (query, output))
+        product, after = (sample.probe.elem_type(t.name) or elem_type(t) for t in (site.query, site.output))
+        softmax = after if site.product is None else sample.probe.elem_type(site.node.outputs[0].name)
         return Core(
             name, output, query, key, site.value, site.scale, site.softcap, visibility, heads, size, value_size,
-            query_type, output_type, sinks, site.rounding, site.weights, wide=FLOAT in products,
+            query_type, output_type, sinks, site.rounding, site.weights, wide=product == FLOAT,
+            wide_weights=FLOAT in (softmax, after),
             query_is_flat=query_shape is not None, output_shape=output_shape,
         )  # fmt: skip
 
