@@ -172,6 +172,10 @@ class SessionPlanFlags:
         int,
         _plan_flag(min=1, metavar="GIB", help="Address space that this check may use."),
     ] = PlanOptions().check_memory
+    recheck: Annotated[
+        bool,
+        _plan_flag("--recheck", help="Check again what an earlier check found equal."),
+    ] = False
 
     def options(self) -> PlanOptions:
         """Return the `PlanOptions` that the flags ask for.

@@ -99,6 +99,7 @@ class PlanOptions:
             scale for the whole cache follows from it, and larger numbers become it. None: each row has its own scale.
         check_seconds: the most time that the comparison of the rewritten model with the original may take.
         check_memory: GiB of address space that it may use.
+        recheck: compare again what an earlier comparison found equal.
 
     Raises:
         OptionError: a value is none of its enum's, or of another type. Those of enums may be given as text.
@@ -119,6 +120,7 @@ class PlanOptions:
     cache_ranges: Mapping[str, float] | None = None
     check_seconds: int = 120
     check_memory: int = 8
+    recheck: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMS.items():
@@ -136,7 +138,7 @@ class PlanOptions:
             object.__setattr__(self, name, given_whole(getattr(self, name), name, f" of {unit}"))
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("attention_span", "packed_native"):
+        for name in ("attention_span", "packed_native", "recheck"):
             given_switch(getattr(self, name), name)
         if self.config is not None:
             object.__setattr__(self, "config", str(given_path(self.config, "config")))

@@ -11,6 +11,7 @@ apart.
     schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows
     sides         both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
     run, compare  both sides over these steps, and where they differ first
+    verdicts      what was found equal before, in the user's cache folder
     independence  the rest of the model in two batches that share a sequence
     models        both models in, verdicts out
     process       all of this in a process with limits on memory and time (worker)

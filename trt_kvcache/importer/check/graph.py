@@ -46,6 +46,7 @@ class Graph:
                 self.nodes.append(node)
         self.makes = {name: node for node in self.nodes for name in node.output if name}
         self.reads = {id(node): names_read(node) for node in self.nodes}
+        self._places = {id(node): place for place, node in enumerate(self.nodes)}
         self._opsets = {entry.domain: entry.version for entry in self.model.opset_import}
         self._digests: dict[str, str] = {}
         self._attributes: dict[int, list[tuple[str, bytes]]] = {}
@@ -154,7 +155,7 @@ class Graph:
         todo = list(outputs)
         wanted = set(todo)
         seen: set[str] = set()
-        keep: set[int] = set()
+        keep: dict[int, onnx.NodeProto] = {}
         fed: dict[str, None] = {}
         used: dict[str, None] = {}
         while todo:
@@ -166,11 +167,11 @@ class Graph:
                 used[name] = None
             elif name in self.makes and (name in wanted or name not in stop):
                 node = self.makes[name]
-                keep.add(id(node))
+                keep[self._places[id(node)]] = node
                 todo += sorted(self.reads[id(node)])
             elif name in stop or name in self.inputs:  # others are made within a body
                 fed[name] = None
-        return [node for node in self.nodes if id(node) in keep], list(fed), sorted(used)
+        return [keep[place] for place in sorted(keep)], list(fed), sorted(used)
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:

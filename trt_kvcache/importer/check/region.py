@@ -377,7 +377,7 @@ def _key(
 ) -> list[str]:
     """The computation of each output: boundaries, weights and caches by number, other inputs by name."""
     caches = {c.past: c for c in cut.plan.caches}
-    exported = {t.name: _facts(t) for t in cut.plan.original}
+    exported = {t.name: t for t in cut.plan.original}
     kinds: dict[str, str] = {}
     named: dict[str, str] = {}
     for name in (n for node in nodes for n in (*node.input, *graph.reads[id(node)])):
@@ -387,7 +387,7 @@ def _key(
         elif name in caches:
             c = caches[name]
             facts = (c.dtype, c.logical_shape, c.physical_shape, c.layout, c.mode, c.sequence_axis, c.capacity)
-            kinds[name], named[name] = f"cache {facts} {exported.get(name)}", name
+            kinds[name], named[name] = f"cache {facts} {_facts(exported.get(name))}", name
         elif name in graph.constants and (digest := graph.constant_digest(name)) in weights:
             tensor = graph.constants[name]
             kinds[name], named[name] = f"weight {tensor.data_type} {list(tensor.dims)}", digest
@@ -403,11 +403,13 @@ def _key(
             numbers.setdefault(named[name], str(len(numbers)))
     numbered = {name: f"{kind} {numbers.get(named.get(name, ''), '')}" for name, kind in kinds.items()}
     seen, _ = graph.digests(numbered, nodes=nodes)
-    return [f"{seen.get(name, name)} {exported.get(name, '')}" for name in outputs]
+    return [f"{seen.get(name, name)} {_facts(exported.get(name))}" for name in outputs]
 
 
-def _facts(tensor: OriginalTensor) -> str:
+def _facts(tensor: OriginalTensor | None) -> str:
     """All that the check reads of an input or output of the original but its name and symbols."""
+    if tensor is None:
+        return ""
     sizes = tuple(size if isinstance(size, int) else "?" for size in tensor.shape)
     return repr(replace(tensor, name="", shape=sizes))
 

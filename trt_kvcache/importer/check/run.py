@@ -27,6 +27,7 @@ from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.schedule import end_steps, plan_steps, rows_needed
 from trt_kvcache.importer.check.shapes import Term
 from trt_kvcache.importer.check.sides import Feeds, Sides
+from trt_kvcache.importer.check.verdicts import kept_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
@@ -50,10 +51,9 @@ def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough
     alive: set[str] = set()
     try:
         for run in _runs(region, as_bytes(plan), limits, thorough=thorough):
-            why = run.compare() or ("" if compared else run.multiplies_no_number())
-            if why:
+            if why := run.judge(first=not compared):
                 return Verdict(name, "different", why)
-            compared |= bool(run.compared)
+            compared |= run.compares
             alive |= run.alive
     except (EngineError, OptionError, UnsupportedModelError) as error:
         return Verdict(name, "undecided", str(error))
@@ -80,7 +80,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
         # Whatever holds no number of the capacity runs on short caches, too.
         short = _shortened(plan, rows)
         run = make(short, plan_steps(read_limits(short, _BATCH), region.integers, rows), wide=wide)
-        if run.opens():
+        if run.is_kept(first=True) or run.opens():
             at = short
             yield run
             last = make(plan, end_steps(allowed, capacity), wide=wide)
@@ -111,6 +111,7 @@ class _Run:
         self.compared: list[Step] = []
         self.alive: set[str] = set()
         self._seen: dict[str, float] = {}
+        self._was_compared = False
         caches = bool(_caches(region, sides.plan))
         self._tolerance, self._exact = tolerances(region, wide=sides.wide, caches=caches)
         attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
@@ -119,6 +120,37 @@ class _Run:
             steps = list({(len(step.starts), step.length): step for step in steps}.values())
         self._steps = [step for step in steps if sides.fits(step)]
         self._changes_past = False
+        self._kept = kept_verdicts()
+        self._key = "" if self._kept is None else key_of(sides.reads(), repr(self._steps).encode())
+
+    @property
+    def compares(self) -> bool:
+        """Steps were compared, now or when the verdict was kept."""
+        return bool(self.compared) or self._was_compared
+
+    def is_kept(self, *, first: bool) -> bool:
+        """True if a verdict is kept, that nothing differs; it is taken."""
+        found = None if self._kept is None else self._kept.find(self._name(first=first))
+        if found is not None:
+            self.alive, self._was_compared = set(found), True
+        return found is not None
+
+    def judge(self, *, first: bool) -> str:
+        """The first difference in words; empty: there is none.
+
+        Args:
+            first: no run of the region has compared a step so far.
+        """
+        if self.is_kept(first=first):
+            return ""
+        why = self.compare() or (self.multiplies_no_number() if first else "")
+        if self._kept is not None and not why and self.compared:
+            self._kept.keep(self._name(first=first), self.alive)
+        return why
+
+    def _name(self, *, first: bool) -> str:
+        """Of the verdict: the first run of a region compares more."""
+        return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
         """True if both sides run a step."""

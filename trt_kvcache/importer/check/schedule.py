@@ -10,6 +10,7 @@ from trt_kvcache.importer.steps.schedule import Limits, Step
 _MOST_INTEGERS = 8
 _LARGEST_BATCH = 64
 _LONGEST_PROMPT = 2048  # tokens; masks have that squared
+_MANY = 128  # tokens of a step that costs much: it runs after the least and the most tokens of all pairs
 _LONG = 1 << 14  # rows
 _FARTHEST = 1 << 20  # tokens of a text, where every cache is circular
 _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
@@ -64,6 +65,9 @@ def _all(limits: Limits, integers: list[int], capacity: int, *, thorough: bool) 
             if length <= _LONGEST_PROMPT:
                 yield _even(1, 0, length)
     for k, other in permutations(near, 2):  # P and S, P and P + S
+        others = [n for n in near if n != other]
+        if other > _MANY and k not in (others[0], others[-1]):
+            continue
         if other <= _LONGEST_PROMPT:
             yield _even(1, k, other)
             yield _even(1, k + 1, other + 1)

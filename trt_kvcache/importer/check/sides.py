@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,7 +15,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.compare import joined, last, sequence_axis, take, token
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
 from trt_kvcache.importer.check.shapes import UNKNOWN
-from trt_kvcache.importer.plan import CachePlan, OriginalRole
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.contents import (
     CacheTensor,
@@ -83,6 +84,18 @@ class Sides:
             or (t.io == "output" and t.name in self.region.presents)
         )
         return OriginalInterface(replace(self.plan, original=original), twin=True)
+
+    def reads(self) -> bytes:
+        """All that decides what both sides give in a step, for the key of a verdict."""
+        region = self.region
+        options = PlanOptions(capacity=self.plan.options.capacity)
+        plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
+        facts = (
+            region.joins, region.kept, region.presents, region.boundaries, region.integers, region.rows, plan,
+            self._limits, self.wide,
+        )  # fmt: skip
+        models = [model.SerializeToString(deterministic=True) for model in region.models]
+        return msgspec.json.encode((facts, [len(m) for m in models]), order="deterministic") + b"".join(models)
 
     @property
     def counts_tokens(self) -> bool:

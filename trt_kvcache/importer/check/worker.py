@@ -31,6 +31,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print there
     # Loaded while the caller still plans.
     from trt_kvcache.importer.check.models import check_models
+    from trt_kvcache.importer.check.verdicts import keeping, open_verdicts
 
     def told(event: ProgressEvent) -> None:
         answers.write(NEWS + msgspec.json.encode(event) + b"\n")
@@ -42,7 +43,8 @@ def main() -> None:
         weights = {t.name: t for t in held.graph.initializer}
         try:
             folder = Path(request.folder)
-            with exact_experts(), listening(told):
+            verdicts_kept = open_verdicts(again=request.plan.options.recheck)
+            with exact_experts(), listening(told), keeping(verdicts_kept):
                 verdicts = check_models(original, rewritten, request.plan, weights, folder, thorough=request.thorough)
             answer = Answer(tuple(verdicts))
         except TrtKvCacheError as error:

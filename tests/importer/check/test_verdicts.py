@@ -1,0 +1,290 @@
+"""Kept verdicts: what is found again, what never is, and the folders that are believed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from concat_graphs import Decoder, make_decoder
+from onnx import numpy_helper
+from verify import mistakes as m
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer import ImportedModel, import_model, pipeline
+from trt_kvcache.importer.check import models, verdicts
+from trt_kvcache.importer.check import run as running
+from trt_kvcache.importer.check.verdicts import Verdicts, is_private, keeping, open_verdicts
+from trt_kvcache.importer.plan import PlanOptions
+
+PLAN = PlanOptions(capacity=256)
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has rights of another kind")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The regions that were run, by the name of what they make."""
+    ran: list[str] = []
+    compare = running._Run.compare
+
+    def counting(self: running._Run) -> str:
+        ran.append(next(iter(self.region.joins), "") or self.region.presents[0])
+        return compare(self)
+
+    monkeypatch.setattr(running._Run, "compare", counting)
+    return ran
+
+
+def imported(folder: Path, options: PlanOptions = PLAN, model: onnx.ModelProto | None = None) -> ImportedModel:
+    onnx.save(model or make_decoder(Decoder()), folder / "model.onnx")
+    return import_model(folder / "model.onnx", options)
+
+
+def answers(made: ImportedModel, kept: Verdicts | None, edit: m.Mistake = m.nothing) -> list[str]:
+    """Answers of the check in this process, after an edit of the rewritten model."""
+    flat = pipeline.prepare(made.source.proto, made.plan.options)
+    rewritten = deepcopy(made.model)
+    edit(rewritten)
+    with keeping(kept):
+        found = models.check_models(flat.reference, rewritten, made.plan, flat.weights, made.source.path.parent)
+    return [verdict.answer for verdict in found]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "verdicts"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def test_what_was_found_equal_is_not_run_again(tmp_path: Path, folder: Path, counted: list[str]) -> None:
+    made = imported(tmp_path)
+    first = answers(made, Verdicts(folder))
+    assert set(first) == {"equal"}
+    assert counted
+    counted.clear()
+    assert answers(made, Verdicts(folder)) == first
+    assert counted == []
+    assert answers(made, None) == first
+    assert counted
+
+
+def test_asked_to_check_again_it_does_and_keeps_the_verdict(tmp_path: Path, folder: Path, counted: list[str]) -> None:
+    made = imported(tmp_path)
+    answers(made, Verdicts(folder, again=True))
+    kept = set(folder.iterdir())
+    ran = list(counted)
+    answers(made, Verdicts(folder, again=True))
+    assert counted == 2 * ran
+    assert kept == set(folder.iterdir())
+    answers(made, Verdicts(folder))
+    assert counted == 2 * ran
+
+
+def test_another_capacity_runs_the_end_of_the_caches_only(tmp_path: Path, folder: Path, counted: list[str]) -> None:
+    answers(imported(tmp_path), Verdicts(folder))
+    whole = len(counted)
+    counted.clear()
+    answers(imported(tmp_path, replace(PLAN, capacity=300)), Verdicts(folder))
+    assert 0 < len(counted) < whole
+
+
+def other_weight(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same graph with another number in a constant of the attention."""
+    for node in model.graph.node:
+        for tensor in model.graph.initializer:
+            if node.op_type == "Mul" and tensor.name in node.input and tensor.data_type == onnx.TensorProto.FLOAT:
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(1.5), tensor.name))
+                return model
+    raise AssertionError("no scale")
+
+
+@pytest.mark.parametrize("fault", [m.write_one_early, m.swap_keys_and_values, m.next_key_visible])
+def test_faults_are_found_after_the_right_model_was_kept(fault: m.Mistake, tmp_path: Path, folder: Path) -> None:
+    made = imported(tmp_path)
+    assert set(answers(made, Verdicts(folder))) == {"equal"}
+    for _ in range(2):  # it is not kept either
+        assert "different" in answers(made, Verdicts(folder), fault)
+    assert set(answers(made, Verdicts(folder))) == {"equal"}
+
+
+def test_a_verdict_holds_for_these_weights_only(tmp_path: Path, folder: Path, counted: list[str]) -> None:
+    """Layers share verdicts whose weights both sides read alike; a constant on one side alone does not."""
+    answers(imported(tmp_path), Verdicts(folder))
+    counted.clear()
+    answers(imported(tmp_path, model=other_weight(make_decoder(Decoder()))), Verdicts(folder))
+    assert counted
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(b'{"key":"0","alive":[]}')
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def large(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" " * (1 << 17) + b"}")
+
+
+def opened_to_others(path: Path) -> None:
+    path.chmod(0o604)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    path.symlink_to("other")
+
+
+def folder_of_that_name(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@posix
+@pytest.mark.parametrize("harm", [damage, foreign, empty, large, opened_to_others, linked, folder_of_that_name])
+def test_entries_that_are_not_the_users_own_are_ignored(
+    harm: Callable[[Path], None], tmp_path: Path, folder: Path, counted: list[str]
+) -> None:
+    made = imported(tmp_path)
+    answers(made, Verdicts(folder))
+    for path in list(folder.iterdir()):
+        harm(path)
+    counted.clear()
+    assert set(answers(made, Verdicts(folder))) == {"equal"}
+    assert counted
+
+
+def test_the_oldest_go_when_there_are_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "_MOST", 20)
+    for number in range(30):
+        path = folder / f"{number:064x}"
+        path.write_bytes(b"")
+        os.utime(path, (number, number))
+    Verdicts(folder).keep("f" * 64, ["a"])
+    names = {path.name for path in folder.iterdir()}
+    assert names == {f"{number:064x}" for number in range(20, 30)} | {"f" * 64}
+    assert Verdicts(folder).find("f" * 64) == {"a"}
+
+
+def test_a_folder_that_cannot_be_written_keeps_none(folder: Path) -> None:
+    gone = folder / "gone"
+    kept = Verdicts(gone)
+    kept.keep("f" * 64, ["a"])
+    assert kept.find("f" * 64) is None
+    assert not gone.exists()
+
+
+@posix
+def test_verdicts_lie_in_the_users_cache_folder_and_are_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(verdicts.SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept = open_verdicts(again=False)
+    assert kept is not None
+    kept.keep("f" * 64, ["a"])
+    (path,) = (tmp_path / "cache" / "trt-kvcache" / "verdicts").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    monkeypatch.setenv(verdicts.SWITCH, "off")
+    assert open_verdicts(again=False) is None
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o770])
+@pytest.mark.parametrize("place", ["cache", "cache/trt-kvcache", "cache/trt-kvcache/verdicts"])
+def test_no_verdict_is_believed_where_others_can_write(
+    place: str, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(verdicts.SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert open_verdicts(again=False) is not None
+    (tmp_path / place).chmod(mode)
+    assert open_verdicts(again=False) is None
+    (tmp_path / place).chmod(0o700)
+    assert open_verdicts(again=False) is not None
+
+
+@posix
+def test_a_shared_folder_with_the_sticky_bit_is_no_harm(folder: Path) -> None:
+    folder.parent.chmod(0o1777)
+    assert is_private(folder)
+    folder.parent.chmod(0o777)
+    assert not is_private(folder)
+    folder.parent.chmod(0o700)
+
+
+@posix
+def test_a_link_to_a_folder_of_others_is_followed_before_it_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(verdicts.SWITCH, raising=False)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (tmp_path / "cache").symlink_to(shared)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert open_verdicts(again=False) is None
+
+
+@posix
+@pytest.mark.parametrize("given", ["", "relative/cache"])
+def test_a_cache_folder_that_is_no_absolute_path_is_passed_over(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert verdicts.cache_folder() == tmp_path / ".cache"
+
+
+def test_keys_tell_parts_apart() -> None:
+    keys = [verdicts.key_of(*parts) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"abc",), (b"ab", b"c", b""))]
+    assert len(set(keys)) == len(keys)
+
+
+def test_recheck_is_on_or_off() -> None:
+    with pytest.raises(OptionError, match="recheck"):
+        PlanOptions(recheck="yes")  # type: ignore[arg-type]
+
+
+@posix
+def test_plan_keeps_verdicts_and_rechecks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own: what one command found, the next one believes, unless it is told not to."""
+    monkeypatch.delenv(verdicts.SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
+
+    def entries(*flags: str) -> dict[Path, bytes]:
+        command = [
+            sys.executable,
+            "-m",
+            "trt_kvcache",
+            "plan",
+            str(tmp_path / "model.onnx"),
+            "--capacity",
+            "24",
+            *flags,
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        return {path: path.read_bytes() for path in (tmp_path / "cache" / "trt-kvcache" / "verdicts").iterdir()}
+
+    first = entries()
+    assert first
+    for path, data in first.items():
+        path.write_bytes(data + b" ")  # the same to who believes it
+    assert entries() == {path: data + b" " for path, data in first.items()}
+    assert entries("--recheck") == first

@@ -1,0 +1,190 @@
+"""Verdicts that are kept: what was compared once and found equal is not compared again.
+
+    ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
+
+A key is the digest of all that a comparison reads: the models of both sides with their weights, the plan, the steps,
+and the versions and sources of what compares. Differences are never kept: they are found again.
+
+A kept verdict is believed only from a folder that nobody but the user can write, and so up to the root. No verdict lies
+beside a model or an export: whoever made the model could have written it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import onnx
+import onnxruntime as ort
+from blake3 import blake3
+
+import trt_kvcache
+
+SWITCH = "TRT_KVCACHE_VERDICTS"  # of the environment; "off": none is kept, and none is believed
+_MOST = 2000  # verdicts; the oldest half goes when there are more
+_LARGEST = 1 << 16  # bytes of one
+
+
+@dataclass(frozen=True)
+class _Entry:
+    key: str
+    alive: tuple[str, ...]
+
+
+class Verdicts:
+    """The verdicts in a folder.
+
+    Args:
+        folder: it exists, and `is_private`.
+        again: none is believed; those that are found are kept.
+    """
+
+    def __init__(self, folder: Path, *, again: bool = False) -> None:
+        self._folder, self._again = folder, again
+        self._tidied = False
+
+    def find(self, key: str) -> frozenset[str] | None:
+        """The joins that were alive when a comparison found no difference; None: no such verdict is kept."""
+        path = self._folder / key
+        if self._again:
+            return None
+        try:
+            file = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+            try:
+                found = os.fstat(file)
+                if not _is_own(found) or found.st_size > _LARGEST:
+                    return None
+                entry = msgspec.json.decode(os.read(file, _LARGEST), type=_Entry)
+            finally:
+                os.close(file)
+            if entry.key != key:
+                return None
+            os.utime(path)  # the oldest go first
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return frozenset(entry.alive)
+
+    def keep(self, key: str, alive: Iterable[str]) -> None:
+        """Keep the verdict that a comparison found no difference; where that fails, it is made again."""
+        part = self._folder / f".{key}.{secrets.token_hex(4)}"
+        with suppress(OSError):
+            self._tidy()
+            file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o600)
+            try:
+                os.write(file, msgspec.json.encode(_Entry(key, tuple(sorted(alive)))))
+            finally:
+                os.close(file)
+            part.replace(self._folder / key)
+
+    def _tidy(self) -> None:
+        """Removes the oldest verdicts where there are too many."""
+        if self._tidied:
+            return
+        self._tidied = True
+        found = list(self._folder.iterdir())
+        if len(found) > _MOST:
+            for path in sorted(found, key=lambda p: p.lstat().st_mtime)[: len(found) - _MOST // 2]:
+                path.unlink(missing_ok=True)
+
+
+_kept: ContextVar[Verdicts | None] = ContextVar("kept", default=None)
+
+
+def kept_verdicts() -> Verdicts | None:
+    """The verdicts to look in. None: a caller who runs comparisons in a process of its own keeps none."""
+    return _kept.get()
+
+
+@contextmanager
+def keeping(verdicts: Verdicts | None) -> Iterator[None]:
+    """Meanwhile comparisons look for their verdicts, and keep them."""
+    token = _kept.set(verdicts)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def open_verdicts(*, again: bool) -> Verdicts | None:
+    """The verdicts of this user; None where they could not be believed, or where the user wants none."""
+    base = cache_folder()
+    if base is None or os.environ.get(SWITCH) == "off":
+        return None
+    folder = base / "trt-kvcache" / "verdicts"
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = folder.resolve(strict=True)
+        return Verdicts(folder, again=again) if is_private(folder) else None
+    except OSError:
+        return None
+
+
+def cache_folder() -> Path | None:
+    """The folder for what programs of this user can make again; None: there is no such folder."""
+    given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    if given and Path(given).is_absolute():  # others are to be ignored, says the XDG specification
+        return Path(given)
+    if sys.platform == "win32":
+        return None
+    with suppress(RuntimeError):  # a user without a home
+        return Path.home() / ".cache"
+    return None
+
+
+def is_private(folder: Path) -> bool:
+    """True if nobody but this user and root can write a folder, or put another one in its place.
+
+    On Windows the folder below %LOCALAPPDATA% has the rights of the user's profile.
+    """
+    if sys.platform == "win32":
+        return True
+    return _is_own(folder.lstat()) and all(_is_kept(parent.lstat()) for parent in folder.parents)
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """Of this user, and of no use to others."""
+    return sys.platform == "win32" or (found.st_uid == os.geteuid() and not found.st_mode & 0o077)
+
+
+def _is_kept(parent: os.stat_result) -> bool:
+    """Others cannot rename what lies in it: in folders such as /tmp (sticky) they rename only what is theirs."""
+    written = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
+    return sys.platform == "win32" or (parent.st_uid in (0, os.geteuid()) and not written)
+
+
+def key_of(*parts: bytes) -> str:
+    """The key of a comparison that reads these parts, with all that compares."""
+    digest = blake3(_compares())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _compares() -> bytes:
+    """Versions, and the digest of the importer's own sources, which change without one."""
+    versions = (
+        trt_kvcache.__version__, onnx.__version__, ort.__version__, np.__version__, ml_dtypes.__version__,
+        sys.version, platform.system(), platform.machine(),
+    )  # fmt: skip
+    digest = blake3(repr(versions).encode())
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(data)} ".encode())
+        digest.update(data)
+    return digest.digest()
