@@ -121,7 +121,8 @@ class _Run:
         self._steps = [step for step in steps if sides.fits(step)]
         self._changes_past = False
         self._kept = kept_verdicts()
-        self._key = "" if self._kept is None else key_of(sides.reads(), repr(self._steps).encode())
+        kind, steps_read = type(self).__name__.encode(), repr(self._steps).encode()
+        self._key = "" if self._kept is None else key_of(kind, sides.reads(), steps_read)
 
     @property
     def compares(self) -> bool:
