@@ -10,6 +10,7 @@ apart.
     region        between boundaries, caches and inputs on one end, joins and presents on the other
     schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows
     sides         both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
+    slim          regions with short heads, for long steps
     run, compare  both sides over these steps, and where they differ first
     verdicts      what was found equal before, in the user's cache folder
     independence  the rest of the model in two batches that share a sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,11 +27,12 @@ from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.schedule import end_steps, plan_steps, rows_needed
 from trt_kvcache.importer.check.shapes import Term
 from trt_kvcache.importer.check.sides import Feeds, Sides
+from trt_kvcache.importer.check.slim import slim
 from trt_kvcache.importer.check.verdicts import kept_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
-from trt_kvcache.importer.steps.engine import EngineError
+from trt_kvcache.importer.steps.engine import Engine, EngineError
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.schedule import Step, read_limits
 
@@ -41,6 +42,7 @@ both sides have to be equal even if the original reads it: it must not hide what
 _HALF_GARBAGE = _GARBAGE[3:]
 """In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
 _BATCH = 2
+_MANY = 1 << 13  # scores of a step that costs much
 _FEW = 64  # keys, each of which is changed to find the one that only one side sees
 
 
@@ -71,29 +73,44 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
     allowed = read_limits(plan, _BATCH)
     rows = rows_needed((k for k in region.integers if k < capacity), min(allowed.length or 9, allowed.longest))
     wide = is_narrow(region.models)
+    engines: tuple[list[Engine], list[Engine]] = ([], [])  # with whole and with short heads
 
-    def make(plan: CachePlan, steps: Sequence[Step], *, wide: bool) -> _Run:
-        return _Run(Sides(region, plan, limits, wide=wide), steps)
+    def make(plan: CachePlan, steps: Sequence[Step]) -> _Run:
+        return _Run(Sides(region, plan, limits, wide=wide, engines=engines[0]), steps)
+
+    def apart(plan: CachePlan, steps: Sequence[Step]) -> Iterator[_Run]:
+        """The steps of few tokens, and those of many with short heads where that can be."""
+        few, many = ([s for s in steps if (_cost(s) > _MANY) is large] for large in (False, True))
+        short = slim(region, plan) if many else None
+        if short is None:
+            yield make(plan, steps)
+            return
+        if few:
+            yield make(plan, few)
+        yield _Run(Sides(*short, limits, wide=wide, engines=engines[1]), many, lambda: make(plan, many))
 
     at = plan
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
         # Whatever holds no number of the capacity runs on short caches, too.
         short = _shortened(plan, rows)
-        run = make(short, plan_steps(read_limits(short, _BATCH), region.integers, rows), wide=wide)
-        if run.is_kept(first=True) or run.opens():
+        first, *others = apart(short, plan_steps(read_limits(short, _BATCH), region.integers, rows))
+        if first.is_kept(first=True) or first.opens():
             at = short
-            yield run
-            last = make(plan, end_steps(allowed, capacity), wide=wide)
-            last.sides.engines = run.sides.engines
-            yield last
+            yield from (first, *others)
+            yield from apart(plan, end_steps(allowed, capacity))
     if at is plan:
-        yield make(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough), wide=wide)
+        yield from apart(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
     few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6] if wide else []
     if wide and is_half(region.models):
-        yield make(at, few, wide=False)
+        yield _Run(Sides(region, at, limits, wide=False, engines=[]), few)
     large = _queries(region)
     if wide and large:
-        yield _LargeRun(Sides(region, at, limits, wide=False), few[:2], large)
+        yield _LargeRun(Sides(region, at, limits, wide=False, engines=[]), few[:2], large)
+
+
+def _cost(step: Step) -> int:
+    """About as many scores as the step has."""
+    return len(step.starts) * (step.length + 8) * (max(step.starts) + step.length)
 
 
 class _Run:
@@ -103,10 +120,16 @@ class _Run:
         sides: what runs.
         compared: steps that were compared.
         alive: joins that are not one number throughout.
+
+    Args:
+        sides: what runs.
+        steps: to run.
+        whole: the run that decides where this one, with short heads, does not find every step equal.
     """
 
-    def __init__(self, sides: Sides, steps: Sequence[Step]) -> None:
+    def __init__(self, sides: Sides, steps: Sequence[Step], whole: Callable[[], _Run] | None = None) -> None:
         region = sides.region
+        self._whole = whole
         self.sides, self.region = sides, region
         self.compared: list[Step] = []
         self.alive: set[str] = set()
@@ -144,10 +167,26 @@ class _Run:
         """
         if self.is_kept(first=first):
             return ""
-        why = self.compare() or (self.multiplies_no_number() if first else "")
+        if self._whole is None:
+            why = self.compare()
+        elif self._finds_all_equal():
+            why = ""
+        else:
+            whole = self._whole()
+            why = whole.judge(first=first)
+            self.alive, self._was_compared = whole.alive, whole.compares
+            return why
+        why = why or (self.multiplies_no_number() if first else "")
         if self._kept is not None and not why and self.compared:
             self._kept.keep(self._name(first=first), self.alive)
         return why
+
+    def _finds_all_equal(self) -> bool:
+        """True if each step runs, and nothing differs."""
+        try:
+            return not self.compare() and len(self.compared) == len(self._steps) > 0
+        except (EngineError, OptionError, UnsupportedModelError):
+            return False
 
     def _name(self, *, first: bool) -> str:
         """Of the verdict: the first run of a region compares more."""

@@ -53,12 +53,14 @@ class Sides:
         shows_garbage: the original is given rows of caches without a token.
         garbage: magnitude of the numbers in such rows.
         settled: tokens of a past are as a step of the original leaves them, for models that round a whole cache.
-        engines: of the original and of the rewritten side, once they are open.
+        engines: of the original and of the rewritten side, once they are open; shared by runs of the same models.
         wide: both compute in float32.
         large: number of the boundary that holds numbers which no float16 holds; None: none does.
     """
 
-    def __init__(self, region: Region, plan: CachePlan, limits: IndexLimits, *, wide: bool) -> None:
+    def __init__(
+        self, region: Region, plan: CachePlan, limits: IndexLimits, *, wide: bool, engines: list[Engine]
+    ) -> None:
         self.region, self.plan, self.wide = region, plan, wide
         self._limits = limits
         self._models = tuple(open_types(m, wide=wide) for m in (runnable(region.models[0]), region.models[1]))
@@ -71,7 +73,7 @@ class Sides:
         growing = {t.name for t in plan.original if t.role is OriginalRole.GROWING_CACHE}
         self.shows_garbage = any(c.update is not None and c.role.name not in growing for c in self.caches)
         self.interface = self._interface() if plan.original else None
-        self.engines: list[Engine] = []
+        self.engines = engines
         self.garbage = 0.0
         self.settled = False
         self.large: int | None = None
@@ -131,7 +133,7 @@ class Sides:
                 continue
             try:
                 given = self._of_rewritten(step, feeds, step.length)
-                self.engines = [original, open_engine(self._models[1], given, strict=True)]
+                self.engines[:] = [original, open_engine(self._models[1], given, strict=True)]
             except EngineError as error:
                 raise EngineError(f"the rewritten part does not run: {error}") from None
             return
