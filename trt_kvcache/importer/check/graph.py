@@ -46,6 +46,7 @@ class Graph:
                 self.nodes.append(node)
         self.makes = {name: node for node in self.nodes for name in node.output if name}
         self.reads = {id(node): names_read(node) for node in self.nodes}
+        self._inner = {id(node): sorted(self.reads[id(node)].difference(node.input)) for node in self.nodes}
         self._places = {id(node): place for place, node in enumerate(self.nodes)}
         self._opsets = {entry.domain: entry.version for entry in self.model.opset_import}
         self._digests: dict[str, str] = {}
@@ -112,7 +113,7 @@ class Graph:
             if is_op(node, "Identity"):
                 made = {node.output[0]: inputs[0]}
             else:
-                inner = [of(n) for n in sorted(self.reads[id(node)].difference(node.input)) if self._holds(n)]
+                inner = [of(n) for n in self._inner[id(node)] if self._holds(n)]
                 domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 made = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
@@ -127,10 +128,8 @@ class Graph:
 
     def operands(self, node: onnx.NodeProto, digests: Mapping[str, str]) -> list[str]:
         """The tensors that a node reads: operands that may change places in the order of their digests."""
-        inner = sorted(self.reads[id(node)].difference(node.input))
-        if _is_commutative(node):
-            return [*sorted(node.input, key=lambda name: digests.get(name, "")), *inner]
-        return [*node.input, *inner]
+        direct = sorted(node.input, key=lambda n: digests.get(n, "")) if _is_commutative(node) else node.input
+        return [*direct, *self._inner[id(node)]]
 
     def _holds(self, name: str) -> bool:
         """The graph itself has the tensor, not a body in it."""

@@ -29,7 +29,7 @@ from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read, part_of
-from trt_kvcache.importer.steps.contents import find_caches, find_states, first_contents
+from trt_kvcache.importer.steps.contents import drawn_normal, find_caches, find_states, first_contents
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
 from trt_kvcache.importer.steps.original import OriginalInterface
@@ -40,6 +40,7 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]
 
+_APART = 7919  # places between what boundaries are given
 _BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
 _LARGEST = 1 << 18  # numbers in a constant that stands for itself
 _OF_ALL = ("DynamicQuantizeLinear", "QuantizeLinear", "Round")  # quantizers take one scale for all tokens of a step
@@ -152,7 +153,7 @@ class _Outside:
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
         alone, beside = (self._engine.run(given) for given in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
-            a, b = (np.split(v, self._batch, axis)[row] for v in (alone[name], beside[name]))
+            a, b = (v[self._of_row(v, axis, row)] for v in (alone[name], beside[name]))
             both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
             if not self._same(a[both], b[both]):
                 return str(name)
@@ -174,8 +175,10 @@ class _Outside:
         return ""
 
     def _same(self, a: Array, b: Array) -> bool:
+        if np.array_equal(a, b):
+            return True
         if a.dtype.kind != "f" or a.shape != b.shape:
-            return np.array_equal(a, b)
+            return False
         allowed = (_EXACT if self._exact else _ROUNDED) * np.abs(a[np.isfinite(a)]).max(initial=0)
         return np.allclose(a, b, rtol=0, atol=float(allowed), equal_nan=True)
 
@@ -192,8 +195,9 @@ class _Outside:
             made[cache.role.name] = cache.to_physical(first_contents(cache, starts, 1.0, rng, twin=True))
         for state in find_states(self._plan):
             made[state.role.name] = rng.standard_normal(state.logical_shape(self._batch), np.float32)
-        for name, shape in self._stops.items():
-            made[name] = rng.standard_normal([t.at(self._batch, self._length) for t in shape], np.float32)
+        for number, (name, shape) in enumerate(self._stops.items()):
+            place = _APART * (number * 2 + seed + 1)
+            made[name] = drawn_normal([t.at(self._batch, self._length) for t in shape], place)
         return made
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
@@ -208,10 +212,15 @@ class _Outside:
             if axis is None or first.shape[axis] % self._batch:
                 made[name] = first
                 continue
-            rows = np.split(feeds[1][name], self._batch, axis)
-            rows[row] = np.split(first, self._batch, axis)[row]
-            made[name] = np.concatenate(rows, axis)
+            made[name] = feeds[1][name].copy()
+            place = self._of_row(first, axis, row)
+            made[name][place] = first[place]
         return made
+
+    def _of_row(self, values: Array, axis: int, row: int) -> tuple[slice, ...]:
+        """The part of one sequence."""
+        size = values.shape[axis] // self._batch
+        return (*[slice(None)] * axis, slice(row * size, (row + 1) * size))
 
 
 def _ends(cut: Cut, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,7 @@ def _terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tup
     return None if None in terms else tuple(t for t in terms if t is not None)
 
 
+@lru_cache(maxsize=1 << 12)
 def _term(first: int, second: int) -> Term | None:
     (b, s), (c, t) = ((point["batch"], point["sequence"]) for point in POINTS)
     powers = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2))
