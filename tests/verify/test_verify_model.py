@@ -201,7 +201,7 @@ def test_a_padding_mask_of_another_batch_is_refused(size: int, tmp_path: Path) -
 def test_an_original_that_fails_after_its_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
 
-    def run(self: OrtSession, feeds: dict[str, Any]) -> dict[str, Any]:
+    def run(self: OrtSession, feeds: dict[str, Any], *into: Any) -> dict[str, Any]:
         runs.append(feeds)
         if len(runs) > 3:  # those of a trial, of one sequence each
             raise EngineError("out of range")

@@ -107,21 +107,29 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any]) -> BenchReport:
+    from trt_kvcache.progress import phase
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)
     with bounded_on_cpu(model), DecodeSession.open(model, **options) as session:
         room = min(session.cache.capacity or 4096, 4096)
-        timings = bench_session(
-            session,
-            lengths=lengths or default_sizes(max(1, min(room, 1024))),
-            positions=positions or default_sizes(max(1, room - measure.warmup - measure.repeats)),
-            batches=_numbers("batches", measure.batches) or default_sizes(session.max_batch, 1, 2),
-            repeats=measure.repeats,
-            warmup=measure.warmup,
-        )
-        return report(session, model.absolute().name, list(timings))
+        lengths = lengths or default_sizes(max(1, min(room, 1024)))
+        positions = positions or default_sizes(max(1, room - measure.warmup - measure.repeats))
+        batches = _numbers("batches", measure.batches) or default_sizes(session.max_batch, 1, 2)
+        timings = []
+        with phase("timing: case", len(lengths) + len(positions) + sum(batch > 1 for batch in batches)) as done:
+            for timing in bench_session(
+                session,
+                lengths=lengths,
+                positions=positions,
+                batches=batches,
+                repeats=measure.repeats,
+                warmup=measure.warmup,
+            ):
+                timings.append(timing)
+                done()
+        return report(session, model.absolute().name, timings)
 
 
 def _print(results: Results) -> None:

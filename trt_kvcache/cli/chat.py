@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, Tokenize
 from trt_kvcache.cli.output import print_error, visible
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import OptionError, TrtKvCacheError
+from trt_kvcache.progress import phase
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.conversation import Conversation
@@ -166,8 +167,10 @@ class _Chat:
         start = time.perf_counter()
         first, count, reason = 0.0, 0, FinishReason.CANCELLED
         events = talk.say_again(config) if line is None else talk.say(line, config)
-        with _unseen(), interruptible() as interrupted, closing(events):
+        with _unseen(), interruptible() as interrupted, closing(events), ExitStack() as waiting:
+            waiting.enter_context(phase("computing the first token"))
             for event in events:
+                waiting.close()
                 count += event.token is not None
                 first = first or time.perf_counter()
                 sys.stdout.write(visible(event.text, "\n\t") if sys.stdout.isatty() else event.text)

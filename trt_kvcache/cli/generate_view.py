@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from trt_kvcache.cli.output import print_json, print_warnings, visible
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import SessionError
+from trt_kvcache.progress import phase
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
@@ -95,9 +96,15 @@ def run(
     with open_session() as session:
         opened = time.perf_counter()
         made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
-        with interruptible() as interrupted, closing(_events(session, prompts, config, beside(session))) as events:
+        with (
+            interruptible() as interrupted,
+            closing(_events(session, prompts, config, beside(session))) as events,
+            ExitStack() as waiting,
+        ):
+            waiting.enter_context(phase("computing the first token"))
             try:
                 for event in events:
+                    waiting.close()
                     made.total = time.perf_counter() - opened
                     if made.first is None:
                         made.first = made.total

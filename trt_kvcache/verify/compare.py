@@ -98,9 +98,9 @@ class Comparison:
         """Counts positions of logits ``[..., V]`` at which the best token is clear."""
         if original.shape != rewritten.shape or original.shape[-1] < 2:
             return
-        best = np.sort(original.astype(np.float64), axis=-1)
+        second, first = (np.partition(original, (-2, -1), axis=-1)[..., at].astype(np.float64) for at in (-2, -1))
         allowed = tolerance(original.dtype, twin=self._twin) if self._override is None else self._override
-        clear = best[..., -1] - best[..., -2] > allowed * np.abs(best).max(initial=0.0)
+        clear = first - second > allowed * _largest(original)
         self.clear += int(clear.sum())
         self.same += int(((original.argmax(-1) == rewritten.argmax(-1)) & clear).sum())
 
@@ -120,6 +120,16 @@ class Comparison:
         worst.absolute, worst.relative = max(worst.absolute, absolute), max(worst.relative, relative)
         worst.stale = max(worst.stale, stale)
         self._steps[step] = max(self._steps.get(step, 0.0), relative)
+
+    @property
+    def differs(self) -> bool:
+        """True if an output differs by more than is allowed."""
+        return any(w.relative > w.tolerance or w.stale for w in self._worst.values())
+
+    @property
+    def finite(self) -> bool:
+        """True if all outputs are comparable."""
+        return all(np.isfinite(w.absolute) and np.isfinite(w.relative) for w in self._worst.values())
 
     def results(self) -> tuple[OutputDifference, ...]:
         """One entry per output that was compared at least once."""
@@ -156,15 +166,26 @@ def difference(original: Array, rewritten: Array) -> tuple[float, float]:
         return 0.0, 0.0
     if original.dtype.kind not in "fiub":
         return (0.0, 0.0) if np.array_equal(original, rewritten) else (_BEYOND, _BEYOND)
-    a, b = original.astype(np.float64), rewritten.astype(np.float64)
+    wide = np.promote_types(original.dtype, np.float32)  # which holds all integers of 16 bits, too
+    a, b = original.astype(wide, copy=False), rewritten.astype(wide, copy=False)
     finite = np.isfinite(a)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(b[finite]).all():
+    if not finite.all():
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return _BEYOND, _BEYOND
+        a, b = a[finite], b[finite]
+    with np.errstate(over="ignore"):  # the difference of two that are as large as numbers get
+        absolute = float(np.abs(np.subtract(a, b)).max(initial=0.0))
+    if not np.isfinite(absolute):
         return _BEYOND, _BEYOND
-    absolute = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
-    scale = float(np.abs(a[finite]).max(initial=0.0))
+    scale = _largest(a)
     if absolute == 0:
         return 0.0, 0.0
     return absolute, absolute / scale if scale else _BEYOND
+
+
+def _largest(values: Array) -> float:
+    """The largest magnitude; 0 of nothing."""
+    return max(-float(values.min(initial=0)), float(values.max(initial=0)))
 
 
 def _number(value: float) -> float | None:

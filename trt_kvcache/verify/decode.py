@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.plan import CachePlan, Role, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, UpdateMode
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.steps.contents import (
     CacheTensor,
@@ -32,6 +32,7 @@ from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
 from trt_kvcache.importer.steps.original import OriginalInterface, OriginalSession
 from trt_kvcache.importer.steps.runnable import with_expanded_masks, with_norms_in_front
 from trt_kvcache.importer.steps.schedule import Limits, Step, read_limits
+from trt_kvcache.progress import phase
 from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import check_given, load_inputs, positions_kept, rows_read, span_inputs
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
@@ -39,15 +40,15 @@ from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, writte
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out
 from trt_kvcache.verify.schedule import Episode, beyond_prompt, plan_schedule, schedule_notes, whole
-from trt_kvcache.verify.sessions import OrtSession, open_session
+from trt_kvcache.verify.sessions import OrtSession, Runner, open_session
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
-_Begun = tuple[Feeds, Feeds]  # what a step of the original took beside caches, and what it gave
+_Begun = tuple[Feeds, Feeds, Feeds]  # a step of the original: what it took beside caches, the caches, what it gave
 
 _SPAN_KINDS = ("tight", "bucketed", "full")
 _OTHER = 1e3  # magnitude of what stands for rows without a token; any that no model gives by chance
-_HEAVY = 2 << 30  # bytes of weights; every run reads all of them, and most runs are steps of single tokens
+_HEAVY = 200 << 20  # bytes of weights; every run reads all of them, and most runs are steps of single tokens
 
 
 @dataclass
@@ -63,6 +64,26 @@ class Ran:
     engine: str
     garbage: float
     episodes: list[tuple[str, list[tuple[Step, Feeds]]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Played:
+    """Steps that the rewritten model ran.
+
+    Attributes:
+        engine: what ran it.
+        failure: why it could not be run to the end, or None.
+        garbage: magnitude of what lay in rows that hold no token.
+        note: for the report: why there was no larger garbage.
+        smaller: garbage may have outweighed a mask: the magnitude to begin anew with.
+    """
+
+    engine: str
+    failure: str | None
+    comparison: Comparison
+    garbage: float
+    note: tuple[str, ...]
+    smaller: float | None = None
 
 
 class Verification:
@@ -108,6 +129,8 @@ class Verification:
         limits = self._read_limits()
         self.caches = (*find_caches(self.plan), *find_states(self.plan))
         self.texts = self._find_texts(limits)
+        self.growing = self._find_growing()
+        self.hidden = all(c.update is None or c.role.name in self.growing for c in self.caches)
         self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
         self._drawn_from = self.rng.bit_generator.state
@@ -143,6 +166,12 @@ class Verification:
         texts = {c.role.name: as_text(c, self.plan, self._fixed, max(ends, default=1)) for c in self.caches}
         return {c.role.name: text for c in self.caches if (text := texts[c.role.name]) is not c}
 
+    def _find_growing(self) -> set[str]:
+        """Names of linear caches that the original takes as long as the text: it never sees a row without a token."""
+        growing = {t.name for t in self.plan.original if t.role is OriginalRole.GROWING_CACHE and t.kept is None}
+        linear = {c.past for c in self.plan.caches if c.mode is UpdateMode.LINEAR}
+        return growing & linear - set(self.texts)
+
     def _schedule(self, limits: Limits) -> Sequence[Episode]:
         return plan_schedule(limits, self.verify)
 
@@ -167,32 +196,10 @@ class Verification:
         return replace(limits, batch=batch)
 
     def run(self) -> VerifyReport:
-        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`. Another run has the same tokens."""
-        report = self._run_once()
-        sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
-        for magnitude in [m for m in sizes if m < report.garbage]:
-            # ONNX Runtime adds masks to scores, and scores of garbage may outweigh the lowest float16. What leaks shows
-            # at any of the magnitudes: it stays far above the tolerance.
-            finite = all(o.max_relative is not None for o in report.outputs)
-            if all(o.passed for o in report.outputs) or not self._may_outweigh(finite=finite):
-                break
-            self.most, self.steps = magnitude, []
-            found = "other numbers" if finite else "numbers that are not finite"
-            note = f"garbage of {magnitude:g}: that of {report.garbage:g} gave {found}"
-            report = self._run_once()
-            report = replace(report, notes=(*dict.fromkeys(report.notes), note))
-        return report
+        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`. Another run has the same tokens.
 
-    def _may_outweigh(self, *, finite: bool) -> bool:
-        """True if garbage may have outweighed a mask; `finite`: it gave numbers."""
-        # A cache that grows has no garbage in the original: nothing there shows what would overflow.
-        return (self.interface is not None and not finite) or any(
-            cache.role.dtype == "float16" for cache in self.caches
-        )
-
-    def _run_once(self) -> VerifyReport:
-        """First all of the original, then all of the rewritten model: only one of them lies in memory at a time."""
-        self.rng.bit_generator.state = self._drawn_from
+        First all of the original, then all of the rewritten model: only one of them lies in memory at a time.
+        """
         episodes = self._episodes(self.limits)
         if not episodes:
             raise OptionError(
@@ -200,16 +207,18 @@ class Verification:
                 "hold or what the circular ones take before the wrap; export it with a shorter or an open update length"
             )
         self._note_schedule(episodes)
-        comparison = Comparison(
-            {name: self._role(name) for name in (o.name for o in self.models[0].graph.output)},
-            self.verify.tolerance,
-            twin=self.twin,
-            half=any(c.role.dtype == "float16" for c in self.caches),
-        )
-        with open_tape() as tape:
-            ran = self.run_original(episodes, tape)
-            engine, failure = self._run_rewritten(ran, tape, comparison)
-        outputs, notes = comparison.results(), list(self.notes)
+        played: _Played | None = None
+        note: tuple[str, ...] = ()
+        while played is None or played.smaller is not None:
+            self.rng.bit_generator.state = self._drawn_from
+            if played is not None and played.smaller is not None:
+                self.most = played.smaller
+            with open_tape() as tape:
+                ran = self.run_original(episodes, tape)
+                played = self._run_rewritten(ran, tape)
+            note = played.note or note
+        comparison, failure = played.comparison, played.failure
+        outputs, notes = comparison.results(), list(dict.fromkeys(self.notes))
         same, clear = comparison.same, comparison.clear
         if clear:
             notes.append(f"greedy decoding: the same token at {same} of {clear} positions with a clear best one")
@@ -219,44 +228,63 @@ class Verification:
             model=str(self.path),
             passed=failure is None and all(o.passed for o in outputs),
             original_engine=ran.engine,
-            rewritten_engine=engine,
+            rewritten_engine=played.engine,
             float32_twin=self.twin,
-            garbage=ran.garbage,
+            garbage=played.garbage,
             outputs=outputs,
             steps=tuple(replace(s, difference=comparison.in_step(i)) for i, s in enumerate(self.steps)),
-            notes=tuple(notes),
+            notes=(*notes, *note),
             failure=failure,
         )
+
+    def _may_outweigh(self, comparison: Comparison) -> bool:
+        """True if outputs differ, and garbage may have outweighed a mask.
+
+        ONNX Runtime adds masks to scores, and scores of garbage may outweigh the lowest float16. What leaks shows at
+        any of the magnitudes: it stays far above the tolerance.
+        """
+        # A cache that grows has no garbage in the original: nothing there shows what would overflow.
+        overflows = self.interface is not None and not comparison.finite
+        return comparison.differs and (overflows or any(cache.role.dtype == "float16" for cache in self.caches))
 
     def run_original(self, episodes: Sequence[Episode], tape: Tape) -> Ran:
         """All steps of the original, what it gives on the tape."""
         first = episodes[0].steps[0]
         shared = self.inputs.shared(first)
-        trial = {**shared, **self._contents(first, 0.0, 0)}
-        original = self._open_original(trial)
+        rows = _rows(episodes[0])
+        contents = self._contents(first, 0.0, 0, rows)
+        with phase("loading the original"):
+            original = self._open_original({**shared, **contents})
         try:
-            garbage, outputs = self._garbage(original, first, trial)
+            garbage, begun = self._garbage(original, first, shared, contents, rows)
         except EngineError as error:
             raise UnsupportedModelError(f"{self.path}: no engine runs the original at {first}: {error}") from None
-        del trial
+        del contents
         ran = Ran(original.engine, garbage)
-        begun = [(shared, outputs)]
-        del outputs
-        for number, episode in enumerate(episodes):
-            ran.episodes.append((episode.name, self._record(number, episode, garbage, original, tape, begun)))
+        with phase("decoding with the original: step", sum(len(e.steps) for e in episodes)) as done:
+            for number, episode in enumerate(episodes):
+                steps = self._record(number, episode, garbage, original, tape, begun, done)
+                ran.episodes.append((episode.name, steps))
         return ran
 
     def _record(
-        self, number: int, episode: Episode, garbage: float, original: Session, tape: Tape, begun: list[_Begun]
+        self,
+        number: int,
+        episode: Episode,
+        garbage: float,
+        original: Session,
+        tape: Tape,
+        begun: list[_Begun],
+        done: Callable[[], None],
     ) -> list[tuple[Step, Feeds]]:
         """The steps of an episode that the original ran, and their inputs; `begun`: of the first one, if it ran."""
         give_back()
         steps: list[tuple[Step, Feeds]] = []
-        state = self._contents(episode.steps[0], garbage, number)
+        state = begun[0][1] if begun else self._contents(episode.steps[0], garbage, number, _rows(episode))
         for step in episode.steps:
             try:
                 if begun:
-                    shared, outputs = begun.pop()
+                    shared, _, outputs = begun.pop()
                 else:
                     shared = self.inputs.shared(step)
                     outputs = original.run({**shared, **state})
@@ -270,6 +298,7 @@ class Verification:
             tape.write(self._expected(state, outputs, step))
             steps.append((step, shared))
             state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
+            done()
         return steps
 
     def _expected(self, past: Feeds, outputs: Feeds, step: Step) -> Expected:
@@ -291,6 +320,10 @@ class Verification:
                 for text, tokens in ((before, step.starts), (present, ends))
             )
         written = written_rows(cache, before, present)
+        if written is not None and cache.update is not None and name in self.growing:
+            free = cache.update.capacity - written.rows.shape[1]
+            shape = cache.logical_shape(len(written.rows))
+            return Written(shape, np.pad(written.rows, ((0, 0), (0, free))), written.values)
         kept = self.interface.kept.get(name) if self.interface is not None else None
         if written is None or kept is None or cache.update is None:
             return written
@@ -302,33 +335,70 @@ class Verification:
         changed = written.rows & ~free
         return Written(written.shape, changed, written.values[changed[written.rows]], free)
 
-    def _run_rewritten(self, ran: Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
-        """The same steps with the rewritten model; returns its engine, and why it could not be run to the end."""
+    def _run_rewritten(self, ran: Ran, tape: Tape) -> _Played:
+        """The same steps with the rewritten model."""
         give_back()
-        engine = "none"
+        engine, garbage = "none", ran.garbage
+        note: tuple[str, ...] = ()
+        comparison = self._comparison()
         first, shared = ran.episodes[0][1][0]
         try:
-            physical = self._to_physical(self._contents(first, 0.0, 0), first, 0.0)
+            physical = self._first_state(first, garbage, 0)
             # A rewritten model must run wherever the original does, so only an original that ONNX Runtime refuses
             # lets the reference evaluator run both.
-            rewritten, refusal = open_session(
-                self.models[1],
-                self.folders[1],
-                {**shared, **physical, **span_inputs(self.plan, first, "full")},
-                self.room,
-                reference=self.anywhere or ran.engine != OrtSession.engine,
-            )
+            with phase("loading the rewritten model"):
+                rewritten, refusal = open_session(
+                    self.models[1],
+                    self.folders[1],
+                    {**shared, **physical, **span_inputs(self.plan, first, "full")},
+                    self.room,
+                    reference=self.anywhere or ran.engine != OrtSession.engine,
+                )
+            begun = [physical]
             del physical
             engine = rewritten.engine
             if refusal:
                 self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {engine} did")
-            tape.rewind()
-            for number, (name, steps) in enumerate(ran.episodes):
-                if steps:
-                    self._run_episode(number, name, steps, ran.garbage, rewritten, tape, comparison)
+            while (smaller := self._play(ran, garbage, rewritten, tape, comparison, begun)) is not None:
+                found = "other numbers" if comparison.finite else "numbers that are not finite"
+                note = (f"garbage of {smaller:g}: that of {garbage:g} gave {found}",)
+                if not self.hidden:
+                    return _Played(engine, None, comparison, garbage, note, smaller)
+                garbage, comparison = smaller, self._comparison()
         except EngineError as error:
-            return engine, f"the rewritten model cannot be run where the original can: {error}"
-        return engine, None
+            failure = f"the rewritten model cannot be run where the original can: {error}"
+            return _Played(engine, failure, comparison, garbage, note)
+        return _Played(engine, None, comparison, garbage, note)
+
+    def _play(
+        self, ran: Ran, garbage: float, rewritten: Runner, tape: Tape, comparison: Comparison, begun: list[Feeds]
+    ) -> float | None:
+        """All steps with the rewritten model; or, if garbage may have outweighed a mask, a smaller magnitude to try.
+
+        `begun`: the caches before the first step, or nothing.
+        """
+        sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
+        smaller = next((m for m in sizes if m < garbage), None)
+        self.steps = []
+        tape.rewind()
+        with phase("decoding with the rewritten model: step", sum(len(steps) for _, steps in ran.episodes)) as done:
+            for number, (name, steps) in enumerate(ran.episodes):
+                if not steps:
+                    continue
+                state = begun.pop() if begun else self._first_state(steps[0][0], garbage, number)
+                for _ in self._run_episode(name, steps, state, rewritten, tape, comparison):
+                    done()
+                    if smaller is not None and self._may_outweigh(comparison):
+                        return smaller
+        return None
+
+    def _comparison(self) -> Comparison:
+        return Comparison(
+            {name: self._role(name) for name in (o.name for o in self.models[0].graph.output)},
+            self.verify.tolerance,
+            twin=self.twin,
+            half=any(c.role.dtype == "float16" for c in self.caches),
+        )
 
     def _open_original(self, trial: Feeds) -> Session:
         """A session of the original that takes the rewritten model's inputs.
@@ -379,17 +449,17 @@ class Verification:
 
     def _run_episode(
         self,
-        episode: int,
         name: str,
         steps: Sequence[tuple[Step, Feeds]],
-        garbage: float,
-        rewritten: Session,
+        state: Feeds,
+        rewritten: Runner,
         tape: Tape,
         comparison: Comparison,
-    ) -> None:
+    ) -> Iterator[None]:
+        """The steps of an episode, one at a time; `state`: the caches before, which it changes."""
         give_back()
-        first = steps[0][0]
-        state = self._to_physical(self._contents(first, garbage, episode), first, garbage)
+        carried = {c.role.name: c.output for c in self.caches if c.output is not None}
+        spare = {output: np.empty_like(state[past]) for past, output in carried.items()}
         for number, (step, shared) in enumerate(steps):
             expected = tape.read()
             # One span per step in turn; all of them in the last step, which must not depend on the span.
@@ -409,13 +479,14 @@ class Verification:
                     tuple(kept for s in spans if (kept := positions_kept(self.plan, s)) is not None),
                 )
             )
-            found: Feeds = {}
             for span in spans:
-                found.clear()  # or the caches of the run before would lie in memory, too
-                found |= rewritten.run({**shared, **state, **span})
+                found = rewritten.run({**shared, **state, **span}, spare)
                 wanted = self._wanted(expected, positions_kept(self.plan, span))
                 self._compare(comparison, wanted, state, found, rows_read(self.plan, span))
-            state |= {c.role.name: found[c.output] for c in self.caches if c.output is not None}
+            before = {output: state[past] for past, output in carried.items()}
+            state |= {past: found[output] for past, output in carried.items()}
+            spare = before
+            yield
 
     def _compare(self, comparison: Comparison, expected: Expected, past: Feeds, found: Feeds, span: int | None) -> None:
         step = len(self.steps) - 1
@@ -441,14 +512,26 @@ class Verification:
             return expected
         return expected | {logits.output: whole[:, whole.shape[1] - kept :]}
 
-    def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
-        """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`."""
+    def _contents(self, step: Step, garbage: float, episode: int, rows: int | None = None) -> Feeds:
+        """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`.
+
+        `rows`: those of caches that grow, without garbage; None: as many as the rewritten model's have.
+        """
         contents: Feeds = {}
         for number, cache in enumerate(self.caches):
+            name = cache.role.name
             rng = np.random.default_rng([self.verify.seed, episode, number])
-            held = self.texts.get(cache.role.name, cache)
-            contents[cache.role.name] = first_contents(held, step.starts, garbage, rng, twin=self.twin)
+            held, cut = self.texts.get(name, cache), rows is not None and name in self.growing
+            contents[name] = first_contents(held, step.starts, 0.0 if cut else garbage, rng, twin=self.twin)
+            if cut and cache.update is not None:
+                first = (slice(None),) * cache.update.sequence_axis + (slice(rows),)
+                contents[name] = np.ascontiguousarray(contents[name][first])
         return contents
+
+    def _first_state(self, step: Step, garbage: float, episode: int) -> Feeds:
+        """The caches of the rewritten model before an episode's first step."""
+        made = self._to_physical(self._contents(step, garbage, episode), step, garbage)
+        return {name: np.ascontiguousarray(values) for name, values in made.items()}
 
     def _to_physical(self, state: Mapping[str, Array], step: Step, garbage: float) -> Feeds:
         """The original's contents before `step` as the rewritten model takes them."""
@@ -460,21 +543,29 @@ class Verification:
             made[cache.role.name] = cache.to_physical(values)
         return made
 
-    def _garbage(self, original: Session, step: Step, trial: Feeds) -> tuple[float, Feeds]:
-        """The largest garbage that the original itself hides, and its outputs with that.
+    def _garbage(
+        self, original: Session, step: Step, shared: Feeds, contents: Feeds, rows: int
+    ) -> tuple[float, list[_Begun]]:
+        """The largest garbage that the original itself hides, and its first step with that.
 
         So a difference is the rewritten model's.
         """
         carried = {c.output for c in self.caches}
-        clean = {n: v for n, v in original.run(trial).items() if n not in carried}
         sizes = [m for m in garbage_magnitudes({c.role.dtype for c in self.caches}) if m <= self.most]
+        first = original.run({**shared, **contents})
+        if self.hidden:
+            return sizes[0], [(shared, contents, first)]
+        clean = {n: v for n, v in first.items() if n not in carried}
+        del contents, first
         for magnitude in sizes:
             outputs: Feeds = {}  # those of the one before must not lie in memory, too
-            outputs = original.run({**trial, **self._contents(step, magnitude, 0)})
+            contents = self._contents(step, magnitude, 0, rows)
+            outputs = original.run({**shared, **contents})
             if all(difference(v, outputs[n])[1] <= tolerance(v.dtype, twin=self.twin) for n, v in clean.items()):
-                return magnitude, outputs
-        self.notes.append("the original reads cache rows that were never written: garbage there is kept small")
-        return magnitude, outputs
+                break
+        else:
+            self.notes.append("the original reads cache rows that were never written: garbage there is kept small")
+        return magnitude, [(shared, contents, outputs)]
 
     def _note_schedule(self, episodes: Sequence[Episode]) -> None:
         self.notes += schedule_notes(self.limits, self.verify, episodes)
@@ -500,6 +591,11 @@ class Verification:
 
     def _role(self, name: str) -> str:
         return next((t.role.value for t in self.plan.tensors if t.io == "output" and t.name == name), Role.OTHER.value)
+
+
+def _rows(episode: Episode) -> int:
+    """Rows that hold a token at the end."""
+    return max(max(step.valid) for step in episode.steps)
 
 
 def _distinct(spans: Iterable[Feeds]) -> list[Feeds]:

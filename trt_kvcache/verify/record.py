@@ -65,8 +65,14 @@ def same_bits(a: Array, b: Array) -> npt.NDArray[np.bool_]:
     width = a.dtype.itemsize
     if width < _WORD and all(x.strides[-1] == width and x.shape[-1] * width % _WORD == 0 for x in (a, b)):
         width = _WORD
-    equal: npt.NDArray[np.bool_] = np.equal(a.view(f"u{width}"), b.view(f"u{width}"))
-    return np.asarray(equal.all(axis=tuple(range(2, equal.ndim))))
+    differ: npt.NDArray[np.bool_] = np.not_equal(a.view(f"u{width}"), b.view(f"u{width}"))
+    same = np.ones(differ.shape[:2], np.bool_)
+    # Few differ. In the order of memory they are found several times as fast as axis by axis.
+    order = sorted(range(differ.ndim), key=lambda axis: -differ.strides[axis])
+    ordered = differ.transpose(order)
+    places = np.unravel_index(np.flatnonzero(ordered), ordered.shape)
+    same[places[order.index(0)], places[order.index(1)]] = False
+    return same
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class VerifyOptions:
         batch: rows per step, each with its own length; a fixed batch size in the model wins.
         chunks: lengths of the prefill chunks, in tokens; a fixed update length in the model wins.
         tokens: single-token steps after the chunks; None: 4, and three times the chunks' tokens for models whose
-            interface normalization changed, all but 4 of them in one more chunk where weights take more than 2 GB.
+            interface normalization changed, all but 4 of them in one more chunk where weights take more than 200 MB.
         tolerance: largest difference allowed, as a share of the output's largest magnitude; None: by dtype.
         seed: of tokens, cache contents and garbage.
         inputs: path of an ``.npz`` file with values, by name, for inputs that no role explains. Axes that vary from

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
@@ -16,7 +18,6 @@ from onnx import ModelProto
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.importer.steps.engine import ORT_ERRORS, EngineError, ReferenceEngine, one_line
-from trt_kvcache.importer.steps.engine import Engine as Session
 from trt_kvcache.native import Endable
 from trt_kvcache.verify.memory import Weights, weigh
 
@@ -80,18 +81,43 @@ class OrtSession:
         self._session = opened
         self._outputs = [output.name for output in self._session.get_outputs()]
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name."""
+    def run(self, feeds: Mapping[str, Array], into: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """All outputs by name.
+
+        Args:
+            feeds: all inputs by name.
+            into: contiguous arrays for large outputs that have the shapes of these, by name: new memory for each would
+                take longer than the copy. Outputs of other shapes get new arrays.
+        """
         options = ort.RunOptions()
         options.log_severity_level = 4
+        if into:
+            binding = self._bind(feeds, into)
+            with suppress(EngineError):  # an output has another shape
+                made = _interruptible(
+                    lambda: self._session.run_with_iobinding(binding, options) or binding.get_outputs(),
+                    lambda _: setattr(options, "terminate", True),
+                )
+                return {n: into[n] if n in into else v.numpy() for n, v in zip(self._outputs, made, strict=True)}
         values = _interruptible(
             lambda: self._session.run(self._outputs, dict(feeds), options),
             lambda _: setattr(options, "terminate", True),
         )
         return dict(zip(self._outputs, values, strict=True))
 
+    def _bind(self, feeds: Mapping[str, Array], into: Mapping[str, Array]) -> Any:
+        binding = self._session.io_binding()
+        for name, values in feeds.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(values)))
+        for name in self._outputs:
+            if name in into:
+                binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(into[name]))
+            else:
+                binding.bind_output(name)
+        return binding
 
-class _Reference:
+
+class Reference:
     """ONNX's own evaluator, which NumPy computes.
 
     Attributes:
@@ -107,10 +133,13 @@ class _Reference:
         onnx.load_external_data_for_model(loaded, str(folder))
         self._evaluator = ReferenceEngine(loaded)
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name."""
+    def run(self, feeds: Mapping[str, Array], into: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """All outputs by name, in new arrays."""
         found: dict[str, Array] = _interruptible(lambda: self._evaluator.run(feeds), _raise_in)
         return found
+
+
+Runner = OrtSession | Reference
 
 
 def _raise_in(thread: Thread) -> None:
@@ -174,7 +203,7 @@ def open_session(
     *,
     path: Path | None = None,
     reference: bool = True,
-) -> tuple[Session, str | None]:
+) -> tuple[Runner, str | None]:
     """The first engine that runs the trial step, and why ONNX Runtime was not it.
 
     Args:
@@ -199,7 +228,7 @@ def open_session(
     else:
         return session, None
     try:
-        evaluator = _Reference(model, folder)
+        evaluator = Reference(model, folder)
         evaluator.run(trial)
     except EngineError as error:
         raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None

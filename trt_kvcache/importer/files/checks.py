@@ -7,7 +7,6 @@ costs. Shapes come from ONNX's own shape inference, through If and Loop bodies a
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 
 import onnx
@@ -40,6 +39,7 @@ _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
 _MOST_NODES = 1 << 20
 _KEPT_BYTES = 1024  # constants up to this size are kept: shape inference reads shapes from them
+_UNNATURAL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # Unicode's categories Cc, Zl and Zp
 _NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
 _FLAGGED = {"Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
 _FLAGS = {
@@ -256,7 +256,7 @@ def check_text(message: Message, source: str) -> None:
             raise InvalidModelError(f"{source}: a {field.name} in it is not text: {bad[:40]!r}; export the model again")
         elif field.name in _NAMES:
             for text in values:
-                if unnatural := [c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp")]:
+                if unnatural := _UNNATURAL.search(text):
                     raise InvalidModelError(
                         f"{source}: the name {text[:80]!a} has the control character or line break {unnatural[0]!a}, "
                         "which messages, logs and TensorRT's layer names cannot show; rename it, and export again"

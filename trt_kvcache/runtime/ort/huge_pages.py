@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,16 +29,27 @@ _LEAST_SECONDS = 1.0
 
 
 @contextmanager
-def huge_pages() -> Iterator[None]:
+def huge_pages(*, wait: bool = True) -> Iterator[None]:
     """Move memory that is taken within the block and full of data into huge pages, as far as there are any.
 
     Nothing else changes: no page that was never written becomes memory, and what fails or takes longer than the block
     itself is left as it is.
+
+    Args:
+        wait: until all of it has moved; else it moves while the caller goes on.
     """
     before, start = _anonymous(), time.perf_counter()
     yield
     end = time.perf_counter()
     until = end + max(end - start, _LEAST_SECONDS)
+    if wait:
+        _move(before, until)
+    else:
+        threading.Thread(target=_move, args=(before, until), name="huge pages", daemon=True).start()
+
+
+def _move(before: set[tuple[int, int]], until: float) -> None:
+    """Move memory that is not in `before`; `until`: a time to end at."""
     with suppress(OSError):  # of systems other than Linux, or that show less of themselves
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return

@@ -341,7 +341,7 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:
     advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
-    with phase("loading weights"), huge_pages(), exact_experts():
+    with phase("loading weights"), huge_pages(wait=False), exact_experts():
         return open_on_cpu(model, imported.source.path, advice, threads=threads, name=name)
 
 
