@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -10,6 +11,7 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from trt_kvcache import PlanOptions, verify_model
+from trt_kvcache.verify.sessions import OrtSession
 
 MODELS = Path(__file__).parents[1] / "models"
 STORED = MODELS / "mobius" / "llama_dynamic_f16_onnxstd" / "model.onnx"
@@ -22,7 +24,9 @@ QUERIES = "val_39"  # the first layer's projection of FIXED
 @pytest.mark.few(2)
 @pytest.mark.parametrize("stored", [STORED, SCATTERED])
 @pytest.mark.parametrize(("scale", "garbage"), [(0.25, 1e4), (10.0, 1e3)])
-def test_garbage_is_as_large_as_scores_allow(stored: Path, scale: float, garbage: float, tmp_path: Path) -> None:
+def test_garbage_is_as_large_as_scores_allow(
+    stored: Path, scale: float, garbage: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Valid lengths hide all garbage; a mask that is added to scores, as the rewritten model has it, does not."""
     model = onnx.load(stored)
     for node in model.graph.node:
@@ -30,9 +34,19 @@ def test_garbage_is_as_large_as_scores_allow(stored: Path, scale: float, garbage
             if node.op_type == "Attention" and attribute.name == "scale":
                 attribute.f = scale
     onnx.save(model, tmp_path / "model.onnx")
+    opened = []
+    unwatched = OrtSession.__init__
+
+    def watched(self: OrtSession, *given: Any) -> None:
+        opened.append(self)
+        unwatched(self, *given)
+
+    monkeypatch.setattr(OrtSession, "__init__", watched)
     report = verify_model(tmp_path / "model.onnx", PlanOptions(capacity=64 if stored is STORED else None))
     report.check()
     assert report.garbage == garbage
+    # Caches that grow hold no garbage in the original, which runs once then.
+    assert len(opened) == (2 if stored is STORED or garbage == 1e4 else 4)
     said = f"garbage of {garbage:g}: that of 10000 gave"
     assert any(note.startswith(said) for note in report.notes) == (garbage < 1e4)
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 
 from trt_kvcache.importer.steps.schedule import Limits
+from trt_kvcache.verify.compare import difference
+from trt_kvcache.verify.memory import weigh
+from trt_kvcache.verify.record import same_bits
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.schedule import plan_schedule, schedule_notes
+from trt_kvcache.verify.sessions import OrtSession
 
 
 @st.composite
@@ -73,3 +82,66 @@ def test_updates_that_do_not_fit_are_said(chunks: tuple[int, ...], tokens: int, 
     allowed = Limits(2, None, 64, 64, (), (), True, True, True)
     options = VerifyOptions(chunks=chunks, tokens=tokens)
     assert schedule_notes(allowed, options, plan_schedule(allowed, options)) == notes
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1), (1, 0, 3, 2)])
+@pytest.mark.parametrize(("dtype", "width"), [("float16", 8), ("float16", 3), ("int8", 16), ("float32", 1)])
+def test_rows_that_changed_are_found_in_any_layout(axes: tuple[int, ...], dtype: str, width: int) -> None:
+    rng = np.random.default_rng(0)
+    before = rng.integers(0, 100, (3, 5, 7, width)).astype(dtype)
+    after = before.copy()
+    places = rng.random(before.shape) < 0.02
+    after[places] += 1
+    a, b = before.transpose(axes), after.transpose(axes)
+    assert (same_bits(a, b) == (a == b).all(axis=(2, 3))).all()
+    assert same_bits(a, a).all()
+
+
+LARGE = np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(
+    ("original", "rewritten", "found"),
+    [
+        ([1.0, -4.0], [1.5, -4.0], (0.5, 0.125)),
+        ([1.0, np.inf, np.nan], [1.0, np.inf, np.nan], (0.0, 0.0)),
+        ([1.0, 2.0, np.nan], [1.0, 2.5, np.nan], (0.5, 0.25)),
+        ([1.0, np.inf], [1.0, -np.inf], (np.inf, np.inf)),
+        ([1.0, 2.0], [1.0, np.nan], (np.inf, np.inf)),
+        ([1.0, np.nan], [1.0, 2.0], (np.inf, np.inf)),
+        ([0.0, 0.0], [0.0, 1.0], (1.0, np.inf)),
+        ([LARGE], [-LARGE], (np.inf, np.inf)),
+        ([], [], (0.0, 0.0)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_differences(original: list[float], rewritten: list[float], found: tuple[float, float], dtype: Any) -> None:
+    if LARGE in original and dtype != np.float32:
+        return  # float16 has no such number, and float64 larger ones
+    assert difference(np.array(original, dtype), np.array(rewritten, dtype)) == found
+
+
+def test_differences_of_integers_are_exact() -> None:
+    large = 1 << 53
+    assert difference(np.array([large], np.int64), np.array([large - 1], np.int64))[0] == 1
+    assert difference(np.array([255, 0], np.uint8), np.array([0, 0], np.uint8)) == (255, 1)
+    assert difference(np.array([-128], np.int8), np.array([127], np.int8)) == (255, 255 / 128)
+    assert difference(np.array([True]), np.array([False])) == (1, 1)
+
+
+def test_large_outputs_go_into_given_arrays_that_have_their_shape(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Add", ["x", "x"], ["twice"]), helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0)]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT16, ["n", 2])
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, None) for name in ("twice", "sum")]
+    model = helper.make_model(
+        helper.make_graph(nodes, "doubles", [x], outputs), opset_imports=[helper.make_opsetid("", 21)], ir_version=10
+    )
+    session = OrtSession(model, tmp_path, weigh(model), 0)
+    values, into = np.ones((3, 2), np.float16), np.zeros((3, 2), np.float16)
+    found = session.run({"x": values}, {"twice": into})
+    assert found["twice"] is into
+    assert (into == 2).all()
+    assert found["sum"] == 6
+    other = session.run({"x": values[:2]}, {"twice": into})["twice"]
+    assert other.shape == (2, 2)
+    assert (other == 2).all()

@@ -24,7 +24,7 @@ from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
-from trt_kvcache.importer.steps.contents import CacheTensor
+from trt_kvcache.importer.steps.contents import CacheTensor, first_contents
 from trt_kvcache.importer.steps.inputs import StepInputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.importer.steps.schedule import Limits, Step
@@ -183,6 +183,15 @@ class _Decoder(Verification):
         tape = _Sampler(self, episodes)
         ran = self.run_original(episodes, tape)
         return _Heard(ran, tape.episodes, tape.logits, tape.rows)
+
+    def _contents(self, step: Step, garbage: float, episode: int) -> dict[str, Array]:
+        """Cache contents before an episode's first step, as `Contents` draws them again."""
+        contents: dict[str, Array] = {}
+        for number, cache in enumerate(self.caches):
+            rng = np.random.default_rng([_SEED, episode, number])
+            held = self.texts.get(cache.role.name, cache)
+            contents[cache.role.name] = first_contents(held, step.starts, garbage, rng, twin=self.twin)
+        return contents
 
     @property
     def text_rows(self) -> dict[str, int]:

@@ -19,9 +19,9 @@ from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.steps.contents import (
     CacheTensor,
     as_text,
+    drawn_contents,
     find_caches,
     find_states,
-    first_contents,
     fixed_rows,
     original_rows,
     ring_window,
@@ -48,6 +48,7 @@ _Begun = tuple[Feeds, Feeds, Feeds]  # a step of the original: what it took besi
 
 _SPAN_KINDS = ("tight", "bucketed", "full")
 _OTHER = 1e3  # magnitude of what stands for rows without a token; any that no model gives by chance
+_SHIFT = 7  # entries between the contents of one cache and of the next, of those that are drawn
 _HEAVY = 200 << 20  # bytes of weights; every run reads all of them, and most runs are steps of single tokens
 
 
@@ -130,6 +131,7 @@ class Verification:
         self.caches = (*find_caches(self.plan), *find_states(self.plan))
         self.texts = self._find_texts(limits)
         self.growing = self._find_growing()
+        self._cuts = False
         self.hidden = all(c.update is None or c.role.name in self.growing for c in self.caches)
         self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
@@ -207,6 +209,7 @@ class Verification:
                 "hold or what the circular ones take before the wrap; export it with a shorter or an open update length"
             )
         self._note_schedule(episodes)
+        self._cuts = True
         played: _Played | None = None
         note: tuple[str, ...] = ()
         while played is None or played.smaller is not None:
@@ -252,7 +255,7 @@ class Verification:
         first = episodes[0].steps[0]
         shared = self.inputs.shared(first)
         rows = _rows(episodes[0])
-        contents = self._contents(first, 0.0, 0, rows)
+        contents = self._own_contents(first, 0.0, 0, rows)
         with phase("loading the original"):
             original = self._open_original({**shared, **contents})
         try:
@@ -280,7 +283,7 @@ class Verification:
         """The steps of an episode that the original ran, and their inputs; `begun`: of the first one, if it ran."""
         give_back()
         steps: list[tuple[Step, Feeds]] = []
-        state = begun[0][1] if begun else self._contents(episode.steps[0], garbage, number, _rows(episode))
+        state = begun[0][1] if begun else self._own_contents(episode.steps[0], garbage, number, _rows(episode))
         for step in episode.steps:
             try:
                 if begun:
@@ -320,7 +323,7 @@ class Verification:
                 for text, tokens in ((before, step.starts), (present, ends))
             )
         written = written_rows(cache, before, present)
-        if written is not None and cache.update is not None and name in self.growing:
+        if written is not None and cache.update is not None and self._cuts and name in self.growing:
             free = cache.update.capacity - written.rows.shape[1]
             shape = cache.logical_shape(len(written.rows))
             return Written(shape, np.pad(written.rows, ((0, 0), (0, free))), written.values)
@@ -512,18 +515,24 @@ class Verification:
             return expected
         return expected | {logits.output: whole[:, whole.shape[1] - kept :]}
 
-    def _contents(self, step: Step, garbage: float, episode: int, rows: int | None = None) -> Feeds:
-        """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`.
-
-        `rows`: those of caches that grow, without garbage; None: as many as the rewritten model's have.
-        """
+    def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
+        """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`."""
         contents: Feeds = {}
         for number, cache in enumerate(self.caches):
+            held, drawn = self.texts.get(cache.role.name, cache), len(self.caches) * episode + number
+            # Each state has numbers of its own; caches take other parts of the same.
+            seed = self.verify.seed if held.update is not None else self.verify.seed + drawn
+            contents[cache.role.name] = drawn_contents(held, seed, step.starts, garbage, _SHIFT * drawn, wide=False)
+        return contents
+
+    def _own_contents(self, step: Step, garbage: float, episode: int, rows: int) -> Feeds:
+        """`_contents`, of caches that grow the first `rows` alone, and without garbage if no cache can hold any."""
+        contents = self._contents(step, 0.0 if self.hidden else garbage, episode)
+        if not self._cuts:
+            return contents
+        for cache in self.caches:
             name = cache.role.name
-            rng = np.random.default_rng([self.verify.seed, episode, number])
-            held, cut = self.texts.get(name, cache), rows is not None and name in self.growing
-            contents[name] = first_contents(held, step.starts, 0.0 if cut else garbage, rng, twin=self.twin)
-            if cut and cache.update is not None:
+            if name in self.growing and cache.update is not None:
                 first = (slice(None),) * cache.update.sequence_axis + (slice(rows),)
                 contents[name] = np.ascontiguousarray(contents[name][first])
         return contents
@@ -559,7 +568,7 @@ class Verification:
         del contents, first
         for magnitude in sizes:
             outputs: Feeds = {}  # those of the one before must not lie in memory, too
-            contents = self._contents(step, magnitude, 0, rows)
+            contents = self._own_contents(step, magnitude, 0, rows)
             outputs = original.run({**shared, **contents})
             if all(difference(v, outputs[n])[1] <= tolerance(v.dtype, twin=self.twin) for n, v in clean.items()):
                 break

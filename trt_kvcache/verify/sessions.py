@@ -93,7 +93,8 @@ class OrtSession:
         options.log_severity_level = 4
         if into:
             binding = self._bind(feeds, into)
-            with suppress(EngineError):  # an output has another shape
+            # An output of another shape is a plain RuntimeError (1.32.0).
+            with suppress(EngineError, RuntimeError):
                 made = _interruptible(
                     lambda: self._session.run_with_iobinding(binding, options) or binding.get_outputs(),
                     lambda _: setattr(options, "terminate", True),

@@ -160,10 +160,18 @@ def first_contents(
     return contents
 
 
-def drawn_contents(cache: CacheTensor, number: int, histories: Sequence[int], garbage: float, *, wide: bool) -> Array:
+def drawn_contents(
+    cache: CacheTensor, number: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool
+) -> Array:
     """As `first_contents`, of numbers that are drawn once for each cache of a `number`, and cut for each step.
 
-    `wide`: float16 is held as float32, as bfloat16 always is.
+    Args:
+        cache: the cache.
+        number: of the numbers that are drawn.
+        histories: tokens written to each row of the batch so far.
+        garbage: see `first_contents`.
+        shift: of the drawn entries, the first one that is taken.
+        wide: float16 is held as float32, as bfloat16 always is.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype, twin=True)
@@ -179,7 +187,7 @@ def drawn_contents(cache: CacheTensor, number: int, histories: Sequence[int], ga
     text = np.moveaxis(_pool(shape, dtype, kind, number, 0.0), axis - 1, 0)
     rest = np.moveaxis(_pool(shape, dtype, kind, number, garbage), axis - 1, 0) if garbage else None
     for row, (target, tokens) in enumerate(zip(np.moveaxis(contents, axis, 1), histories, strict=True)):
-        first = row * max(1, count // len(histories))
+        first = shift + row * max(1, count // len(histories))
         used = min(tokens, len(target))
         _repeat(target[:used], text, first)
         if rest is not None:  # every other row stays 0, as in `first_contents`
