@@ -44,7 +44,7 @@ def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16
     reader = import_module("gguf").GGUFReader(str(gguf))
     at: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     if (parts := _value(reader, "split.count") or 1) > 1:
-        raise ValueError(f"the file is one of {parts} parts; join them first, as llama-gguf-split --merge does")
+        raise ValueError(f"the file is one of {parts} parts; join them first by llama-gguf-split")
     config = transformers.AutoConfig.from_pretrained(**at)
     if dropped := _dropped_settings(reader, config):
         raise ValueError(f"transformers does not read {', '.join(dropped)}, which changes the numbers of the model")
