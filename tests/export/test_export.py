@@ -108,6 +108,10 @@ def test_the_next_exporter_follows_one_that_fails(checkpoint: Path, tmp_path: Pa
     said = "mobius: no such architecture; genai: 11; torch: it wrote no model; try another exporter"
     assert said.replace("another ", "another --") in refused.value.message
     assert not (tmp_path / "never").exists()
+    with pytest.raises(
+        UnsupportedModelError, match="genai: 11; leave out .*int4, which no other exporter writes, or a"
+    ):
+        export_checkpoint(checkpoint, tmp_path / "never", int4=True)
 
 
 def test_an_exporter_whose_model_could_be_better_is_kept_for_want_of_a_better_one(
@@ -197,8 +201,17 @@ def test_exporters_that_fit(
         ({}, r"no exporter for float16 is installed; pip install torch transformers onnxscript \(it takes most"),
         ({"exporter": "mobius"}, "float16 is installed: mobius is missing; pip install mobius-onnx"),
         ({"int4": True}, "no exporter for float16 with weights of 4 bits is installed; pip install onnxruntime-genai"),
-        ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; mobius, genai, torch does"),
-        ({"exporter": "torch", "int4": True}, "torch does not write float16 with weights of 4 bits on a CPU; genai"),
+        ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; use mobius or genai or torch"),
+        (
+            {"dtype": "bfloat16", "int4": True},
+            "no exporter writes bfloat16 with weights of 4 bits on a CPU; --dtype float16 "
+            "by genai, --dtype float32 by genai",
+        ),
+        ({"dtype": "bfloat16", "int4": True, "exporter": "torch"}, "4 bits on a CPU; leave out --int4"),
+        (
+            {"exporter": "torch", "int4": True},
+            "torch does not write float16 with weights of 4 bits on a CPU; use genai",
+        ),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16, float32"),
         ({"exporter": "keras"}, "exporter is 'keras'; it must be one of auto, mobius, genai, torch, optimum"),
         ({"python": "/no/python"}, "/no/python: this interpreter does not run: "),

@@ -230,8 +230,9 @@ class _Job:
 
     def failed(self, failures: Sequence[str]) -> UnsupportedModelError:
         """The error that says what each exporter said."""
+        others = "leave out --int4, which no other exporter writes" if self.int4 else "try another --exporter"
         return UnsupportedModelError(
-            f"{self.source} is not exported: {'; '.join(failures)}; try another --exporter, or a later version of it"
+            f"{self.source} is not exported: {'; '.join(failures)}; {others}, or a later version of it"
         )
 
 
@@ -339,8 +340,13 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
     fits = [n for n, e in EXPORTERS.items() if (e.int4 or not int4) and dtype in e.dtypes and exporter in ("auto", n)]
     asked = f"{dtype} with weights of 4 bits" if int4 else dtype
     if not fits:
-        able = ", ".join(n for n, e in EXPORTERS.items() if (e.int4 or not int4) and dtype in e.dtypes)
-        raise OptionError(f"{exporter} does not write {asked} on a CPU; {able} does")
+        able = [n for n, e in EXPORTERS.items() if (e.int4 or not int4) and dtype in e.dtypes]
+        other = {d: n for n, e in EXPORTERS.items() for d in e.dtypes if e.int4 and exporter in ("auto", n)}
+        hint = f"use {' or '.join(able)}" if able else ", ".join(f"--dtype {d} by {n}" for d, n in other.items())
+        raise OptionError(
+            f"{'no exporter writes' if exporter == 'auto' else f'{exporter} does not write'} {asked} on a CPU"
+            f"; {hint or 'leave out --int4'}"
+        )
     there = installed(python)
     found = [name for name in fits if name in there]
     if not found:
