@@ -20,6 +20,7 @@ from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import EngineError
 from trt_kvcache.proof.check import CheckReport
 from trt_kvcache.proof.contents import Contents
@@ -31,7 +32,7 @@ from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.verify.memory import spare, weigh
 from trt_kvcache.verify.sessions import OrtSession
-from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
+from trt_kvcache.verify.twin import TwinFolder
 
 __all__ = ["with_layer"]
 

@@ -25,6 +25,7 @@ from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
 from trt_kvcache.importer.steps.contents import CacheTensor, first_contents
+from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.inputs import StepInputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.importer.steps.schedule import Limits, Step
@@ -41,7 +42,7 @@ from trt_kvcache.verify.decode import Ran, Verification
 from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.record import Tape, Written
 from trt_kvcache.verify.report import VerifyOptions
-from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
+from trt_kvcache.verify.twin import TwinFolder
 
 __all__ = ["MOST_ROWS", "record_proof"]
 

@@ -12,6 +12,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.extensions import apart, define, for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import EngineError
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.machine import bounded_memory
@@ -21,7 +22,7 @@ from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.report import Divergence, VerifyOptions, VerifyReport
 from trt_kvcache.verify.rounding import Side, judge_rounding
 from trt_kvcache.verify.runnable import check_runnable
-from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
+from trt_kvcache.verify.twin import TwinFolder
 
 _DEFAULTS = VerifyOptions()
 

@@ -17,17 +17,12 @@ from onnx import GraphProto, ModelProto, TensorProto, external_data_helper, help
 
 from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
-from trt_kvcache.importer.steps.element_types import all_types, state_type
+from trt_kvcache.importer.steps.element_types import state_type
 from trt_kvcache.verify.widenable import widenable
 
 _DATA = "twin.data"
 _BLOCK = 1 << 25  # bytes read at a time
 _SMALL = 1024  # bytes; smaller tensors stay in the proto, where shape inference can read them
-
-
-def has_bfloat16(model: ModelProto) -> bool:
-    """True if any tensor, declared value or operator of the model is bfloat16."""
-    return TensorProto.BFLOAT16 in all_types(model)
 
 
 class Data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from onnx import AttributeProto, GraphProto, ModelProto, TypeProto
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, TypeProto
 
 from trt_kvcache.importer.protos import iter_scopes, iter_tensors
 
@@ -15,6 +15,11 @@ def all_types(model: ModelProto) -> set[int]:
     """Every element type in the model."""
     declared = {kind.tensor_type.elem_type for kind in _declared(model)}
     return declared | {t.data_type for t in iter_tensors(model)} | {a.i for a in _attributes(model)}
+
+
+def has_bfloat16(model: ModelProto) -> bool:
+    """True if any tensor, declared value or operator of the model is bfloat16."""
+    return TensorProto.BFLOAT16 in all_types(model)
 
 
 def state_type(model: ModelProto, old: Container[int], new: int) -> None:

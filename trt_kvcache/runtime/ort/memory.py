@@ -15,7 +15,7 @@ from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.machine import free_memory, memory
 
-_CONVERTED = 2.5  # of the bytes of float16 weights, at the least
+_CONVERTED = 2.5  # of the bytes of float16 and bfloat16 weights, at the least
 _PACKED = 0.8  # of those of others: tables are not packed
 
 
@@ -25,11 +25,12 @@ def admit_weights(model: ModelProto) -> None:
     Raises:
         SessionError: too little memory is free.
     """
-    sizes = [(byte_size(t) or 0, t.data_type == TensorProto.FLOAT16) for t in iter_tensors(model)]
+    narrow = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]
     half, rest = (sum(size for size, is_half in sizes if is_half is wanted) for wanted in (True, False))
     need, free = int(_CONVERTED * half + _PACKED * rest), free_memory(swap=True)
     if need > free:
-        why = "computes float16 in float32" if half > rest else "packs them for products"
+        why = "computes 16-bit floats in float32" if half > rest else "packs them for products"
         raise SessionError(
             f"on the CPU the weights of this model, {(half + rest) / 1e9:.1f} GB, take at least {need / 1e9:.1f} GB of "
             f"memory (ONNX Runtime {why}), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are to be "

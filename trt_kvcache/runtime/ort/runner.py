@@ -27,6 +27,7 @@ from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort.attention import OPERATOR, fuse_attention
+from trt_kvcache.runtime.ort.bfloat16 import NOTE, in_float32
 from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.experts import keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
@@ -99,7 +100,7 @@ class OnnxRuntimeRunner:
         if threads is not None and threads > _MOST_THREADS:
             raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")
         options = options or PlanOptions()
-        imported = import_model(model, options if options.cache_ranges is None else options.unquantized())
+        imported = in_float32(import_model(model, options if options.cache_ranges is None else options.unquantized()))
         self._source = imported.source
         self._identity: str | None = None
         # Without the time of the inode, which a backup by hard links changes.
@@ -135,7 +136,8 @@ class OnnxRuntimeRunner:
     @property
     def name(self) -> str:
         """Runtime and device, for people."""
-        return f"ONNX Runtime {ort.__version__}, CPU"
+        narrow = ", bfloat16 in float32" if NOTE in self._plan.notes else ""
+        return f"ONNX Runtime {ort.__version__}, CPU{narrow}"
 
     @property
     def plan(self) -> CachePlan:
