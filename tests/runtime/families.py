@@ -85,14 +85,26 @@ class Twin:
     def _rounded(self, rows: Array) -> Array:
         if not self.levels:
             return rows
+        rows = turned(rows)
         scale = np.abs(rows).max(-1, keepdims=True) / self.levels
-        rounded: Array = np.round(rows / scale) * scale
-        return rounded
+        return turned(np.round(rows / scale) * scale)
 
     def _rotate(self, x: Array, places: Array) -> Array:
         cos, sin = (self.weights[f"rotary.{part}"][places, None, :] for part in ("cos", "sin"))
         first, second = np.split(x, 2, axis=-1)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def turned(rows: Array) -> Array:
+    """Rows ``[..., H]`` after a fast Walsh-Hadamard transform of each block of the largest power of two in H."""
+    block = 1
+    made = rows.astype(np.float64)
+    while made.shape[-1] % (2 * block) == 0:
+        pairs = made.reshape(*rows.shape[:-1], -1, 2, block)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        made = (np.stack([first + second, first - second], -2) / 2**0.5).reshape(rows.shape)
+        block *= 2
+    return made
 
 
 def _norm(x: Array, scale: Array) -> Array:

@@ -16,7 +16,7 @@ from decoders import DecoderConfig, write_decoder
 from numpy.typing import NDArray
 from onnx import numpy_helper
 from runtime.engines import open_engine, write_engine
-from runtime.families import Twin
+from runtime.families import Twin, turned
 from typer.testing import CliRunner
 
 from trt_kvcache import (
@@ -70,9 +70,9 @@ def rows_of(model: Path, planned: PlanOptions, prompt: Sequence[int] = PROMPTS[0
 
 
 def codes_of(rows: Array, span: float, kind: CacheDtype) -> Array:
-    """Codes as numbers, by NumPy."""
+    """Codes of rotated rows as numbers, by NumPy."""
     scale = np.float32(span / MOST[kind])
-    scaled = rows.astype(np.float32) / scale
+    scaled = turned(rows).astype(np.float32) / scale
     if kind is FP8:
         return np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return np.clip(np.round(scaled), -MOST[kind] - 1, MOST[kind])
@@ -101,7 +101,7 @@ class Calibrated(Twin):
 
     def _rounded(self, rows: Array) -> Array:
         span = next(self._order)
-        return codes_of(rows, span, self._kind) * (span / MOST[self._kind])
+        return turned(codes_of(rows, span, self._kind) * (span / MOST[self._kind]))
 
 
 CASES = [
@@ -128,7 +128,7 @@ def test_sessions_equal_numpy(tmp_path: Path, config: DecoderConfig, kind: Cache
     for name in list(own)[:2]:  # later layers read what was quantized
         wanted = held(codes_of(own[name], ranges[name], kind), kind, attention=attention)
         assert found[name].dtype == wanted.dtype
-        assert found[name].tobytes() == wanted.tobytes()
+        assert (found[name] != wanted).mean() < 0.01  # a rotation is a sum, whose last bits depend on its order
     twin = Calibrated(model, config, kind, ranges)
     with DecodeSession.open(model, plan_options=options(kind, ranges), max_batch=3) as session:
         assert session.cache.bytes == 3 * plan_model(model, options(kind, ranges, FULL)).cache_bytes()
@@ -149,7 +149,7 @@ def test_ranges_are_the_largest_magnitudes(tmp_path: Path, dtype: str) -> None:
     found = calibrate_caches(model, PROMPTS[:2], PlanOptions(target=FULL))
     rows = [rows_of(model, PlanOptions(), prompt) for prompt in PROMPTS[:2]]
     for name, span in found.items():
-        largest = max(float(np.abs(each[name]).max()) for each in rows)
+        largest = max(float(np.abs(turned(each[name])).max()) for each in rows)
         assert span == pytest.approx(largest, rel=1e-5 if dtype == "float32" else 0.01)
 
 
@@ -164,7 +164,7 @@ def test_a_ring_is_read_before_it_overwrites_rows(tmp_path: Path) -> None:
         for token in prompt:
             session.update({slot: [token]})
             for name, largest in seen.items():
-                largest.append(float(np.abs(runner.view(name)).max()))
+                largest.append(float(np.abs(turned(runner.view(name))).max()))
     assert found == pytest.approx({name: max(largest) for name, largest in seen.items()}, rel=1e-5)
     assert any(largest[-1] < 0.99 * found[name] for name, largest in seen.items())
     made = PlanOptions(cache_dtype=INT8, cache_ranges=found, fallback=Fallback.CONTRACT)

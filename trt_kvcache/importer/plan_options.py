@@ -95,8 +95,9 @@ class PlanOptions:
         latent_attention: how to attend over latents.
         logits: of which positions of a step the logits are computed.
         cache_dtype: what the rows of caches are quantized to; None: caches stay in the model's type.
-        cache_ranges: the largest magnitude in each cache, by the name of its input, as `calibrate_caches` finds it: one
-            scale for the whole cache follows from it, and larger numbers become it. None: each row has its own scale.
+        cache_ranges: the largest magnitude in the rotated rows of each cache, by the name of its input, as
+            `calibrate_caches` finds it: one scale for the cache follows, and larger numbers become it. None: each row
+            has its own scale.
         check_seconds: the most time that the comparison of the rewritten model with the original may take.
         check_memory: GiB of address space that it may use.
         recheck: compare again what an earlier comparison found equal.

@@ -9,6 +9,7 @@ import numpy as np
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError
 from trt_kvcache.given import given_list, given_options
+from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.requests import Prompt
 from trt_kvcache.runtime.session import DecodeSession
@@ -22,7 +23,10 @@ _OPTIONS = PlanOptions()
 def calibrate_caches(
     model: str | os.PathLike[str], prompts: Sequence[Prompt], options: PlanOptions = _OPTIONS
 ) -> dict[str, float]:
-    """Run a model over prompts, on the CPU with its own caches, and return the largest magnitude in each cache.
+    """Run a model over prompts, on the CPU with its own caches, and return the range of each cache.
+
+    Quantized caches hold rotated rows (`trt_kvcache.importer.extensions.quantized_caches`): the range of a cache is the
+    largest magnitude in its rows once they are rotated.
 
     Args:
         model: path of an ONNX decoder, or of its folder.
@@ -42,6 +46,7 @@ def calibrate_caches(
     if not prompts:
         raise OptionError("there are no prompts to calibrate caches with; give some that the model will get")
     options = given_options(options, PlanOptions, "options").unquantized()
+    rotation = load("quantized_caches").rotation
     with DecodeSession.open(model, device="cpu", plan_options=options) as session:
         caches = [cache for cache in session.plan.caches if cache.carried]
         ranges = dict.fromkeys((cache.past for cache in caches), 0.0)
@@ -54,7 +59,8 @@ def calibrate_caches(
                 session.update({slot: ids[start : start + chunk]}, keep=0)
                 row = session.cache.slot(slot).row
                 for name, before in ranges.items():
-                    largest = float(np.abs(session.cache.view(name)[row]).max())
+                    rows = np.asarray(session.cache.view(name)[row], np.float32)
+                    largest = float(np.abs(rows @ rotation(rows.shape[-1])).max())
                     if not np.isfinite(largest):
                         raise OptionError(
                             f"cache '{name}' holds NaN or infinity after {what}, which no scale fits; leave that "

@@ -1,9 +1,18 @@
 """Caches of fewer bits than the model computes in, as ``--cache-dtype`` asks for.
 
-A row of a head [H] becomes codes and one float32 scale. Rows are never written again, and nothing is calibrated:
+A row of a head [H] is rotated, and becomes codes and one float32 scale. Rows are never written again, and nothing is
+calibrated:
 
-    scale = max(|row|) / M                      M: 127 for int8, 7 for int4, 448 for fp8
-    codes = round(row / scale)
+    turned = row R                              R: an orthonormal Hadamard matrix
+    scale = max(|turned|) / M                   M: 127 for int8, 7 for int4, 448 for fp8
+    codes = round(turned / scale)
+
+Trained models have a few large numbers in each row, which R spreads over all (QuaRot, https://arxiv.org/abs/2404.00456).
+Attention gives the same numbers if its queries are rotated too and its result is rotated back; R is its own inverse:
+
+    softmax(Q K') V = softmax((Q R) (K R)') (V R) R
+
+Other readers get rows that are rotated back.
 
 With `PlanOptions.cache_ranges`, a cache has one scale, which is a constant: its range / M. Codes saturate, as those of
 QuantizeLinear do: integers at -M - 1 and M.
@@ -26,10 +35,11 @@ IConcatenationLayer, IShuffleLayer, IShapeLayer").
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -62,6 +72,10 @@ _MOST = {CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 448}
 _BITS = {CacheDtype.INT8: 8, CacheDtype.INT4: 4}
 _EXACT = 24  # bits that float32 holds exactly
 _FLOAT8 = "float8e4m3fn"
+_INT4 = (
+    "caches of 4 bits change what a small model says (docs/caches.md has figures): test it on "
+    "texts of yours, or take int8"
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,18 @@ class _Form:
     def zero(self) -> int:
         """The number that holds codes of 0, before it is moved into the range of `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
+
+
+def rotation(size: int) -> npt.NDArray[np.float32]:
+    """The matrix R ``[size, size]`` by which rows are rotated; it is its own inverse.
+
+    An orthonormal Hadamard matrix of the largest power of two that divides `size`, repeated along the diagonal.
+    """
+    block = size & -size
+    at = np.arange(block)
+    signs = 1 - 2 * (np.bitwise_count(at[:, None] & at) & 1).astype(np.float32)
+    turned: npt.NDArray[np.float32] = np.kron(np.eye(size // block, dtype=np.float32), signs / np.float32(block**0.5))
+    return turned
 
 
 def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CachePlan:
@@ -240,6 +266,11 @@ class _Quantized:
         """ONNX Runtime's attention quantizes new rows itself, and reads codes; two of 4 bits lie in a uint8."""
         node, which, bits = self._node, "kv"[self._at - 3], self._form.bits
         assert self._scale is not None
+        node.inputs[self._at - 2] = self._turn_packed(node.inputs[self._at - 2])
+        if which == "k":
+            node.inputs[0] = self._turn_packed(node.inputs[0])
+        else:
+            self._turn_result(node, self._turn_packed)
         self._dtype = "uint8" if self._form.codes > 1 else self._form.dtype
         at = 12 + self._at - 3
         node.inputs = [*node.inputs, *(gs.Variable.empty() for _ in range(at + 1 - len(node.inputs)))]
@@ -295,7 +326,7 @@ class _Quantized:
     def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Tensor]:
         """New rows [..., H] as codes [..., L] and float32 scales [..., 1], or the one of the cache."""
         form, scale = self._form, self._scale
-        codes = self._op("Cast", [rows], "wide", to=FLOAT)
+        codes = self._turn(self._op("Cast", [rows], "wide", to=FLOAT), FLOAT)
         if scale is None:
             largest = self._op(
                 "ReduceMax", [self._op("Abs", [codes], "abs"), self._emitter.ints([-1])], "largest", keepdims=1
@@ -367,14 +398,52 @@ class _Quantized:
         axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
         if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
             values = self._emitter.once(("values", held.name), lambda: self._dequantize(held, None))
-            reader.inputs = [values if t is held else t for t in reader.inputs]
+            self._read(reader, held, values)
             return
         rows = reader.outputs[0]
         readers = consumers(rows)
         rows.dtype, rows.shape = held.dtype, None
         values = self._dequantize(rows, reader)
         for other in readers:
-            other.inputs = [values if t is rows else t for t in other.inputs]
+            self._read(other, rows, values)
+
+    def _read(self, reader: gs.Node, held: gs.Tensor, values: gs.Variable) -> None:
+        """Let a reader of codes read values, turned back where it is no attention that is rotated with them."""
+        if not self._turn_attention(reader, held):
+            values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
+        reader.inputs = [values if t is held else t for t in reader.inputs]
+
+    def _turn_attention(self, node: gs.Node, held: gs.Tensor) -> bool:
+        """Rotate the queries of an attention over these keys, or its result over these values; else return False."""
+        places = [i for i, tensor in enumerate(node.inputs) if tensor is held]
+        if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
+            return False
+        if places == [1]:
+            node.inputs[0] = self._turn(node.inputs[0], _elem_type(self._cache.dtype))
+        else:
+            self._turn_result(node, lambda result: self._turn(result, _elem_type(self._cache.dtype)))
+        return True
+
+    def _turn_result(self, node: gs.Node, turn: Callable[[gs.Tensor], gs.Variable]) -> None:
+        """Rotate the first output of a node."""
+        (result, *others), made = node.outputs, gs.Variable(self._emitter.name("rotated"), dtype=node.outputs[0].dtype)
+        node.outputs = [made, *others]
+        (maker,) = turn(made).inputs
+        maker.outputs = [result]
+
+    def _turn(self, rows: gs.Tensor, dtype: int) -> gs.Variable:
+        """Rows ``[..., H]`` rotated, or rotated back."""
+        matrix: gs.Tensor = self._emitter.constant(rotation(self._size))
+        if dtype != FLOAT:
+            matrix = self._emitter.once(
+                ("rotation", self._size, dtype), lambda: self._op("Cast", [matrix], "rotation", dtype, to=dtype)
+            )
+        return self._op("MatMul", [rows, matrix], "rotated", dtype)
+
+    def _turn_packed(self, rows: gs.Tensor) -> gs.Variable:
+        """Rows ``[B, S, N*H]`` with each head rotated."""
+        heads = self._op("Reshape", [rows, self._emitter.ints([0, 0, -1, self._size])], "heads")
+        return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
     def _dequantize(self, rows: gs.Tensor, cut: gs.Node | None) -> gs.Variable:
         """The numbers that the codes of rows stand for: of all, or of those that a Slice takes."""
@@ -468,7 +537,8 @@ def _plan(plan: CachePlan, made: list[tuple[CacheUpdate, ...]]) -> CachePlan:
         tensors=tuple(tensors),
         changes=(*gone, *changes.values()),
     )
-    return replace(quantized, notes=(_saved(plan, quantized), *plan.notes))
+    costs = (_INT4,) if plan.options.cache_dtype is CacheDtype.INT4 else ()
+    return replace(quantized, notes=(_saved(plan, quantized), *costs, *plan.notes))
 
 
 def _text(role: TensorRole) -> str:
