@@ -10,6 +10,7 @@ CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: t
       idioms   models as exporters write them against their rewritten form
       latents  latent attention, absorbed against expanded
       logits   prefill with logits of the last position against logits of all positions
+      quality  a trained model on a text: types, quantized caches and weights against transformers in float32
       serve    `trt-kvcache serve` against a bare session, by number of clients
       span     step time against capacity, with and without the attention span
       stall    time between tokens while the long prompt of another client comes in
@@ -34,20 +35,8 @@ import onnxruntime as ort
 from benchmarks.report import Report
 from gpu_steps import write_json
 
-NAMES = (
-    "build",
-    "decode",
-    "draft",
-    "host",
-    "idioms",
-    "latents",
-    "logits",
-    "serve",
-    "span",
-    "stall",
-    "choice",
-    "kernel",
-)
+NAMES = ("build", "decode", "draft", "host", "idioms", "latents", "logits", "quality", "serve", "span", "stall",
+         "choice", "kernel")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         f"bench.py {name}", description=benchmark.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for argument, words in getattr(benchmark, "ARGUMENTS", {}).items():
+        parser.add_argument(argument, type=Path, help=words)
     for option, (default, words) in benchmark.OPTIONS.items():
         _add(parser, f"--{option}", default, words)
     parser.add_argument("--output", type=Path, help="write the JSON to this file, too, after every measurement")

@@ -48,7 +48,7 @@ SMALL = {
               "--vocab", "500"],
     "span": ["--capacity", "256", "512", "--turns", "3"],
     "choice": ["--vocab", "1001", "--turns", "3"],
-    "kernel": [],
+    "kernel": [], "quality": [],
     "draft": ["--tokens", "150", "--prompt", "8", "--hidden", "192", "--vocab", "500", "--layers", "2", "--guesses",
               "3", "--threads", "1"],
 }  # fmt: skip
