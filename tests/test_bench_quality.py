@@ -26,6 +26,13 @@ def test_scores_of_known_distributions(tmp_path: Path) -> None:
     assert found["perplexity"] == pytest.approx((4 / 1 * 4 / 3) ** 0.5)  # q gives 1/4, then 3/4, to what follows
 
 
+def test_positions_that_overflow_are_counted(tmp_path: Path) -> None:
+    scores = Scores([0, 1, 1], tmp_path)
+    scores.compare(iter([np.zeros((3, 2))]))
+    found = scores.compare(iter([np.array([[np.nan, np.nan], [0, 0], [0, 0]])]))
+    assert found == pytest.approx({"perplexity": 2, "kl": 0, "greedy": 2 / 3, "nan": 1}, abs=1e-6)
+
+
 def run(folder: Path, *more: str) -> None:
     words = ["--tokens", "60", "--calibration", "30", "--steps", "2", "--chunk", "25", "--exporter", "mobius"]
     bench.main(["quality", str(folder), str(TEXT), *words, *more])

@@ -86,8 +86,12 @@ class Scores:
         self._scores: Array | None = None
 
     def compare(self, chunks: Iterator[Array]) -> dict[str, float]:
-        """The quality of a way, whose logits come in chunks; those of the first way are the reference."""
-        start, lost, divergence, same = 0, 0.0, 0.0, 0
+        """The quality of a way, whose logits come in chunks; those of the first way are the reference.
+
+        Positions at which logits are NaN, as where float16 overflows, count as different tokens, and nowhere else.
+        """
+        start, nan, divergence, same = 0, 0, 0.0, 0
+        lost: list[float] = []
         first = self._scores is None
         for logits in chunks:
             found = _log_softmax(logits)
@@ -96,15 +100,18 @@ class Scores:
             exact = self._scores[start : start + len(found)]
             if first:
                 exact[:] = found
-            vocab = min(found.shape[1], exact.shape[1])  # some exporters pad it
-            divergence += float((np.exp(exact[:, :vocab]) * (exact[:, :vocab] - found[:, :vocab])).sum())
-            same += int((exact.argmax(1) == found.argmax(1)).sum())
+            known = ~np.isnan(found).any(1)
             following = self._ids[start + 1 : start + len(found) + 1]
-            lost -= float(found[np.arange(len(following)), following].sum())
-            start += len(found)
-        return {
-            "perplexity": float(np.exp(lost / (start - 1))), "kl": divergence / start, "greedy": same / start,
+            start, nan = start + len(found), nan + int((~known).sum())
+            lost += [-float(found[i, token]) for i, token in enumerate(following) if known[i]]
+            same += int((exact.argmax(1) == found.argmax(1))[known].sum())
+            vocab = min(found.shape[1], exact.shape[1])  # some exporters pad it
+            before, after = exact[known, :vocab], found[known, :vocab]
+            divergence += float((np.exp(before) * (before - after)).sum())
+        made = {
+            "perplexity": float(np.exp(np.mean(lost))), "kl": divergence / (start - nan), "greedy": same / start,
         }  # fmt: skip
+        return made | ({"nan": nan} if nan else {})
 
 
 def _log_softmax(logits: Array) -> Array:
@@ -170,7 +177,12 @@ def run(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> Re
     rows = [_row(name, values) for name, values in found.items()]
     title = f"{given.checkpoint.name}, {len(text)} tokens of {given.text.name}"
     head = ["", "perplexity", "KL", "greedy", "bytes/token", "tokens/s"]
-    return Report([title], head, rows, {"ways": found, "tokens": len(text)})
+    notes = [
+        f"{name}: logits are NaN at {values['nan']} position(s), which are left out of perplexity and KL"
+        for name, values in found.items()
+        if "nan" in values
+    ]
+    return Report([title], head, rows, {"ways": found, "tokens": len(text)}, notes=notes)
 
 
 def _row(name: str, values: dict[str, Any]) -> list[str]:
