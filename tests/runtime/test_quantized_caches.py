@@ -118,6 +118,7 @@ def test_plan_says_bytes_saved_and_sessions_take_them(tmp_path: Path, kind: Cach
         f"--cache-dtype {kind.value}: {after} bytes of caches per token with their scales, {before} as float32: "
         f"{before - after} saved ({share})"
     )
+    assert any("caches of 4 bits change what a small model says" in note for note in plan.notes) == (kind is INT4)
     assert {c.route for c in plan.caches} == ({Route.NATIVE} if target is RTX else {Route.NATIVE, Route.PLUGIN})
     assert all(c.in_place and c.carried for c in plan.caches)
     with DecodeSession.open(model, plan_options=options(kind, target), max_batch=2) as session:
