@@ -14,7 +14,7 @@ from decoders import DecoderConfig, write_decoder
 from rich.console import Console
 
 import trt_kvcache
-from trt_kvcache import CachePlan, plan_model
+from trt_kvcache import CachePlan, plan_model, verify_model
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.progress import ProgressBars, show_progress
 from trt_kvcache.progress import ProgressEvent, listener, listening, phase, tell
@@ -139,6 +139,30 @@ def test_a_plan_says_what_it_does(model: Path) -> None:
     regions = phases["regions"]
     assert regions.parent == "comparing with the original"
     assert regions.step == regions.steps > 1
+
+
+def test_a_verification_says_what_it_does(model: Path) -> None:
+    heard: list[ProgressEvent] = []
+    with listening(heard.append):
+        report = verify_model(model)
+    phases = {e.phase: e for e in heard}
+    assert list(phases)[4:] == [
+        "loading the original",
+        "decoding with the original: step",
+        "loading the rewritten model",
+        "decoding with the rewritten model: step",
+    ]
+    for name in ("original", "rewritten model"):
+        last = phases[f"decoding with the {name}: step"]
+        assert (last.step, last.steps, last.finished) == (len(report.steps), len(report.steps), True)
+
+
+def test_a_generation_says_what_it_does(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    app(["generate", str(model), "--tokens", "1,2", "--max-new-tokens", "2"], standalone_mode=False)
+    shown = terminal.getvalue()
+    places = [shown.index(text) for text in ("comparing with the original", "loading weights", "first token", " new ")]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize(("flags", "shown"), [([], True), (["--json"], False)])
