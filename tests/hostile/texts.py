@@ -16,7 +16,7 @@ TEMPLATES = {
     "a large number": "{{ 10**(10**9) }}",
     "by a filter": "{{ 'x' | center(10**11) }}",
     "by a format": "{{ '%99999999999d' % 1 }}",
-    "long": "{{ 'x' * (2 ** 24 + 1) }}",
+    "long": "{{ messages[0].content }}{{ 'x' * (2 ** 24 + 1) }}",
 }
 
 PATTERNS = ["(a+)+$", "(a|aa)+$", "(" * 10_000 + ")" * 10_000, "(a?){500}a{500}"]
