@@ -67,13 +67,20 @@ class Child:
                 self._answers.put(line)
         self._answers.put(b"")
 
-    def ask(self, parts: Sequence[bytes], seconds: float, told: Callable[[bytes], None] = lambda _: None) -> bytes:
+    def ask(
+        self,
+        parts: Sequence[bytes],
+        seconds: float,
+        told: Callable[[bytes], None] = lambda _: None,
+        until: float | None = None,
+    ) -> bytes:
         """Return the answer to a request, without its line break.
 
         Args:
             parts: of the request, one after the other.
             seconds: the longest wait. After that the child is ended.
             told: called with the news that come before the answer.
+            until: the end of these seconds (`time.monotonic`), where the request goes on with an earlier one.
 
         Raises:
             ChildError: it takes longer, or it died.
@@ -84,7 +91,7 @@ class Child:
                 for part in parts:
                     self._process.stdin.write(part)
                 self._process.stdin.flush()
-            until = time.monotonic() + seconds
+            until = time.monotonic() + seconds if until is None else until
             while (line := self._answers.get(timeout=max(0.0, until - time.monotonic()))).startswith(NEWS):
                 told(line.removeprefix(NEWS))
         except queue.Empty:

@@ -163,6 +163,7 @@ def _build_engine(
                 raise
             raise BuildError(f"{error.message}; {_about_scans(scans)}") from None
         proof, without = _recorded(recording, setup)
+        plan = replace(plan, notes=(*plan.notes, *watched.verdict.result()))
         manifest = replace(
             _manifest(setup, plan, profiles, built, engine_path),
             max_batch=limits.max_batch,
@@ -175,7 +176,6 @@ def _build_engine(
             generation=generation,
             warnings=(*said, *without, *built.warnings),
         )
-        watched.verdict.result()
         _publish([*ready, (manifest, built.file, engine_path)], bound(proof, built.done.blake3))
     return manifest
 
@@ -215,7 +215,7 @@ class _Watched:
         if progress is not None and not callable(progress):
             raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
         self._progress = progress or listener()
-        self.verdict: Future[None] | None = None
+        self.verdict: Future[tuple[str, ...]] | None = None
         self.recording: Recording | None = None
         self.raised: BaseException | None = None
 

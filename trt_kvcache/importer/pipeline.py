@@ -67,7 +67,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
-    _check(source, prepared, plan, rewritten)
+    plan = _noted(plan, _check(source, prepared, plan, rewritten))
     extensions.check_roundings(rewritten, source.path.parent)
     return _quantize(plan, rewritten)[0]
 
@@ -91,13 +91,13 @@ def import_model(
 def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS, *, thorough: bool = False) -> ImportedModel:
     """Plan and rewrite a model that was already read. `source` is not changed."""
     prepared, plan, rewritten = _rewrite(source, options)
-    _check(source, prepared, plan, rewritten, thorough=thorough)
+    plan = _noted(plan, _check(source, prepared, plan, rewritten, thorough=thorough))
     return _whole(source, prepared, plan, rewritten)
 
 
 def import_unchecked(
     model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
-) -> tuple[ImportedModel, Future[None]]:
+) -> tuple[ImportedModel, Future[tuple[str, ...]]]:
     """Plan and rewrite a model in memory, and return while the check still runs, for callers who have other work.
 
     Nothing that is made of the model may be given to anybody before the future has ended without an error.
@@ -107,19 +107,18 @@ def import_unchecked(
         options: target and choices.
 
     Returns:
-        The model, and the end of the check: it raises what `import_model` raises of the check.
+        The model, and the end of the check: notes for the plan, or what `import_model` raises of the check.
 
     Raises:
         ModelError, OptionError: see `plan_model`, but for what the check finds.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
-    checked, verdict = copied(rewritten), Future[None]()  # its weights are stand-ins
+    checked, verdict = copied(rewritten), Future[tuple[str, ...]]()  # its weights are stand-ins
 
     def work() -> None:
         try:
-            _check(source, prepared, plan, checked)
-            verdict.set_result(None)
+            verdict.set_result(_check(source, prepared, plan, checked))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             verdict.set_exception(error)
 
@@ -183,12 +182,18 @@ def _plan_and_rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepar
 
 def _check(
     source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto, *, thorough: bool = False
-) -> None:
+) -> tuple[str, ...]:
     try:
-        check_rewrite(prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough)
+        return check_rewrite(
+            prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough
+        )
     except UnsupportedModelError:
         source.check_unchanged()  # weights that changed meanwhile differ, too
         raise
+
+
+def _noted(plan: CachePlan, notes: tuple[str, ...]) -> CachePlan:
+    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 
 from trt_kvcache.importer.protos import byte_size
 
-__all__ = ["STAND_IN", "detached", "is_stand_in", "reinterpret", "stand_in"]
+__all__ = ["STAND_IN", "detached", "is_stand_in", "reinterpret", "stand_in", "storage"]
 
 STAND_IN = "trt_kvcache:detached"
 _OF = "trt_kvcache:of"
@@ -32,6 +32,16 @@ def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
 def is_stand_in(tensor: onnx.TensorProto) -> bool:
     """True if the data of a tensor are kept aside."""
     return any(e.key == "location" and e.value == STAND_IN for e in tensor.external_data)
+
+
+def storage(tensor: onnx.TensorProto) -> str | None:
+    """A text for the data that a tensor reads, one for all views of them; None: they lie in the tensor itself."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return None
+    entries = {e.key: e.value for e in tensor.external_data}
+    if entries.get("location") == STAND_IN:
+        return f"{STAND_IN} {entries.get(_OF, tensor.name)}"
+    return f"{entries.get('location')} {entries.get('offset', 0)}"
 
 
 def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:

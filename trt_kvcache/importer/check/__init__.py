@@ -8,6 +8,7 @@ apart.
     cut           both models, with the inputs that mean the same on both sides
     shapes        shapes in batch and new tokens
     region        between boundaries, caches and inputs on one end, joins and presents on the other
+    narrow        regions with large weights: few rows and columns, random numbers
     schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows
     sides         both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
     slim          regions with short heads, for long steps
@@ -36,6 +37,8 @@ from trt_kvcache.importer.rewritten import misfit
 
 __all__ = ["check_rewrite", "start_process"]
 
+_UNREAD = "because it has more weights than can be read, and no fewer rows and columns fit together"
+
 
 def check_rewrite(
     original: onnx.ModelProto,
@@ -45,7 +48,7 @@ def check_rewrite(
     folder: Path,
     *,
     thorough: bool = False,
-) -> None:
+) -> tuple[str, ...]:
     """Refuses a rewritten model that does not give the original's numbers.
 
     Args:
@@ -55,6 +58,9 @@ def check_rewrite(
         weights: the weights that have stand-ins, by name.
         folder: the folder of external data.
         thorough: run steps after a past of every length, too.
+
+    Returns:
+        Notes on what was not compared.
 
     Raises:
         OptionError: the capacity exceeds what the model takes.
@@ -72,7 +78,8 @@ def check_rewrite(
         ) from None
     first = min(verdicts, key=lambda v: (v.answer == "equal", v.answer != "different"), default=None)
     if first is None or first.answer == "equal":
-        return
+        unread = [f"'{v.name}'" for v in verdicts if v.why]
+        return (f"not compared with the original, {_UNREAD}: {', '.join(unread)}",) if unread else ()
     if first.answer == "ends":
         longest = max(c.capacity for c in plan.caches)
         raise OptionError(

@@ -6,7 +6,7 @@
 Regions compare such operators with the original, row by row. Here everything outside of the regions of caches runs in
 two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. If the
 original takes tokens one by one, they have to be the same one by one as together. Large weights are not read: random
-ones of rank 1 stand in for them, and the dependences stay.
+ones of rank 1 stand in for them, and the dependences stay. Mixtures of large experts are left out, as caches are.
 """
 
 from __future__ import annotations
@@ -224,12 +224,12 @@ class _Outside:
 
 
 def _ends(cut: Cut, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:
-    """The results of the regions of caches, with shapes, and the tensors that go into them."""
+    """The results of the regions of caches and of experts, with shapes, and the tensors that go into them."""
     graph = cut.rewritten
     made: dict[str, tuple[Term, ...]] = {}
     taken: list[str] = []
     for region in regions:
-        if pasts & {v.name for v in region.models[1].graph.input}:
+        if pasts & {v.name for v in region.models[1].graph.input} or _reads_experts(region):
             made |= region.joins
             taken += [name for b in region.boundaries for name in b.names[1]]
     after = graph.tainted(pasts, through=made, shapes=False)
@@ -240,6 +240,12 @@ def _ends(cut: Cut, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[st
             if shape is not None:
                 made[node.output[0]] = shape
     return made, taken
+
+
+def _reads_experts(region: Region) -> bool:
+    """A token chooses matrices: large ones would be multiplied for each, where products and lookups take a row."""
+    weights = region.models[1].graph.initializer
+    return any(math.prod(t.dims[1:]) > _LARGEST for t in weights if len(t.dims) > 2)
 
 
 def _shape(cut: Cut, name: str) -> tuple[Term, ...] | None:

@@ -6,7 +6,8 @@ One child process serves all checks of its parent, so that Python and ONNX Runti
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,7 @@ from onnx import TensorProto
 
 from trt_kvcache.child import Child, ChildError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.protos import byte_size
 from trt_kvcache.progress import ProgressEvent, phase, tell
-
-_EACH = 8 << 20  # bytes of a weight that is sent; larger ones lie in files, which the process reads
-_ALL = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,8 @@ class Verdict:
 
     Attributes:
         name: the tensor or the cache that the region makes.
-        answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared) or ``"undecided"`` (it cannot run);
+        answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (it cannot run) or
+            ``"stuck"`` (the rewritten side does not run);
             ``"dependent"``: a sequence of a batch changes it for another one; ``"ends"``: the model takes no more
             tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch; ``"counted"``:
             how many tokens come at once changes it.
@@ -48,12 +46,12 @@ class Request:
     """A check to do.
 
     Attributes:
-        sizes: bytes of the original, of the rewritten model, and of a model that holds weights, which follow.
+        sizes: bytes of the original and of the rewritten model, which follow.
         folder: the folder of external data.
         thorough: run steps after a past of every length, too.
     """
 
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int]
     plan: CachePlan
     folder: str
     thorough: bool
@@ -61,15 +59,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdicts, or the reason that there are none.
+    """The verdicts, the reason that there are none, or a question.
 
     Attributes:
+        wanted: the name of a weight; its bytes, and before them a line with their number, are the next request.
         refused: an error for the user.
         exhausted: the process needed more memory than it may use.
         bug: a trace.
     """
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Verdict, ...] = ()
+    wanted: str = ""
     refused: str = ""
     exhausted: bool = False
     bug: str = ""
@@ -118,23 +118,14 @@ def check_in_process(
     Raises:
         ChildError: the process exceeded a limit, ended, or refused the models.
     """
-    held = onnx.ModelProto()
-    room = _ALL
-    for tensor in weights.values():
-        size = byte_size(tensor) or 0
-        if size <= min(_EACH, room):
-            held.graph.initializer.append(tensor)
-            room -= size
-    parts = (original.SerializeToString(), rewritten.SerializeToString(), held.SerializeToString())
-    sizes = (len(parts[0]), len(parts[1]), len(parts[2]))
-    request = msgspec.json.encode(Request(sizes, plan, str(folder), thorough))
+    parts = (original.SerializeToString(), rewritten.SerializeToString())
+    request = msgspec.json.encode(Request((len(parts[0]), len(parts[1])), plan, str(folder), thorough))
     with _asking, phase("comparing with the original"):
         child = start_process(plan.options, to_ask=True)
         try:
-            line = child.ask((request, b"\n", *parts), plan.options.check_seconds, _pass_on)
+            answer = _ask(child, (request, b"\n", *parts), weights, plan.options.check_seconds)
         finally:
             _answering.remove(child)
-    answer = msgspec.json.decode(line, type=Answer)
     if answer.bug:
         raise RuntimeError(f"the check failed:\n{answer.bug}")
     if answer.exhausted:
@@ -142,3 +133,15 @@ def check_in_process(
     if answer.refused:
         raise ChildError(answer.refused)
     return answer.verdicts
+
+
+def _ask(child: Child, parts: Sequence[bytes], weights: Mapping[str, TensorProto], seconds: float) -> Answer:
+    """The answer to a request; the child gets the weights that it asks for meanwhile."""
+    until = time.monotonic() + seconds
+    while True:
+        line = child.ask(parts, seconds, _pass_on, until)
+        answer = msgspec.json.decode(line, type=Answer)
+        if not answer.wanted:
+            return answer
+        data = weights[answer.wanted].SerializeToString()
+        parts = (b"%d\n" % len(data), data)

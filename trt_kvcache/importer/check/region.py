@@ -24,6 +24,7 @@ from trt_kvcache.importer.check.shapes import Kind, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role
 from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
 from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
+from trt_kvcache.importer.weights import storage
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
@@ -63,6 +64,7 @@ class Region:
         rows: of caches that the original holds in a fixed length, by name of the past.
         layer: number of the attention that reads its caches, from 0; None: it reads none, or there is one attention.
         is_end: its join is an output that no other region reads, of any type, such as a view of a cache.
+        drawn: its weights are random numbers, which show in what it makes.
     """
 
     joins: Mapping[str, tuple[Term, ...]]
@@ -75,6 +77,7 @@ class Region:
     rows: Mapping[str, int]
     layer: int | None
     is_end: bool = False
+    drawn: bool = False
 
 
 def find_regions(cut: Cut) -> list[Region]:
@@ -388,9 +391,9 @@ def _key(
             c = caches[name]
             facts = (c.dtype, c.logical_shape, c.physical_shape, c.layout, c.mode, c.sequence_axis, c.capacity)
             kinds[name], named[name] = f"cache {facts} {_facts(exported.get(name))}", name
-        elif name in graph.constants and (digest := graph.constant_digest(name)) in weights:
+        elif name in graph.constants and (data := _data(graph, name)) in weights:
             tensor = graph.constants[name]
-            kinds[name], named[name] = f"weight {tensor.data_type} {list(tensor.dims)}", digest
+            kinds[name], named[name] = f"weight {tensor.data_type} {list(tensor.dims)}", data
         elif name in graph.inputs:
             kinds[name] = f"input {name}"
     for node in nodes:  # alike caches have one shape, which exporters read of any of them
@@ -437,16 +440,22 @@ def _leaves(
 
 
 def _common_weights(cut: Cut, cones: Sequence[Cone]) -> set[str]:
-    """Digests of weights that both sides read: a verdict with one set of numbers in them holds for all."""
-    digests = [
-        {graph.constant_digest(n) for n in cone[2] if _is_weight(graph.constants[n])}
+    """The data of weights that both sides read: a verdict with one set of numbers in them holds for all."""
+    data = [
+        {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(cut.sides, cones, strict=True)
     ]
-    return digests[0] & digests[1]
+    return data[0] & data[1]
+
+
+def _data(graph: Graph, name: str) -> str:
+    """A text for the contents of a constant, whatever type and shape they are read as."""
+    return storage(graph.constants[name]) or graph.constant_digest(name)
 
 
 def _is_weight(tensor: TensorProto) -> bool:
-    return tensor.data_type not in (*_WHOLE, TensorProto.BOOL) and math.prod(tensor.dims) > _FEW
+    is_whole = tensor.data_type in (*_WHOLE, TensorProto.BOOL) and storage(tensor) is None
+    return not is_whole and math.prod(tensor.dims) > _FEW
 
 
 def _reads_weight(graph: Graph, name: str) -> bool:

@@ -26,7 +26,7 @@ from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.schedule import end_steps, plan_steps, rows_needed
 from trt_kvcache.importer.check.shapes import Term
-from trt_kvcache.importer.check.sides import Feeds, Sides
+from trt_kvcache.importer.check.sides import Feeds, Sides, StuckError
 from trt_kvcache.importer.check.slim import slim
 from trt_kvcache.importer.check.verdicts import kept_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
@@ -57,11 +57,14 @@ def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough
                 return Verdict(name, "different", why)
             compared |= run.compares
             alive |= run.alive
+    except StuckError as error:
+        return Verdict(name, "stuck", str(error))
     except (EngineError, OptionError, UnsupportedModelError) as error:
         return Verdict(name, "undecided", str(error))
     if not compared:
         return Verdict(name, "vacuous", "no step of the schedule fits the model")
-    if (region.presents or (region.is_end and _depends_on_numbers(region))) and alive != set(region.joins):
+    shows = region.presents or region.drawn or (region.is_end and _depends_on_numbers(region))
+    if shows and alive != set(region.joins):
         return Verdict(name, "vacuous", "the original gives the same number for all queries, keys and values")
     return Verdict(name, "equal")
 

@@ -44,6 +44,10 @@ _BYTES = 256 << 20  # of the caches of a step
 _LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
 
 
+class StuckError(EngineError):
+    """The original's part runs, and the rewritten one does not."""
+
+
 class Sides:
     """Both sides of a region, in one type.
 
@@ -135,7 +139,7 @@ class Sides:
                 given = self._of_rewritten(step, feeds, step.length)
                 self.engines[:] = [original, open_engine(self._models[1], given, strict=True)]
             except EngineError as error:
-                raise EngineError(f"the rewritten part does not run: {error}") from None
+                raise StuckError(f"the rewritten part does not run: {error}") from None
             return
         if refusals:
             raise EngineError(f"the original's part does not run: {refusals[0]}")
@@ -265,8 +269,15 @@ class Sides:
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
     def rewritten(self, step: Step, feeds: Feeds, kept: int) -> Feeds:
-        """The rewritten side's joins and presents; caches in its own layout."""
-        return self.engines[1].run(self._of_rewritten(step, feeds, kept))
+        """The rewritten side's joins and presents; caches in its own layout.
+
+        Raises:
+            StuckError: it does not run.
+        """
+        try:
+            return self.engines[1].run(self._of_rewritten(step, feeds, kept))
+        except EngineError as error:
+            raise StuckError(str(error)) from None
 
     def _of_rewritten(self, step: Step, feeds: Feeds, kept: int) -> Feeds:
         made = {name: values for name, values in feeds.items() if name in self._needed[1]}

@@ -1,7 +1,8 @@
 """The child process of the check: it runs parts of a foreign model, with limits on memory and time.
 
 Run as ``python -m trt_kvcache.importer.check.worker BYTES``. Requests come from stdin and answers go to stdout, each as
-a line of JSON; a request is followed by its models. Lines of news say how far it is. It ends with its stdin.
+a line of JSON; a request is followed by its models. Lines of news say how far it is, and an answer may be that a weight
+is wanted, which is the next request. It ends with its stdin.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn, TypeVar
 
 import msgspec
 import onnx
+from google.protobuf.message import Message
 
 from trt_kvcache.child import NEWS, limit_memory
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer.check.process import Answer, Request
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.progress import ProgressEvent, listening
+
+_Proto = TypeVar("_Proto", bound=Message)
 
 
 def main() -> None:
@@ -39,8 +44,8 @@ def main() -> None:
     stdin = sys.stdin.buffer
     while line := stdin.readline():
         request = msgspec.json.decode(line, type=Request)
-        original, rewritten, held = (_model(stdin, size) for size in request.sizes)
-        weights = {t.name: t for t in held.graph.initializer}
+        original, rewritten = (_parsed(stdin, size, onnx.ModelProto()) for size in request.sizes)
+        weights = _Asked(stdin, answers)
         try:
             folder = Path(request.folder)
             verdicts_kept = open_verdicts(again=request.plan.options.recheck)
@@ -48,21 +53,36 @@ def main() -> None:
                 verdicts = check_models(original, rewritten, request.plan, weights, folder, thorough=request.thorough)
             answer = Answer(tuple(verdicts))
         except TrtKvCacheError as error:
-            answer = Answer((), str(error))
+            answer = Answer(refused=str(error))
         except MemoryError:
-            answer = Answer((), exhausted=True)
+            answer = Answer(exhausted=True)
         except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
-            answer = Answer((), bug=traceback.format_exc())
+            answer = Answer(bug=traceback.format_exc())
         answers.write(msgspec.json.encode(answer) + b"\n")
 
 
-def _model(stdin: BinaryIO, size: int) -> onnx.ModelProto:
+class _Asked(Mapping[str, onnx.TensorProto]):
+    """The weights inside of the model, which the caller has: each is asked for when it is read, and not kept."""
+
+    def __init__(self, stdin: BinaryIO, answers: BinaryIO) -> None:
+        self._stdin, self._answers = stdin, answers
+
+    def __getitem__(self, name: str) -> onnx.TensorProto:
+        self._answers.write(msgspec.json.encode(Answer(wanted=name)) + b"\n")
+        return _parsed(self._stdin, int(self._stdin.readline() or 0), onnx.TensorProto())
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("only the caller knows their names")
+
+    __len__ = __iter__
+
+
+def _parsed(stdin: BinaryIO, size: int, into: _Proto) -> _Proto:
     data = stdin.read(size)
     if len(data) < size:
         os._exit(1)  # the caller has ended
-    model = onnx.ModelProto()
-    model.ParseFromString(data)
-    return model
+    into.ParseFromString(data)
+    return into
 
 
 if __name__ == "__main__":

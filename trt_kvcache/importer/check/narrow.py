@@ -1,0 +1,246 @@
+"""Regions with large weights: the same computation with fewer rows and columns, and with random weights.
+
+    MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias of as many rows
+    QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
+
+What an operator does with one row of a weight it does with all of them. So both sides are cut alike: wherever a size
+stands (in the shape of a weight, in an attribute, among a few whole numbers, in the shape of a boundary), a smaller one
+takes its place. Sizes that do not fit together do not run, and the next choice is tried.
+
+Constants that lie in the graph itself, such as zero points that the rewritten side adds, keep their contents: rows that
+are not like the first one are among those that stay.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from trt_kvcache.importer.check.region import Region
+from trt_kvcache.importer.check.shapes import Term
+from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.protos import FLOATS, byte_size, copied
+from trt_kvcache.importer.weights import storage
+
+_FEW = 32  # rows that a long axis keeps, at least
+_LONG = 128  # a size that is cut alone
+_LEAST = 2  # of what is divided: one block, and another one
+_TRIES = 2  # divisors for one set of sizes
+_FLOATS8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
+_WHOLE = (TensorProto.INT64, TensorProto.INT32)
+_NUMBERS = 4  # in a constant that shapes are computed with
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Smaller sizes for sizes.
+
+    Attributes:
+        sizes: the smaller ones.
+        experts: the size of the first axis that all matrices of a mixture have, which stays; 0: there is none.
+    """
+
+    sizes: Mapping[int, int]
+    experts: int = 0
+
+    def of(self, size: int) -> int:
+        """The size of any place."""
+        return self.sizes.get(size, size)
+
+    def shape(self, dims: Sequence[int]) -> list[int]:
+        """The shape of a constant; axes of rows and columns may be one."""
+        if len(dims) == 1 and dims[0] not in self.sizes:
+            for size in sorted(self.sizes, reverse=True):
+                if dims[0] % size == 0:
+                    return [self.sizes[size] * self.of(dims[0] // size)]
+        return [d if not axis and d == self.experts else self.of(d) for axis, d in enumerate(dims)]
+
+    def terms(self, shape: Sequence[Term]) -> tuple[Term, ...]:
+        """The shape of a boundary or a join."""
+        return tuple(t if t.factor == self.experts else replace(t, factor=self.of(t.factor)) for t in shape)
+
+
+def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
+    """Bytes of the constants of both sides; data that both read count once."""
+    sizes: dict[str, int] = {}
+    for number, model in enumerate(models):
+        for tensor in model.graph.initializer:
+            own = storage(tensor) or f"{number}:{tensor.name}"
+            sizes[own] = max(sizes.get(own, 0), byte_size(tensor) or 0)
+    return sum(sizes.values())
+
+
+def narrowed(
+    region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
+) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
+    """The region with few rows and columns: of at most `few` bytes first, then of at most `most`.
+
+    A region of `few` bytes stays whole.
+    """
+    if bytes_read(region.models) <= few:
+        yield region, plan, limits
+    larger = []
+    for choice in _choices(region, plan):
+        cut = _cut(region, plan, limits, choice)
+        size = most + 1 if cut is None else bytes_read(cut[0].models)
+        if cut is not None and size <= few:
+            yield cut
+        elif cut is not None and size <= most:
+            larger.append(cut)
+    yield from larger
+
+
+def drawn(region: Region) -> Region:
+    """The region with random numbers in the place of all weights that do not lie in its graphs."""
+    made = copied(region.models[0]), copied(region.models[1])
+    for tensor in (t for model in made for t in model.graph.initializer):
+        if (own := storage(tensor)) is not None:
+            _draw(tensor, own)
+    return replace(region, models=made, drawn=True)
+
+
+def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
+    weights = [list(t.dims) for m in region.models for t in m.graph.initializer if storage(t) is not None]
+    matrices = [dims for dims in weights if len(dims) > 1]
+    firsts = {dims[0] for dims in matrices}
+    experts = firsts.pop() if len(firsts) == 1 and sum(len(dims) > 2 for dims in matrices) > 1 else 0
+    inner = {d for dims in matrices for axis, d in enumerate(dims) if axis or not experts}
+    sizes = sorted((d for d in inner if d >= _LEAST), reverse=True)
+    if has_caches(region, plan):
+        # Rows of tables that no position reaches, and what products take sums over: heads keep their sizes.
+        rows = max((c.capacity for c in plan.caches), default=0) + _FEW
+        yield from (_Choice({size: rows}) for size in sizes if size > rows)
+    yield from (_Choice({size: _FEW + size % _FEW}) for size in sizes if size >= _LONG)
+    # Numbers, bytes and blocks of one axis are powers of two apart. Shapes of experts hold all of these.
+    for least in reversed(sizes) if experts else sizes:
+        groups: dict[int, list[int]] = {}
+        for size in sizes[: sizes.index(least) + 1]:
+            groups.setdefault(size // (size & -size), []).append(size)
+        for place in range(_TRIES):
+            made: dict[int, int] = {}
+            for group in groups.values():
+                common = math.gcd(*group)
+                divisors = (d for d in range(common, 1, -1) if common % d == 0 and group[-1] // d >= _LEAST)
+                divisor = next(islice(divisors, place, None), 1)
+                made |= {size: size // divisor for size in group if divisor > 1}
+            if made:
+                yield _Choice(made, experts)
+
+
+def has_caches(region: Region, plan: CachePlan) -> bool:
+    """True if the region writes or reads a cache."""
+    caches = {c.past for c in plan.caches}
+    return bool(region.presents) or any(v.name in caches for model in region.models for v in model.graph.input)
+
+
+def _cut(
+    region: Region, plan: CachePlan, limits: IndexLimits, choice: _Choice
+) -> tuple[Region, CachePlan, IndexLimits] | None:
+    """Both sides with other sizes; None: constants of the rewritten side would lose what they say."""
+    rows = _rows(region, choice)
+    if rows is None:
+        return None
+    models = tuple(_resized(model, choice, rows) for model in region.models)
+    stored: dict[str, int] = {}
+    for tensor in (t for model in models for t in model.graph.initializer):
+        own = storage(tensor)
+        if own is not None and stored.setdefault(own, byte_size(tensor) or 0) != byte_size(tensor):
+            return None  # one side would read other bytes of it than the other one
+
+    def known(bounds: Mapping[str, int]) -> dict[str, int]:
+        return {
+            n: min([bound, *(few for size, few in choice.sizes.items() if size >= bound)])
+            for n, bound in bounds.items()
+        }
+
+    caches = {name for c in plan.caches for name in (c.past, c.present)}
+    tensors = tuple(
+        t if t.name in caches else replace(t, shape=tuple(choice.of(d) if isinstance(d, int) else d for d in t.shape))
+        for t in plan.tensors
+    )
+    small = replace(
+        region,
+        models=(models[0], models[1]),
+        joins={name: choice.terms(shape) for name, shape in region.joins.items()},
+        boundaries=tuple(replace(b, shape=choice.terms(b.shape)) for b in region.boundaries),
+    )
+    return small, replace(plan, tensors=tensors), IndexLimits(known(limits.tokens), known(limits.positions))
+
+
+def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
+    """The rows that stay, by the size of their axis: half of them unlike the first one, if there are so many.
+
+    None: there are some, and more sizes than one are cut: then rows belong together.
+    """
+    kept = {size: np.arange(few) for size, few in choice.sizes.items()}
+    both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]
+    for tensor in both[1].values():
+        same = both[0].get(tensor.name)
+        if _is_whole(tensor) or (same is not None and same.SerializeToString() == tensor.SerializeToString()):
+            continue
+        for axis, (size, few) in enumerate(zip(tensor.dims, choice.shape(tensor.dims), strict=True)):
+            if size == few:
+                continue
+            values = np.moveaxis(numpy_helper.to_array(tensor), axis, 0)
+            differs = (values != values[:1]).reshape(size, -1).any(1)
+            unlike, alike = np.flatnonzero(differs), np.flatnonzero(~differs)
+            if not len(unlike):
+                continue
+            if len(choice.sizes) > 1 or size not in kept:
+                return None
+            most = max(few // 2, few - len(alike))  # of those unlike the first
+            kept[size] = np.sort(np.concatenate([unlike[:most], alike[: few - len(unlike[:most])]]))
+    return kept
+
+
+def _resized(model: onnx.ModelProto, choice: _Choice, rows: Mapping[int, npt.NDArray[np.int64]]) -> onnx.ModelProto:
+    made = copied(model)
+    for tensor in made.graph.initializer:
+        if storage(tensor) is not None:
+            tensor.dims[:] = choice.shape(tensor.dims)
+        elif _is_whole(tensor):
+            values = numpy_helper.to_array(tensor)
+            if values.size <= _NUMBERS:
+                smaller = np.array([choice.of(int(v)) for v in values.ravel()], values.dtype)
+                tensor.CopyFrom(numpy_helper.from_array(smaller.reshape(values.shape), tensor.name))
+        elif (shape := choice.shape(tensor.dims)) != list(tensor.dims):
+            values = numpy_helper.to_array(tensor)
+            for axis, (size, few) in enumerate(zip(tensor.dims, shape, strict=True)):
+                if size != few:
+                    values = np.take(values, rows.get(size, np.arange(few)), axis)
+            tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), tensor.name))
+    for node in made.graph.node:
+        for attribute in node.attribute:
+            if attribute.type == attribute.INT:
+                attribute.i = choice.of(attribute.i)
+            elif attribute.type == attribute.INTS and len(attribute.ints) <= _NUMBERS:
+                attribute.ints[:] = [choice.of(i) for i in attribute.ints]
+    return made
+
+
+def _is_whole(tensor: TensorProto) -> bool:
+    return tensor.data_type in _WHOLE or tensor.data_type == TensorProto.BOOL
+
+
+def _draw(tensor: TensorProto, own: str) -> None:
+    """Give a weight random contents, in place: the same bytes to all that read the same data."""
+    rng = np.random.default_rng(zlib.crc32(own.encode()))
+    count = math.prod(tensor.dims)
+    if tensor.data_type in (*FLOATS, *_FLOATS8):
+        dtype: npt.DTypeLike = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        values: npt.NDArray[Any] = (0.1 * rng.standard_normal(count, np.float32)).astype(dtype)
+        data = values.tobytes()
+    else:
+        data = rng.bytes(byte_size(tensor) or 0)
+    made = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
+    tensor.CopyFrom(made)
