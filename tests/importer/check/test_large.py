@@ -300,9 +300,9 @@ FORMS = {"optimum": ("concat", 0), "torch": ("concat-attention", 0), "torch, sta
 def test_decoders_of_a_billion_parameters(name: str, tmp_path: Path) -> None:
     """Llama 3.2 1B, as exporters write it."""
     form, block = FORMS[name]
-    small = replace(SMALL, layers=16, query_heads=32, kv_heads=8, head_size=64, capacity=4096)
+    small = replace(SMALL, layers=16, query_heads=32, kv_heads=8, head_size=64, capacity=512)
     sizes = {53: 2048, 106: 8192, 61: 128_256, 67: 131_072}
     path = write_large(make_foreign(form, small), sizes, tmp_path, block=block)
-    plan = rewrite_model(path, tmp_path / "rewritten.onnx", PlanOptions(capacity=4096, check_seconds=900))
+    plan = rewrite_model(path, tmp_path / "rewritten.onnx", PlanOptions(capacity=512, check_seconds=900))
     assert len(plan.caches) == 32
     assert not any("not compared" in note for note in plan.notes)
