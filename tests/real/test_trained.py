@@ -135,10 +135,10 @@ def test_the_engine_has_a_proof_that_refuses_faults(
 ) -> None:
     """As replayed by ONNX Runtime: the right model passes, and each of the wrong ones fails."""
     folder = trained.export(model, exporter, "float16")
-    options = PlanOptions(capacity=CAPACITY)
-    manifest = build_engine(folder, f"{tmp_path}/", options, BuildOptions(max_batch=BATCH, max_chunk=CHUNK))
+    engine, sizes = tmp_path / ENGINE, BuildOptions(max_batch=BATCH, max_chunk=CHUNK)
+    manifest = build_engine(folder, engine, options=PlanOptions(capacity=CAPACITY), build=sizes)
     assert manifest.proof is not None, manifest.warnings
-    proof = load_proof(manifest, tmp_path / ENGINE)
+    proof = load_proof(manifest, engine)
     assert _replayed(folder, proof).passed
     for name, wrong in _faults(folder):
         assert not _replayed(wrong, proof).passed, name
