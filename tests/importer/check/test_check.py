@@ -25,6 +25,9 @@ from verify import mistakes as m
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
 from trt_kvcache.importer.check import check_rewrite
+from trt_kvcache.importer.check.cut import prepare_cut
+from trt_kvcache.importer.check.graph import Graph as CheckedGraph
+from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.steps.engine import EngineError, open_engine
 
@@ -112,6 +115,31 @@ def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: P
     for model, answers in ((imported.model, {"equal"}), (wrong, {"equal", "different"})):
         verdicts = models.check_models(flat.reference, model, imported.plan, flat.weights, tmp_path)
         assert {v.answer for v in verdicts} == answers
+
+
+@pytest.mark.parametrize("name", ["float16_sdpa", "float16_sdpa_op24", "float16_eager"])
+def test_layers_of_a_torch_export_run_once(name: str) -> None:
+    """torch reads the batch and the past from the shape of any layer's cache, and adds them in any order."""
+    folder = MODELS / "torch" / f"llama_dynamic_{name}"
+    imported = import_model(folder / "model.onnx", PLAN)
+    flat = pipeline.prepare(imported.source.proto, PLAN)
+    regions = find_regions(prepare_cut(flat.reference, imported.model, imported.plan))
+    written = [r for r in regions if r.presents]
+    assert len(written) == len(imported.plan.attention) > 1
+    assert len({r.key for r in written}) == 1
+
+
+def test_operands_that_may_not_change_places_keep_them() -> None:
+    def differences(*operands: str) -> str:
+        nodes = [helper.make_node("Sub", operands, ["d"]), helper.make_node("Add", ["d", "a"], ["y"])]
+        value = helper.make_tensor_value_info
+        graph = helper.make_graph(
+            nodes, "g", [value(n, TensorProto.FLOAT, [1]) for n in "ab"], [value("y", TensorProto.FLOAT, [1])]
+        )
+        seen, _ = CheckedGraph(helper.make_model(graph)).digests({"a": "a", "b": "b"})
+        return seen["y"]
+
+    assert differences("a", "b") != differences("b", "a")
 
 
 def test_the_message_names_query_and_key(tmp_path: Path) -> None:
