@@ -130,7 +130,36 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+def by_head(g: Build) -> str:
+    """Half of the heads see the whole text, half of them a window of 3."""
+    near = g.And(g.causal(), g.Greater(g.key_rows, g.Sub(g.query_rows, 3)))
+    both = [g.to_scores(tensor) for tensor in (g.causal(), near)]
+    return g.Concat(*both, *both, axis=1)
+
+
+def of_blocks(g: Build) -> str:
+    """Queries see the rows of their block of 8, as Llama 4's local layers: a window for the last of each."""
+    same = g.Equal(g.Div(g.query_rows, 8), g.Div(g.key_rows, 8))
+    return g.to_scores(g.And(g.causal(), same))
+
+
+def giving_scores(g: Build, query: str, keys: str, values: str) -> str:
+    """Attention that gives its scores as an output of the model, too."""
+    mask = g.Where(g.to_scores(g.causal()), g.number(0.0), g.number(-1e4))
+    y = g.node("Attention", [query, keys, values, mask], ["", "", "", "scores"])
+    g.output("scores", TensorProto.FLOAT, ["batch", 4, "sequence", "total"])
+    return y
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "heads with different masks": {"mask": by_head},
+    "blocks": {"mask": of_blocks},
+    "scores as an output": {"attend": giving_scores, "opset": 24},
+}
+
+
 def entries() -> Iterator[Entry]:
+    yield from decoders("mask", REFUSED)
     yield from decoders("mask", FORMS)
     for apply in ("add", "where"):
         forms = {mask.__name__: {"mask": _shown(mask), "apply": apply} for mask in LOOK_ALIKES}

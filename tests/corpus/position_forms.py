@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from concat_graphs import TYPES, Build, Decoder, decoders, make_decoder
+from concat_graphs import TYPES, Build, Decoder, _attend, decoders, make_decoder
 from graphs import Dim, Graph
 from new_row_graphs import lay_caches
 from onnx import TensorProto
@@ -324,7 +324,31 @@ def sliced(first: int = 0, last: int = 0, use: str = "Add") -> onnx.ModelProto:
     return graph.model(24)
 
 
+def _temperature(g: Build, rows: str) -> str:
+    """Llama 4's: it grows with every 8 tokens."""
+    steps = g.Floor(g.Div(g.Add(g.Cast(rows, to=FLOAT), g.number(1.0)), g.number(8.0)))
+    return g.Add(g.Log(g.Add(steps, g.number(1.0))), g.number(1.0))
+
+
+STEPS: dict[str, Callable[[Build, str], str]] = {
+    "Floor": _temperature,
+    "Where": lambda g, rows: g.Where(g.Greater(rows, 15), g.number(2.0), g.number(1.0)),
+    "integers divided": lambda g, rows: g.Add(g.Cast(g.Div(rows, 8), to=FLOAT), g.number(1.0)),
+    "Mod": lambda g, rows: g.Add(g.Cast(g.Mod(rows, 4), to=FLOAT), g.number(1.0)),
+}
+
+
+def scaled_by(factor: Callable[[Build, str], str]) -> Callable[[Build, str, str, str], str]:
+    """Queries times a function of their positions that is the same for several of these."""
+
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        return _attend(g, g.Mul(query, factor(g, g.query_rows)), keys, values)
+
+    return attend
+
+
 def entries() -> Iterator[Entry]:
+    yield from decoders("steps of positions", {n: {"attend": scaled_by(how)} for n, how in STEPS.items()})
     found = {n: {"positions": "none", "after": looked_up(i)} for n, i in FOUND.items()}
     found |= {f"{n}, batch of {b}": {**found[n], "batch": b} for n in ("one for all", "beside pads") for b in (1, 2)}
     found |= {f"{n}, one token": {**found[n], "sequence": 1} for n in ("one for all", "beside pads")}

@@ -317,7 +317,8 @@ def _template(masks: Masks, samples: Samples) -> Visibility:
             return guess
     before, after = (masks.visible(sample) for sample in samples.twins)
     still = masks.write is not None and not masks.write.growing and np.array_equal(before, after) and not after.all()
-    raise UnsupportedModelError(_no_template(masks, longest, visible) + f". {FOR_GOOD}" * still)
+    other = _apart(seen, Visibility(window=window))
+    raise UnsupportedModelError(_no_template(masks, longest, visible, other) + f". {FOR_GOOD}" * still)
 
 
 def _drawn(template: Visibility, sample: Sample, keys: int) -> Array:
@@ -357,10 +358,31 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
     return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
 
 
-def _no_template(masks: Masks, sample: Sample, visible: Array) -> str:
-    row = visible.reshape(-1, visible.shape[-1])[-1]
+def _apart(seen: Sequence[tuple[Sample, Array]], window: Visibility) -> str:
+    """Words on the first query that sees other keys than a window would show it, if the last query looks like one."""
+    for sample, visible in seen:
+        drawn = _drawn(window, sample, visible.shape[-1])
+        if np.array_equal(visible[0, 0, -1], drawn[-1]):
+            wrong = np.flatnonzero((visible[0, 0] != drawn).any(-1))
+            if len(wrong):
+                return f", and query {wrong[0]} of the step {_span(visible[0, 0, wrong[0]])}"
+    return ""
+
+
+def _span(row: Array) -> str:
+    """The keys that a query sees, in words."""
     seen = np.flatnonzero(row)
-    span = f"{len(seen)} of {len(row)} keys, from {seen[0]} to {seen[-1]}" if len(seen) else "no key"
+    return f"sees {len(seen)} of {len(row)} keys, from {seen[0]} to {seen[-1]}" if len(seen) else "sees no key"
+
+
+def _no_template(masks: Masks, sample: Sample, visible: Array, other: str) -> str:
+    heads = np.flatnonzero((visible != visible[:, :1]).any(axis=(0, 2, 3)))
+    if len(heads):
+        return (
+            f"heads of '{masks.node}' have different masks: with {sample.past} tokens in the cache and {sample.length} "
+            f"new, the last query of head 0 {_span(visible[0, 0, -1])}, and that of head {heads[0]} "
+            f"{_span(visible[0, heads[0], -1])}; supported is one mask for all heads of an attention"
+        )
     cut = ""
     if masks.write is not None and masks.kept is not None:
         cut = (
@@ -375,5 +397,6 @@ def _no_template(masks: Masks, sample: Sample, visible: Array) -> str:
     batch = f", in a batch of {sample.batch}" if sample.batch > 3 else ""
     return (
         f"the mask of '{masks.node}' is none of the supported ones (causal, padding, window, the caller's own): with "
-        f"{sample.past} tokens in the cache and {sample.length} new{batch}, the last query sees {span}{cut}"
+        f"{sample.past} tokens in the cache and {sample.length} new{batch}, the last query "
+        f"{_span(visible[-1, -1, -1])}{other}{cut}"
     )

@@ -31,6 +31,7 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Sinks, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
 from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.planning.attention_facts import gives_scores
 from trt_kvcache.importer.planning.rounding import Rounding
 
 _MOVES = (
@@ -212,6 +213,12 @@ class _Finder:
             )
         if key is None or value is None:
             return None
+        if gives_scores(self._graph, node):
+            raise UnsupportedModelError(
+                f"Attention '{node.name}' gives its scores as an output (qk_matmul_output, '{node.outputs[3].name}'), "
+                "which has a column for each key of the text; the rewritten attention has other columns: leave that "
+                "output out"
+            )
         query, keys = node.inputs[:2]
         size = (self._shape(query) or (1,))[-1]  # `core` refuses queries without a shape
         scale = float(node.attrs.get("scale", size**-0.5)) * key[1]
