@@ -113,6 +113,25 @@ def test_the_caller_may_ask_for_zeros(tmp_path: Path) -> None:
     assert tokens(model, config=str(config)) == greedy(model, PROMPT, 6, speaker=types_of(0))
 
 
+@pytest.mark.parametrize("width", [(16,), ()])
+def test_numbers_for_each_token_are_taken_and_refused_by_name(tmp_path: Path, width: tuple[int, ...]) -> None:
+    """Hidden states for a draft, embeddings for a layer, factors."""
+
+    def beside(g: Build, x: str) -> str:
+        more = g.input("more", TensorProto.FLOAT, ["batch", "sequence", *width])
+        made: str = g.Add(x, more if width else g.Unsqueeze(more, [2]))
+        return made
+
+    model = write(tmp_path, beside)
+    assert role(model, "more") is Role.OTHER
+    with pytest.raises(UnsupportedModelError, match="input 'more' .* has no known part .* roles: {zeros: more}"):
+        tokens(model)
+    config = tmp_path / "roles.yaml"
+    config.write_text("roles: {zeros: more}")
+    wanted = greedy(model, PROMPT, 6, more=lambda _, new: np.zeros((1, new, *width), np.float32))
+    assert tokens(model, str(config)) == wanted
+
+
 def test_sines_of_a_timestep_are_no_positions(tmp_path: Path) -> None:
     def timestep(g: Build, x: str) -> str:
         step = g.Cast(g.input("timestep", TensorProto.INT64, ["batch"]), to=TensorProto.FLOAT)

@@ -166,7 +166,8 @@ class Interface:
         is_mask = role.dtype == "bool" or over_queries or self._is_over_rows(shape)
         if role.role is Role.MASK or (len(shape) == 4 and is_mask):
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
-        return OriginalRole.CONSTANT if role.dtype in _FLOATS else OriginalRole.OTHER
+        by_step = "sequence" in axes  # such as hidden states for a draft: new ones come with each step
+        return OriginalRole.CONSTANT if role.dtype in _FLOATS and not by_step else OriginalRole.OTHER
 
     def _new_tokens(self) -> int | None:
         tokens = self._inputs[self.tokens].shape
