@@ -1,24 +1,28 @@
-"""Rounding, measured: the original with what its products and norms give moved by as much as the engine rounds it.
+"""Rounding, measured: the original with what its products and norms give rounded as an engine rounds it.
 
-Each weight that a product, a norm or a lookup reads ends in numbers that an engine rounds to its own type. A factor
-near 1 for each of them stands for that, so that weights stay in their files. TensorRT computes products of float32 with
-TF32, of 10 bits, as float16 has them.
+An engine rounds to its own type what a product, a norm or a lookup of a weight gives, and in another order than ONNX
+Runtime. Here it is rounded to as many bits as that type has, on a grid of its own for each node, so that numbers of
+that type are moved, too:
+
+    y  ->  r(a y) / a,  1 < a < 2,  r(p) = c - (c - p),  c = (2^s + 1) p
+
+which leaves 24 - s of the 24 bits of a float32 (Dekker 1971), whatever the shape of y. TensorRT computes products of
+float32 with TF32, of 10 bits, as float16 has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.importer.protos import iter_tensors
 
 UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half the distance of the numbers next to 1, by the type that an engine rounds to: what rounding changes at most."""
 
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
+_BITS: dict[int, int] = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 24, TensorProto.DOUBLE: 53}  # of what rounds it
 _ROUNDED = frozenset({
     "MatMul", "Gemm", "Conv", "MatMulNBits", "FusedMatMul", "Gather", "LayerNormalization", "RMSNormalization",
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
@@ -34,7 +38,7 @@ def rounding_dtype(model: ModelProto, *, twin: bool) -> str:
 
 
 def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
-    """A copy whose numbers are moved at random, each by at most `unit` of itself."""
+    """A copy whose numbers are rounded, each by at most `unit` of itself, a power of two."""
     moved = ModelProto()
     moved.CopyFrom(model)
     graph, rng = moved.graph, np.random.default_rng(seed)
@@ -43,36 +47,36 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
     nodes: list[NodeProto] = []
     for node in graph.node:
         nodes.append(node)
-        read = _weight(node, weights, makes) if node.op_type in _ROUNDED else None
-        if read is None or not node.output[0]:
+        dtype = _dtype(node, weights, makes) if node.op_type in _ROUNDED and node.output[0] else None
+        if dtype is None:
             continue
-        dtype, width = read
-        name, exact = node.output[0], f"{_PREFIX}{node.output[0]}"
-        factors = (1 + rng.uniform(-unit, unit, width)).astype(helper.tensor_dtype_to_np_dtype(dtype))
-        graph.initializer.append(numpy_helper.from_array(factors, f"{exact}/factors"))
+        name, exact, scale = node.output[0], f"{_PREFIX}{node.output[0]}", rng.uniform(1.1, 1.9)
         node.output[0] = exact
-        nodes.append(helper.make_node("Mul", [exact, f"{exact}/factors"], [name], f"{exact}/rounded"))
-    made = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+        wide = TensorProto.DOUBLE if dtype == TensorProto.DOUBLE else TensorProto.FLOAT
+        factors = {"scale": scale, "split": 2.0 ** (_BITS[dtype] + int(np.log2(unit))) + 1, "back": 1 / scale}
+        for part, factor in factors.items():
+            graph.initializer.append(helper.make_tensor(f"{exact}/{part}", wide, [], [factor]))
+        nodes.append(helper.make_node("Cast", [exact], [f"{exact}/y"], f"{exact}/y", to=wide))
+        for op, one, other, made in (
+            ("Mul", "y", "scale", "p"), ("Mul", "p", "split", "c"), ("Sub", "c", "p", "rest"),
+            ("Sub", "c", "rest", "rounded"), ("Mul", "rounded", "back", "moved"),
+        ):  # fmt: skip
+            names = [f"{exact}/{part}" for part in (one, other)]
+            nodes.append(helper.make_node(op, names, [f"{exact}/{made}"], f"{exact}/{made}"))
+        nodes.append(helper.make_node("Cast", [f"{exact}/moved"], [name], f"{exact}/back", to=dtype))
+    made_nodes = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
     del graph.node[:]
-    graph.node.extend(made)
+    graph.node.extend(made_nodes)
     return moved
 
 
-def _weight(
-    node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]
-) -> tuple[int, tuple[int, ...]] | None:
-    """Type of what a node gives, and the length of its last axis where it is known; None: it reads no weight."""
-    places = range(len(node.input)) if node.op_type.endswith("Normalization") else (0, 1)
-    for name in (node.input[place] for place in places if place < len(node.input)):
+def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> int | None:
+    """The type of what a node makes of a weight; None: it reads none."""
+    read = node.input if node.op_type.endswith("Normalization") else node.input[:2]
+    for name in node.input[2:3] if node.op_type == "MatMulNBits" else read:
         tensor = _followed(name, weights, makes)
-        if tensor is None or tensor.data_type not in _FLOATS:
-            continue
-        plain = name in weights and len(tensor.dims) in (1, 2) and node.op_type not in ("Conv", "MatMulNBits")
-        last = 0 if _attribute(node, "transB") else -1
-        return tensor.data_type, (tensor.dims[last],) if plain else ()
-    scales = node.input[2] if node.op_type == "MatMulNBits" else ""
-    if scales in weights and weights[scales].data_type in _FLOATS:
-        return weights[scales].data_type, (_attribute(node, "N"),)
+        if tensor is not None and tensor.data_type in _BITS:
+            return int(tensor.data_type)
     return None
 
 
@@ -84,8 +88,3 @@ def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str,
             return None
         name = node.input[1 if node.op_type == "DequantizeLinear" else 0]
     return weights[name]
-
-
-def _attribute(node: NodeProto, name: str) -> int:
-    found: Any = next((a for a in node.attribute if a.name == name and a.type == AttributeProto.INT), None)
-    return 0 if found is None else int(found.i)
