@@ -2,10 +2,11 @@
 
 A fault is an edit of a rewritten model, or of the runner that runs it on the CPU: no GPU is needed, and nothing here
 ran on one. Models are the stored exports, and decoders of `scripts/decoders.py` with rings, long caches and large
-vocabularies, each in float32, float16 and bfloat16. A right engine is the rewritten model as it is, and with its
-numbers moved at random by twice the rounding of its type. By hand::
+vocabularies, each in float32, float16 and bfloat16; with `--real`, exports of trained models. A right engine is the
+rewritten model as it is, and with its numbers moved at random by twice the rounding of its type. By hand::
 
     PYTHONPATH=tests:tests/corpus:scripts python tests/proof_faults.py --faults 400
+    PYTHONPATH=tests:tests/corpus:scripts python tests/proof_faults.py --faults 400 --capacity 300 --real FOLDER
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import state_type
@@ -136,21 +137,15 @@ def retyped(model: ModelProto, dtype: str) -> ModelProto:
     return made
 
 
-def subject(name: str, path: Path, options: PlanOptions) -> Subject:
+def subject(name: str, path: Path, options: PlanOptions, chunk: int = CHUNK) -> Subject:
     """Record the proof of a model."""
     imported = import_model(path, options)
     tables = index_limits(imported.model, imported.plan)
-    most = Most(BATCH, CHUNK, LOGITS, min(tables.positions.values(), default=None))
+    most = Most(BATCH, chunk, LOGITS, min(tables.positions.values(), default=None))
     proof = record_proof(imported, most)
     rewritten = imported.model
     if proof.facts.dtype == "bfloat16":
-        with tempfile.TemporaryDirectory() as folder:
-            twins = TwinFolder(Path(folder), path.parent)
-            rewritten = twins.twin(rewritten)
-            onnx.load_external_data_for_model(rewritten, folder)
-            for tensor in iter_tensors(rewritten):
-                tensor.data_location = TensorProto.DEFAULT
-                del tensor.external_data[:]
+        rewritten = TwinFolder(path.parent, path.parent).twin(rewritten)
     return Subject(name, proof.facts.dtype, imported, proof, rewritten)
 
 
@@ -170,6 +165,18 @@ def _stored(name: str, path: Path, dtype: str, options: PlanOptions, folder: Pat
     return subject(name, folder / "model.onnx", options)
 
 
+def real(folder: Path, dtype: str, capacity: int) -> tuple[str, Callable[[Path], Subject]]:
+    """An export of a trained model in a type, as `stored` gives others."""
+    name = f"{folder.name} {dtype}"
+
+    def make(scratch: Path) -> Subject:
+        model = retyped(onnx.load(folder / "model.onnx"), dtype)
+        onnx.save(model, scratch / "model.onnx", save_as_external_data=True, location="model.onnx.data")
+        return subject(name, scratch / "model.onnx", PlanOptions(capacity=capacity), chunk=256)
+
+    return name, make
+
+
 def decoders() -> Iterator[tuple[str, Callable[[Path], Subject]]]:
     """Decoders with rings, with caches longer than a span, and with many tokens."""
     for dtype in DTYPES:
@@ -177,6 +184,8 @@ def decoders() -> Iterator[tuple[str, Callable[[Path], Subject]]]:
             ("long", DecoderConfig(dtype=dtype, capacity=320)),
             ("ring", DecoderConfig(dtype=dtype, capacity=24, mode="circular")),
             ("large vocabulary", DecoderConfig(dtype=dtype, capacity=64, vocab=4096)),
+            ("far", DecoderConfig(dtype=dtype, capacity=1200)),
+            ("far ring", DecoderConfig(dtype=dtype, capacity=800, mode="circular")),
         ):
             yield f"{kind} {dtype}", partial(_decoder, f"{kind} {dtype}", config)
 
@@ -238,10 +247,32 @@ def _other_op(model: ModelProto, at: int, op: str) -> None:
     model.graph.node[at].op_type = op
 
 
-def _changed_weight(model: ModelProto, name: str, change: Callable[[Array], Array]) -> None:
+def _changed_weight(model: ModelProto, name: str, change: Callable[[Array], Array], folder: str) -> None:
     tensor = next(t for t in model.graph.initializer if t.name == name)
-    values = numpy_helper.to_array(tensor)
+    values = numpy_helper.to_array(tensor, folder)
     tensor.CopyFrom(numpy_helper.from_array(change(values.copy()).astype(values.dtype), name))
+
+
+def _exchanged(model: ModelProto, at: int) -> None:
+    given = model.graph.node[at].input
+    given[1], given[2] = given[2], given[1]
+
+
+def _without_head(model: ModelProto, at: int) -> None:
+    """The first query head gives nothing: its neighbours' numbers stay."""
+    dtype, name = _float_dtype(model), model.graph.node[at].output[0]
+    zero, one, ends, axis = (_constant(model, v) for v in ([0], [1], [1 << 30], [1]))
+    _after(model, at, "Identity")
+    whole, made = f"fault/before/{name}", [f"fault/{part}/{name}" for part in ("first", "none", "rest")]
+    added = [
+        helper.make_node("Slice", [whole, zero, one, axis], [made[0]], "fault/first"),
+        helper.make_node("Mul", [made[0], _constant(model, 0, dtype)], [made[1]], "fault/none"),
+        helper.make_node("Slice", [whole, one, ends, axis], [made[2]], "fault/rest"),
+        helper.make_node("Concat", made[1:], [name], "fault/heads", axis=1),
+    ]
+    del model.graph.node[at + 1]
+    for number, node in enumerate(added):
+        model.graph.node.insert(at + 1 + number, node)
 
 
 def _float_dtype(model: ModelProto) -> Any:
@@ -251,10 +282,15 @@ def _float_dtype(model: ModelProto) -> Any:
 
 def edits(subject: Subject, seed: int) -> Iterator[tuple[str, Edit]]:
     """Faults of the graph: what was done, and the edit of a copy of the rewritten model."""
-    model, rng = subject.rewritten, np.random.default_rng(seed)
+    model, rng, folder = subject.rewritten, np.random.default_rng(seed), str(subject.imported.source.path.parent)
     weights = {t.name: t for t in model.graph.initializer}
+    layer, last = 0, len(_nodes(model, "Attention")) - 1
     for at, node in enumerate(model.graph.node):
         op = node.op_type
+        if layer not in (0, 2, last // 2, last - 1, last, last + 1):
+            layer += op == "Attention"
+            continue
+        layer += op == "Attention"
         if op == "LessOrEqual":
             yield "mask: the newest key hidden", partial(_other_op, at=at, op="Less")
             yield "mask: one key too many", lambda m, at=at: _insert(m, at, 1, "Add", _constant(m, 1))
@@ -262,6 +298,12 @@ def edits(subject: Subject, seed: int) -> Iterator[tuple[str, Edit]]:
         elif op == "Attention":
             yield "attention: wrong scale", partial(_set, at=at, name="scale", value=0.4)
             yield "attention: another softcap", partial(_set, at=at, name="softcap", value=0.5)
+            scale = next((a.f for a in node.attribute if a.name == "scale"), 0)
+            if scale:
+                yield "attention: scale 10 % larger", partial(_set, at=at, name="scale", value=1.1 * scale)
+            yield "attention: K and V exchanged", partial(_exchanged, at=at)
+            if not any(a.name == "q_num_heads" for a in node.attribute):
+                yield "attention: a head of zeros", partial(_without_head, at=at)
             if len(node.input) > 3 and node.input[3]:
                 yield "attention: no mask", lambda m, at=at: m.graph.node[at].input.__setitem__(3, "")
             if len(node.input) > 3:
@@ -284,7 +326,9 @@ def edits(subject: Subject, seed: int) -> Iterator[tuple[str, Edit]]:
             yield "norm: missing", partial(_bypass, at=at)
             yield (
                 "norm: weights missing",
-                lambda m, n=node.input[1]: n in weights and _changed_weight(m, n, lambda w: np.roll(w, 1) * 0.5),
+                lambda m, n=node.input[1]: (
+                    n in weights and _changed_weight(m, n, lambda w: np.roll(w, 1) * 0.5, folder)
+                ),
             )
         elif op == "Sqrt":
             yield "norm: without root", partial(_bypass, at=at)
@@ -293,8 +337,9 @@ def edits(subject: Subject, seed: int) -> Iterator[tuple[str, Edit]]:
         elif op == "Add" and not any(n in weights for n in node.input) and "trt_kvcache" not in node.name:
             yield "residual: missing", partial(_bypass, at=at, place=1)
         elif op == "MatMul" and len(node.input) > 1 and node.input[1] in weights:
-            yield from _products(model, at, node, weights[node.input[1]], rng)
-    for name in ("write_indices", "nonpad_kv_seqlen", "position_ids", "cache_position"):
+            yield from _products(model, at, node, weights[node.input[1]], rng, folder)
+    counted = (Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.POSITIONS)
+    for name in [t.name for t in subject.imported.plan.tensors if t.io == "input" and t.role in counted]:
         readers = [(i, j) for i, n in enumerate(model.graph.node) for j, x in enumerate(n.input) if x == name]
         if readers:
             for offset in (1, -1):
@@ -354,7 +399,7 @@ def _writes(model: ModelProto, at: int, node: NodeProto) -> Iterator[tuple[str, 
 
 
 def _products(
-    model: ModelProto, at: int, node: NodeProto, weight: TensorProto, rng: np.random.Generator
+    model: ModelProto, at: int, node: NodeProto, weight: TensorProto, rng: np.random.Generator, folder: str
 ) -> Iterator[tuple[str, Edit]]:
     name, size = node.input[1], int(weight.dims[-1])
     column = int(rng.integers(0, max(size // 16, 1))) * 16
@@ -367,9 +412,15 @@ def _products(
         w[..., ::2] *= 2  # a norm after it, of heads or of all, would cancel one factor
         return w
 
-    yield "product: one head wrong", partial(_changed_weight, name=name, change=zero)
-    yield "product: columns moved", partial(_changed_weight, name=name, change=lambda w: np.roll(w, 1, -1))
-    yield "product: half of the columns twice as large", partial(_changed_weight, name=name, change=larger)
+    yield "product: one head wrong", partial(_changed_weight, name=name, change=zero, folder=folder)
+    yield (
+        "product: columns moved",
+        partial(_changed_weight, name=name, change=lambda w: np.roll(w, 1, -1), folder=folder),
+    )
+    yield (
+        "product: half of the columns twice as large",
+        partial(_changed_weight, name=name, change=larger, folder=folder),
+    )
 
     def overflow(m: ModelProto) -> None:
         dtype = _float_dtype(m)
@@ -408,8 +459,10 @@ class FaultyRunner:
     """A runner of which one thing is wrong."""
 
     def __init__(self, runner: Any, fault: str, rng: random.Random) -> None:
-        self._runner, self._fault = runner, fault
-        self._cache = rng.choice([c.past for c in runner.plan.caches if c.carried])
+        self._runner = runner
+        self._fault = fault.removesuffix(", of the last layer")
+        caches = [c.past for c in runner.plan.caches if c.carried]
+        self._cache = caches[-1] if fault != self._fault else rng.choice(caches)
         self._steps = 0
         self._last: Array | None = None
 
@@ -474,7 +527,8 @@ RUNNER_FAULTS = (
     "cache: a stale row", "rows: all at the first one's place", "cache: writes of one layer lost",
     "cache: the next row written, too", "cache: another sequence's row written", "rows: logits exchanged",
     "decode: logits of the step before", "decode: half of the logits", "wrap: rows from the second turn on lost",
-    "chunk: all positions are the last", "third step: garbage",
+    "chunk: all positions are the last", "third step: garbage", "cache: a stale row, of the last layer",
+    "cache: writes of one layer lost, of the last layer",
 )  # fmt: skip
 
 
@@ -537,8 +591,12 @@ def main() -> int:
     parser.add_argument("--roundings", type=int, default=3, help="of each right engine")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of models")
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES))
+    parser.add_argument("--real", nargs="*", type=Path, default=[], help="folders of exports, instead of stored ones")
+    parser.add_argument("--capacity", type=int, default=300, help="of their caches")
     asked = parser.parse_args()
     makers = [*decoders(), *(pair for dtype in asked.dtypes for pair in stored(dtype))]
+    if asked.real:
+        makers = [real(folder, dtype, asked.capacity) for dtype in asked.dtypes for folder in asked.real]
     makers = [(n, m) for n, m in makers if (not asked.only or any(o in n for o in asked.only))]
     makers = [(n, m) for n, m in makers if any(n.endswith(f" {d}") for d in asked.dtypes)]
     counts: Counter[str] = Counter()

@@ -193,7 +193,7 @@ def no_proof_at_all(engine: Path) -> None:
 
 def of_another_format(engine: Path) -> None:
     content = proof_path(engine).read_bytes()
-    proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.1", b"trt_kvcache.proof.2"))
+    proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.2", b"trt_kvcache.proof.3"))
     edit(engine, lambda m: named(m, proof_path(engine)))
 
 
@@ -223,7 +223,7 @@ def of_more_rows(engine: Path) -> None:
         (gone, "cannot be read"),
         (of_another_engine, "the proof of another engine"),
         (no_proof_at_all, "not readable as one"),
-        (of_another_format, "of format trt_kvcache.proof.2"),
+        (of_another_format, "of format trt_kvcache.proof.3"),
         (of_another_vocabulary, "vocabulary of 100 tokens"),
         (of_other_caches, "does not fit the engine"),
         (of_more_rows, "does not fit the engine"),
@@ -301,7 +301,7 @@ def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_facts_are_plain_data(own: Path) -> None:
     facts = recorded(own).facts
     assert isinstance(facts, Facts)
-    assert {e.name for e in facts.episodes} == {"decode", "full"}
+    assert {e.name for e in facts.episodes} == {"start", "decode", "full"}
     assert facts.rows == 3
     assert not isinstance(facts, TrtKvCacheError)
 

@@ -39,7 +39,8 @@ UNBOUND = b"?" * 64
 _BUDGET = 120.0  # seconds that nobody asked for
 _SCHEDULES: tuple[tuple[int, int | None], ...] = ((3, None), (2, 6), (1, 5))
 """Rows and steps, largest first."""
-_USUAL = 12  # steps, if nothing else is said
+_USUAL = 20  # steps, if nothing else is said
+_TEXT = 50  # runs that make the text
 _STEP, _OPEN, _ANEW = 0.6, 1.5, 2.5  # seconds for a GB; times
 _CONVERTED = 2.7  # of the bytes of float16 weights
 _HELD = 3.2, 1.3  # times the weights: memory of a recording that converts them, and of one that does not
@@ -72,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The bytes of a proof, not bound to an engine yet; or why there is none.
+    """The bytes of a proof, not bound to an engine yet, and what it cannot show; or why there is none.
 
     Attributes:
         kind: name of a class of `trt_kvcache.errors`; ``"bug"``: `why` is a trace.
@@ -110,15 +111,11 @@ class Recording:
         """TensorRT may build meanwhile."""
 
         def seconds(rows: int, steps: int | None) -> float:
-            runs = 2 * ((steps or _USUAL) + 2) * (min(rows, most[0]) if imported.plan.original else 1)
+            runs = 2 * (steps or _USUAL) * (min(rows, most[0]) if imported.plan.original else 1) + _TEXT
             return gigabytes * (2 * _OPEN + runs * _STEP)
 
         if wanted == "off":
             self.answer.set_result(Answer(b""))
-            return
-        if imported.plan.options.cache_dtype is not None:
-            why = "its caches are quantized, and the original, which a proof is recorded of, has other numbers"
-            self.answer.set_result(Answer(b"", f"{why}; 'verify' says how far apart they are", "OptionError"))
             return
         schedules = _SCHEDULES if self._auto else ((_SCHEDULES[0][0], int(wanted)),)
         fitting = [s for s in schedules if not self._auto or seconds(*s) <= _BUDGET]
@@ -141,14 +138,14 @@ class Recording:
         thread.shutdown(wait=False)
 
     def result(self) -> tuple[bytes, tuple[str, ...]]:
-        """The bytes of the proof's file, in which `UNBOUND` stands for the engine; or none, and a note on why.
+        """The bytes of the proof's file, in which `UNBOUND` stands for the engine, and notes; or none, and why.
 
         Raises:
             TrtKvCacheError: steps are asked for, and it cannot be done.
         """
         answer = self.answer.result()
         if answer.proof or not answer.why:
-            return answer.proof, ()
+            return answer.proof, (answer.why,) if answer.why else ()
         if answer.kind != "bug":
             why, kind = answer.why, answer.kind
         elif self._auto:

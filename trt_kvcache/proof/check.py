@@ -134,7 +134,7 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
         runner.close()
     if found.passed:
         write_receipt(path, replace(now, largest=_largest(found)))
-    notes = (why,) if why else ()
+    notes = tuple(filter(None, (why, proof.facts.note)))
     return CheckReport(
         str(engine), found.passed, ran_on, proof.facts.recorded_on, driver, found.steps, found.outputs, found.findings,
         str(path) if found.passed else "", notes,

@@ -1,17 +1,16 @@
-"""The start of a step of a proof: cache contents, constants and embeddings, which a seed gives on both sides."""
+"""What a proof does not store: empty caches, constants and embeddings, which a seed gives on both sides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateMode
-from trt_kvcache.importer.steps.contents import CacheTensor, find_caches, find_states, first_contents, ring_window
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
+from trt_kvcache.importer.steps.contents import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.importer.steps.inputs import draw_constants
 from trt_kvcache.runtime.dtypes import array_dtype
 
@@ -26,6 +25,24 @@ def draws_digest(seed: int) -> str:
     return digest.hexdigest()
 
 
+def copies(rows: Array, capacity: int, held: int, start: int) -> None:
+    """Let a cache row of the batch hold `start` tokens, of which all but the first `held` are copies of those.
+
+    Args:
+        rows: ``[N, ...]``: the rows of the cache, or those of a text that the original holds whole; changed in place.
+        capacity: of the cache.
+        held: tokens that it holds.
+        start: see above.
+    """
+    tokens = np.arange(max(start - capacity, 0), start)
+    places = tokens % capacity
+    sources = places % min(held, capacity)
+    if len(rows) == capacity:
+        rows[places] = rows[sources]
+    else:  # of a ring, the newest token of each place
+        rows[tokens] = rows[held - 1 - (held - 1 - sources) % capacity]
+
+
 class Contents:
     """Draws what is not stored in a proof.
 
@@ -34,37 +51,21 @@ class Contents:
 
     Args:
         plan: of the rewritten model.
-        texts: see `Facts.texts`.
         seed: of all that is drawn.
         garbage: see `Facts.garbage`.
         encoder: see `Facts.encoder`.
     """
 
-    def __init__(self, plan: CachePlan, texts: Mapping[str, int], seed: int, garbage: float, encoder: int) -> None:
+    def __init__(self, plan: CachePlan, seed: int, garbage: float, encoder: int) -> None:
         self.caches: dict[str, CacheTensor] = {c.role.name: c for c in (*find_caches(plan), *find_states(plan))}
         self._numbers = {name: number for number, name in enumerate(self.caches)}
-        self._plan, self._texts, self._seed, self._garbage = plan, texts, seed, garbage
-        self._encoder = encoder
+        self._plan, self._seed, self._garbage, self._encoder = plan, seed, garbage, encoder
 
-    def physical(self, name: str, episode: int, starts: Sequence[int]) -> Array:
-        """Contents ``[R, *physical_shape[1:]]`` of a cache before an episode, the same as the original had."""
-        cache, number = self.caches[name], self._numbers[name]
-        rng = np.random.default_rng([self._seed, episode, number])
-        values = first_contents(self._held(cache), starts, self._garbage, rng, twin=True)
-        if name in self._texts:
-            rng = np.random.default_rng([self._seed, episode, number, 1])
-            values = ring_window(values, cache, starts, self._garbage, rng, twin=True)
+    def empty(self, name: str, rows: int) -> Array:
+        """Contents ``[R, *physical_shape[1:]]`` of a cache without a token: garbage, or the first value of a state."""
+        cache, rng = self.caches[name], np.random.default_rng([self._seed, self._numbers[name]])
+        values = first_contents(cache, (0,) * rows, self._garbage, rng, twin=True)
         return cache.to_physical(values).astype(array_dtype(cache.role.dtype), copy=False)
-
-    def _held(self, cache: CacheTensor) -> CacheTensor:
-        """The cache with as many rows as the original has."""
-        rows, update = self._texts.get(cache.role.name), cache.update
-        if rows is None or update is None:
-            return cache
-        shape = list(update.logical_shape)
-        shape[update.sequence_axis] = rows
-        held = replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape))
-        return replace(cache, update=held)
 
     def constants(self, rows: int) -> dict[str, Array]:
         """The inputs that each row is given once, ``[R, ...]`` by name of the input, in its dtype."""

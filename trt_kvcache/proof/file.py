@@ -4,7 +4,7 @@ columns                  int64 [C]: columns of the logits that are kept; absent:
 <episode>/<step>/tokens  int32 [R, S]
 <episode>/<step>/logits  float32 [R, K, C]: of the last K positions
 <episode>/<step>/high    int32 [R, K, 64], and ``.../highest`` float32: the highest logits; absent where all are kept
-<episode>/rows/<past>    float32 [R, T, W]: W numbers of each of the T newest cache rows; NaN: not known
+<episode>/rows/<past>    float32 [R, T, W]: W numbers of the cache rows of the T last tokens of steps; NaN: not known
 """
 
 from __future__ import annotations
@@ -39,24 +39,38 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-FORMAT = "trt_kvcache.proof.1"
+FORMAT = "trt_kvcache.proof.2"
+_NEWEST = 4
 _AGAIN = "copy engine, manifest and proof together, or build again"
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Steps over one set of caches; each step starts where the one before ended.
+    """Steps; each starts where the one before ended.
 
     Attributes:
-        starts: tokens in each row before the first step.
+        name: episodes of one name have the same tolerances.
+        starts: tokens in each row before the first step. 0: its caches are empty; as many as after the episode before:
+            they hold what they held then; more: the rows in between are copies of those before.
         lengths: tokens of each step.
-        keep: of how many of the last positions of each step the logits are kept.
+        keep: of how many of the last positions of each step the logits are kept; 0: the step is not compared.
     """
 
     name: str
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     keep: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens in each row after the last step."""
+        return tuple(start + sum(self.lengths) for start in self.starts)
+
+    @property
+    def newest(self) -> Array:
+        """The last tokens of each compared step, whose cache rows are compared, as numbers in the episode."""
+        steps = zip(np.cumsum(self.lengths), self.lengths, self.keep, strict=True)
+        return np.concatenate([np.arange(end - min(n, _NEWEST), end) for end, n, keep in steps if keep])
 
 
 @dataclass(frozen=True)
@@ -107,14 +121,15 @@ class Facts:
         recorded_on: what ran the original.
         dtype: that the rounding was measured for: ``"float32"`` (as TF32 rounds it), ``"float16"`` or ``"bfloat16"``.
         vocab: numbers of a position's logits.
-        seed: of cache contents, constants and embeddings.
+        seed: of garbage, constants and embeddings.
         garbage: magnitude of what lies in cache rows without a token.
         encoder: length of an encoder's output, where it is open.
-        texts: rows of the caches that the original holds whole, and the engine as rings, by name.
         chooses: the model chooses experts: where two are nearly equal, rounding decides, and a row comes out otherwise.
         digest: of what the seed gives: another version of NumPy could give something else.
-        tolerances: what an output may differ by, by name.
-        rounding: the difference that rounding made, by name.
+        tolerances: what an output may differ by, by names of episode and output; others show nothing, and are not
+            compared.
+        note: why some output shows nothing; empty where all do.
+        rounding: the difference that rounding made, likewise.
     """
 
     recorded_on: str
@@ -124,11 +139,11 @@ class Facts:
     garbage: float
     encoder: int
     episodes: tuple[Episode, ...]
-    texts: dict[str, int]
     chooses: bool
     digest: str
-    tolerances: dict[str, Share]
-    rounding: dict[str, Share]
+    tolerances: dict[str, dict[str, Share]]
+    rounding: dict[str, dict[str, Share]]
+    note: str = ""
 
     @property
     def rows(self) -> int:

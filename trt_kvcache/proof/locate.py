@@ -23,8 +23,7 @@ from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import EngineError
 from trt_kvcache.proof.check import CheckReport
-from trt_kvcache.proof.contents import Contents
-from trt_kvcache.proof.file import Proof, load_proof, share_of
+from trt_kvcache.proof.file import Episode, Proof, load_proof, share_of
 from trt_kvcache.proof.places import LOGITS
 from trt_kvcache.proof.replay import replay, rows_needed
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -69,7 +68,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
         runner = TensorRTRunner(marked, max_batch=rows, max_chunk=chunk, cuda_graphs=False, **(options or {}))
         try:
             search = _Search(runner, session, proof, manifest, layers)
-            replay(runner, proof, search.look)
+            replay(runner, proof, search)
         finally:
             runner.close()
     return replace(report, layer=search.found or f"none of the {len(layers)} layers differs where they are outputs: "
@@ -84,30 +83,30 @@ class _Search:
         layers: Sequence[tuple[ValueInfoProto, NodeProto]],
     ) -> None:  # fmt: skip
         self._runner, self._session, self._proof, self._layers = runner, session, proof, layers
-        facts = proof.facts
         self._inputs = StepInputs(manifest.plan)
         self._spans = [s.name for s in manifest.plan.spans]
-        self._contents = Contents(manifest.plan, facts.texts, facts.seed, facts.garbage, facts.encoder)
         self._buffers = carried_buffers(manifest.plan)
         self._caches: dict[str, Array] = {}
         self.found = ""
 
-    def look(self, episode: int, number: int, batch: StepBatch) -> None:
-        """After a step."""
-        planned = self._proof.facts.episodes[episode]
-        if number == 0:
-            self._caches = {b.past: self._contents.physical(b.past, episode, planned.starts) for b in self._buffers}
+    def before(self, batch: StepBatch) -> None:
+        """Keep the engine's caches, from which ONNX Runtime starts, too."""
+        rows = range(batch.first_row, batch.first_row + batch.rows) if not self.found else ()
+        for b in self._buffers if rows else ():
+            self._caches[b.past] = np.stack([self._runner.read_row(b.past, row, b.capacity) for row in rows])
+
+    def after(self, episode: Episode, number: int, batch: StepBatch) -> None:
+        """Compare all layers, until one differs."""
+        allowed = self._proof.facts.tolerances[episode.name].get(LOGITS)
+        if self.found or allowed is None:
+            return
         given = [c.arrays for c in batch.constants]
         constants = {n: np.concatenate([np.asarray(g[n]) for g in given]) for n in (given[0] if given else ())}
         spans = {name: np.arange(size) for name, size in self._inputs.span_sizes(batch).items()}
         feeds = self._inputs.arrays(batch) | spans | constants | self._caches
         wide = {n: v.astype(np.float32) if v.dtype.name == "bfloat16" else v for n, v in feeds.items()}
         outputs = self._session.run(wide)
-        self._caches = {b.past: outputs[b.present] for b in self._buffers}
-        allowed = self._proof.facts.tolerances[LOGITS]
         for place, (value, node) in enumerate(self._layers):
-            if self.found:
-                return
             wanted = outputs[value.name].astype(np.float32)
             had = self._runner.read_output(value.name).astype(np.float32)
             for row, (one, other) in enumerate(zip(wanted, had, strict=True)):
@@ -116,7 +115,7 @@ class _Search:
                     self.found = (
                         f"the first layer that differs from ONNX Runtime: '{node.name}' ({node.op_type}), which gives "
                         f"'{value.name}', by {share.largest:.2g} of its largest number, at step {number} of "
-                        f"'{planned.name}', row {row}; {place} layers before it agree"
+                        f"'{episode.name}', row {row}; {place} layers before it agree"
                     )
 
 

@@ -1,45 +1,49 @@
 """Recording a proof: `verify`'s decode of the original, twice: as it is, and with rounding.
 
-Nothing of the rewritten model runs here but its plan, which says what a step takes.
+Nothing of the rewritten model runs here but its plan, which says what a step takes. Caches hold what the original wrote
+into them, and the text is its own: on random cache contents and random tokens, rounding is amplified far more than on
+what a model was trained to see, and tolerances, which follow rounding, would hide faults.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto
+from onnx import ModelProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.extensions import apart, define, for_cpu
-from trt_kvcache.importer.plan import Role
+from trt_kvcache.importer.plan import CacheDtype, CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
-from trt_kvcache.importer.steps.contents import CacheTensor, first_contents
+from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.element_types import has_bfloat16
+from trt_kvcache.importer.steps.engine import Engine
 from trt_kvcache.importer.steps.inputs import StepInputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.importer.steps.schedule import Limits, Step
-from trt_kvcache.proof.contents import Contents, draws_digest, embedded
+from trt_kvcache.proof.contents import Contents, copies, draws_digest
 from trt_kvcache.proof.file import Episode, Facts, Proof, Share, share_of
 from trt_kvcache.proof.places import LOGITS, places, rows_apart
 from trt_kvcache.proof.rounding import UNITS, rounding_dtype, with_rounding
-from trt_kvcache.proof.schedule import Most, keeps, plan_proof, within
+from trt_kvcache.proof.schedule import MOST_POSITIONS, Most, keeps, plan_proof, within
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.inputs import StepInputs as RuntimeInputs
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.verify import schedule as verify_schedule
 from trt_kvcache.verify.decode import Ran, Verification
 from trt_kvcache.verify.inline import moved_out
+from trt_kvcache.verify.inputs import span_inputs
 from trt_kvcache.verify.record import Tape, Written
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.twin import TwinFolder
@@ -52,17 +56,24 @@ MOST_ROWS = 3
 """Rows of the batch in a step."""
 
 _SEED = 0
+_PREFIX = "trt_kvcache.proof/last/"
 _GARBAGE = {"float32": 1e4, "bfloat16": 1e4, "float16": 30.0}
 """Far above what caches hold; scores of it still fit into the type."""
 
 _ALL = 384 << 10  # bytes of logits, up to which all are kept
 _HIGH, _COLUMNS = 64, 256
+_LOGITS = 1 << 24  # of a row in a step
 _MOST_BYTES, _HEADER = 1 << 20, 64 << 10
 _SAMPLES = 384 << 10  # bytes of cache rows
 _WIDEST, _NARROWEST = 64, 1  # numbers of one cache row that are kept
+_SEEDS = 5  # random tokens, with which each row begins
+_TEXT = 48  # tokens that continue those of the first row; they repeat
 _TIMES = Share(8.0, 5.0)  # what an engine may differ by, as a multiple of what rounding made
 _LEAST = Share(8.0, 5.0)  # units of rounding, at least
-_QUANTIZED = Share(2.5 / 127, 1.5 / 127)  # of quantized rows, at least: a number may be rounded to a neighbour
+_CODES = Share(2.5, 1.5)  # steps of a code, at least: a number may be rounded to a neighbour
+_STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
+"""Steps of a code, up to the largest number."""
+
 _SHOWS = 0.3  # of an output's scale: what allows more shows no fault
 
 
@@ -76,21 +87,24 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
         steps: how many; None: about ten.
 
     Raises:
-        UnsupportedModelError: the runtime cannot run the model, or nothing here runs the original; or rounding decides
-            its numbers, so that no fault would show.
+        UnsupportedModelError: the runtime cannot run the model, or nothing here runs the original.
         OptionError: it does not fit into memory.
         OutputError: no room for temporary files.
     """
     RuntimeInputs(imported.plan)  # refuses what no session runs
     StepLogits(imported.plan)
     rows = rows if rows_apart(imported.plan) else 1
+    if imported.plan.options.cache_dtype is not None:
+        # The original has other numbers: the rewritten model, whose codes `verify` compares with it, stands for it.
+        source = replace(imported.source, proto=imported.model)
+        imported = ImportedModel(source, replace(imported.plan, original=(), stacks=()), imported.model)
     with moved_out(imported) as (light, folder), _original(light, folder) as (model, place, twin), exact_experts():
         dtype = rounding_dtype(light.source.proto, twin=twin)
         ask = _Asked(most, rows, steps)
         decoder = _Decoder(light, model, place, ask, twin=twin)
         exact = decoder.decode(_GARBAGE[dtype])
         moved = with_rounding(model, UNITS[dtype], _SEED + 1)
-        rounded = _Decoder(light, moved, place, ask, twin=twin).decode(exact.ran.garbage)
+        rounded = _Decoder(light, moved, place, ask, twin=twin, text=decoder.text).decode(exact.ran.garbage)
         proof = _proof(light, decoder, exact, rounded, dtype)
     if (size := sum(array.nbytes for array in proof.arrays.values())) > _MOST_BYTES - _HEADER:
         raise OptionError(
@@ -125,19 +139,55 @@ class _Heard:
 
 
 class _Inputs(StepInputs):
-    """The inputs of a step, with embeddings that a seed gives."""
+    """The inputs of a step, with the tokens of a text, or with embeddings that a seed gives."""
 
     contents: Contents
-    embedded = ""
+    tokens: TensorRole
+    text: _Text
+    spans: Callable[[Step], dict[str, Array]]
     count = 0
 
     def shared(self, step: Step) -> dict[str, Array]:
         made = super().shared(step)
-        if self.embedded:
-            values = self.contents.embeds(self.count, made[self.embedded].shape)
-            made[self.embedded] = values.astype(made[self.embedded].dtype)
-            self.count += 1
-        return made
+        given = made[self.tokens.name]
+        values = self.contents.embeds(self.count, given.shape) if self.tokens.embedded else self.text.cut(step)
+        made[self.tokens.name] = values.reshape(given.shape).astype(given.dtype)
+        self.count += 1
+        return made | self.spans(step)
+
+
+class _Text:
+    """The tokens of a proof: each row begins with its own random ones, and goes on somewhere in the same text.
+
+    Attributes:
+        continued: the text, as the model goes on after the first row's random tokens; without it, more random ones.
+
+    Args:
+        rows: of the batch.
+        vocab: number of tokens.
+    """
+
+    def __init__(self, rows: int, vocab: int) -> None:
+        rng = np.random.default_rng(_SEED)
+        self._seeds = rng.integers(0, vocab, (rows, _SEEDS))
+        self.continued: list[int] = []
+        self._drawn = rng.integers(0, vocab, _TEXT)
+
+    def cut(self, step: Step) -> Array:
+        """The tokens ``[R, S]`` of a step."""
+        text = np.array([*self.continued, *self._drawn[len(self.continued) :]])
+        places = np.add.outer(np.array(step.starts), np.arange(step.length))
+        shift = np.arange(len(places))[:, None] * _TEXT // len(self._seeds)
+        seeds = self._seeds[: len(places)]
+        begun = np.take_along_axis(seeds, np.minimum(places, _SEEDS - 1), 1)
+        return np.where(places < _SEEDS, begun, text[(places - _SEEDS + shift) % _TEXT])
+
+    def choose(self, logits: Array) -> None:
+        """Go on with the best token that did not follow the one before already: a model repeats itself for ever."""
+        before = self.continued[-1:]
+        scores = logits.astype(np.float64)
+        scores[[b for a, b in zip(self.continued, self.continued[1:], strict=False) if [a] == before]] = -np.inf
+        self.continued.append(int(scores.argmax()))
 
 
 class _Decoder(Verification):
@@ -152,52 +202,85 @@ class _Decoder(Verification):
         folder: of its external data.
         ask: what is recorded.
         twin: it is the float32 twin of a bfloat16 model.
+        text: its tokens; None: those with which the model goes on by itself.
     """
 
-    def __init__(self, light: ImportedModel, model: ModelProto, folder: Path, ask: _Asked, *, twin: bool) -> None:
-        self.bounds, self.wanted = ask.most, ask.steps
+    def __init__(
+        self, light: ImportedModel, model: ModelProto, folder: Path, ask: _Asked, *, twin: bool,
+        text: _Text | None = None,
+    ) -> None:  # fmt: skip
+        tokens = light.plan.tensor(Role.TOKENS)
+        assert tokens is not None
+        self._tokens, self._vocab = tokens, index_limits(light.model, light.plan).tokens.get(tokens.name, 2)
+        # The original gives logits of all tokens of a step.
+        longest = max(_LOGITS // self._vocab, 1)
+        self.bounds, self.wanted = replace(ask.most, chunk=min(ask.most.chunk, longest)), ask.steps
+        self._state: dict[str, Array] = {}
         options = VerifyOptions(batch=min(ask.rows, ask.most.batch), tokens=0, seed=_SEED)
         super().__init__(light, options, model, light.model, folder, twin=twin)
+        self._goes_on = text is None and not tokens.embedded and self.limits.length in (None, 1)
+        self.text = text or _Text(self.limits.batch, self._vocab)
 
     def _read_limits(self) -> Limits:
         return within(super()._read_limits(), self.plan, self.bounds)
 
     def _schedule(self, limits: Limits) -> Sequence[verify_schedule.Episode]:
-        return plan_proof(limits, self.wanted)
+        windows = {g.left_window + 1 for g in self.plan.masks if g.left_window >= 0}
+        return plan_proof(limits, windows, self.wanted)
 
     def decode(self, garbage: float) -> _Heard:
         """Run the original over all episodes, with garbage of this size, or less where it reads it."""
-        episodes = self._episodes(self.limits)
-        if not episodes:
+        self._planned = self._episodes(self.limits)
+        if not self._planned:
             raise UnsupportedModelError(f"{self.path}: no step of a proof fits the caches of this model")
-        contents = Contents(self.plan, self.text_rows, _SEED, garbage, self.bounds.encoder)
+        contents = Contents(self.plan, _SEED, garbage, self.bounds.encoder)
         constants = contents.constants(self.limits.batch)
         given = {n: v.astype(np.float32) if v.dtype.name == "bfloat16" else v for n, v in constants.items()}
         inputs = _Inputs(
             self.plan, index_limits(self.models[1], self.plan), given, self.rng, twin=self.twin,
             rings=bool(self.texts), plain=True,
         )  # fmt: skip
-        tensor = embedded(self.plan)
-        inputs.contents, inputs.embedded = contents, "" if tensor is None else tensor.name
+        inputs.contents, inputs.tokens, inputs.text = contents, self._tokens, self.text
+        quantized = self.plan.options.cache_dtype is not None
+        inputs.spans = lambda step: span_inputs(self.plan, step, "full") if quantized else {}
         self.inputs = inputs
         self.most = garbage if any("int" not in c.role.dtype for c in self.caches) else math.inf
-        tape = _Sampler(self, episodes)
-        ran = self.run_original(episodes, tape)
+        tape = _Sampler(self, self._planned)
+        ran = self.run_original(self._planned, tape)
         return _Heard(ran, tape.episodes, tape.logits, tape.rows)
 
-    def _contents(self, step: Step, garbage: float, episode: int) -> dict[str, Array]:
-        """Cache contents before an episode's first step, as `Contents` draws them again."""
-        contents: dict[str, Array] = {}
-        for number, cache in enumerate(self.caches):
-            rng = np.random.default_rng([_SEED, episode, number])
-            held = self.texts.get(cache.role.name, cache)
-            contents[cache.role.name] = first_contents(held, step.starts, garbage, rng, twin=self.twin)
-        return contents
+    def _open_original(self, trial: dict[str, Array]) -> Engine:
+        """The session, with which the text is made."""
+        original = super()._open_original(trial)
+        rows = self.limits.batch if self.limits.fixed_batch else 1
+        if not self._goes_on:
+            return original
+        name, longest = StepLogits(self.plan).name, max(max(e.steps[-1].valid) for e in self._planned)
+        state = super()._contents(Step(1, (0,) * rows, (1,) * rows), 0.0, 0)
+        for end in range(min(_SEEDS + _TEXT, longest) - 1):
+            outputs = original.run({**self.inputs.shared(Step(1, (end,) * rows, (end + 1,) * rows)), **state})
+            state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
+            if end >= _SEEDS - 1:
+                self.text.choose(outputs[name].reshape(rows, -1)[0])
+        return original
 
-    @property
-    def text_rows(self) -> dict[str, int]:
-        """See `Facts.texts`."""
-        return {name: text.update.capacity for name, text in self.texts.items() if text.update is not None}
+    def _contents(self, step: Step, garbage: float, episode: int) -> dict[str, Array]:
+        """Caches before an episode: empty ones, or what the episode before left, which `_record` keeps up to date."""
+        rows = len(step.starts)
+        fresh = super()._contents(replace(step, starts=(0,) * rows), garbage, episode)
+        if not any(step.starts):
+            self._state = fresh
+            return fresh
+        ends = self._planned[episode - 1].steps[-1].valid
+        for cache in self.caches:
+            name = cache.role.name
+            held = self._state[name] = self._state[name].copy()
+            for row, (start, end) in enumerate(zip(step.starts, ends, strict=True)):
+                if not start:
+                    held[row] = fresh[name][row]
+                elif start > end and cache.update is not None:
+                    copies(self.texts.get(name, cache).rows(held)[row], cache.update.capacity, end, start)
+        return self._state
 
 
 class _Sampler(Tape):
@@ -217,7 +300,7 @@ class _Sampler(Tape):
         self._carried = {b.present: b for b in carried_buffers(plan)}
         self._outputs = {c.output: c for c in decoder.caches if c.role.name in {b.past for b in self._carried.values()}}
         self._steps = iter([(at, n) for at, e in enumerate(self.episodes) for n in range(len(e.lengths))])
-        rows = sum(len(e.starts) * sum(e.lengths) for e in self.episodes) * len(self._outputs)
+        rows = sum(len(e.starts) * len(e.newest) for e in self.episodes) * len(self._outputs)
         self._width = int(np.clip(_SAMPLES // (4 * max(rows, 1)), _NARROWEST, _WIDEST))
 
     def write(self, expected: Mapping[str, Array | Written | None]) -> None:
@@ -228,7 +311,8 @@ class _Sampler(Tape):
         assert isinstance(logits, np.ndarray)
         rows = len(episode.starts)
         keep = episode.keep[number]
-        self.logits[f"{at}/{number}"] = logits.reshape(rows, -1, logits.shape[-1])[:, -keep:].astype(np.float32)
+        if keep:
+            self.logits[f"{at}/{number}"] = logits.reshape(rows, -1, logits.shape[-1])[:, -keep:].astype(np.float32)
         for name, cache in self._outputs.items():
             value = expected.get(str(name))
             if isinstance(value, Written):
@@ -238,27 +322,26 @@ class _Sampler(Tape):
                 self.rows[f"{at}/{cache.role.name}"] = flat[..., places(flat.shape[-1], self._width)].astype(np.float32)
 
     def _written(self, at: int, number: int, cache: CacheTensor, value: Written) -> None:
-        """Keep the cache rows of a step's tokens."""
+        """Keep the cache rows of a step's last tokens."""
         episode = self.episodes[at]
         before = sum(episode.lengths[:number])
         width = places(value.values.shape[-1], self._width)
         name = f"{at}/{cache.role.name}"
         if name not in self.rows:
-            shape = len(episode.starts), sum(episode.lengths), len(width)
-            self.rows[name] = np.full(shape, np.nan, np.float32)
+            self.rows[name] = np.full((len(episode.starts), len(episode.newest), len(width)), np.nan, np.float32)
         order = np.cumsum(value.rows).reshape(value.rows.shape) - 1  # of the row among those that changed
-        capacity = value.rows.shape[1]
         for row, start in enumerate(episode.starts):
-            for token in range(before, before + episode.lengths[number]):
-                place = (start + token) % capacity
-                if value.rows[row, place]:
-                    self.rows[name][row, token] = value.values[order[row, place], width]
+            for kept, token in enumerate(episode.newest):
+                place = (start + token) % value.rows.shape[1]
+                if before <= token < before + episode.lengths[number] and value.rows[row, place]:
+                    self.rows[name][row, kept] = value.values[order[row, place], width]
 
 
 @contextmanager
 def _original(imported: ImportedModel, folder: Path) -> Iterator[tuple[ModelProto, Path, bool]]:
     """The original as ONNX Runtime runs it, the folder of its data, and whether it is the twin of a bfloat16 model."""
     model, _ = for_cpu(with_exact_products(define(apart(imported.source.proto, imported.plan))))
+    model = _with_last_logits(model, imported.plan)
     if not has_bfloat16(model):
         yield model, folder, False
         return
@@ -267,25 +350,57 @@ def _original(imported: ImportedModel, folder: Path) -> Iterator[tuple[ModelProt
         yield twins.twin(model), twins.folder, True
 
 
+def _with_last_logits(model: ModelProto, plan: CachePlan) -> ModelProto:
+    """The model with logits of as many last positions as a proof keeps, if its plan knows how to cut them.
+
+    A history is long, and its logits may be more work than all layers of a model with a large vocabulary.
+    """
+    span = plan.logits_span
+    if span is None or {n.name for n in model.graph.node if span.tensor in n.input} != set(span.readers):
+        return model
+    made = ModelProto()
+    made.CopyFrom(model)
+    cut, nodes = f"{_PREFIX}{span.tensor}", list(made.graph.node)
+    bounds = {"first": -MOST_POSITIONS, "end": np.iinfo(np.int64).max, "axis": span.axis}
+    made.graph.initializer.extend(numpy_helper.from_array(np.array([v]), cut + n) for n, v in bounds.items())
+    for node in nodes:
+        if node.name in span.readers:
+            node.input[:] = [cut if name == span.tensor else name for name in node.input]
+    first = next(at for at, node in enumerate(nodes) if cut in node.input)
+    new = helper.make_node("Slice", [span.tensor, *(cut + n for n in bounds)], [cut], cut)
+    made.graph.node.insert(first, new)
+    for output in made.graph.output:
+        if output.name == span.output:
+            output.type.tensor_type.ClearField("shape")
+    return made
+
+
 def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _Heard, dtype: str) -> Proof:
     """The parts of a decode that a proof keeps, with the effect of rounding on them."""
     plan, arrays = imported.plan, {}
     rounding = _rounding(exact, rounded)
-    least = Share(_LEAST.largest * UNITS[dtype], _LEAST.typical * UNITS[dtype])
-    integers = {b.past for b in carried_buffers(plan) if "int" in b.dtype}
+    unit = UNITS[dtype]
+    coded = {b.past for b in carried_buffers(plan) if "int" in b.dtype or plan.options.cache_dtype is not None}
+    code = 1 / _STEPS[plan.options.cache_dtype]
     tolerances = {
-        name: Share(_TIMES.largest * r.largest, _TIMES.typical * r.typical).most(
-            _QUANTIZED if name in integers else least
-        )
-        for name, r in rounding.items()
+        episode: {
+            name: Share(_TIMES.largest * r.largest, _TIMES.typical * r.typical).most(
+                Share(_CODES.largest * code, _CODES.typical * code)
+                if name in coded
+                else Share(_LEAST.largest * unit, _LEAST.typical * unit)
+            )
+            for name, r in found.items()
+        }
+        for episode, found in rounding.items()
     }
-    if tolerances[LOGITS].typical > _SHOWS:
-        raise UnsupportedModelError(
-            f"{imported.source.path}: rounding decides the numbers of this model: moving them by no more than "
-            f"{UNITS[dtype]:.2g} of themselves changes its logits by {rounding[LOGITS].typical:.2g} of their size, so "
-            "that a proof would show no fault"
+    tolerances = {e: {n: s for n, s in found.items() if s.typical <= _SHOWS} for e, found in tolerances.items()}
+    note = ""
+    if not any(LOGITS in found for found in tolerances.values()):
+        least = min(found[LOGITS].typical for found in rounding.values())
+        note = (
+            f"rounding decides the logits of this model: moving its numbers by no more than {unit:.2g} of themselves "
+            f"changes logits by {least:.2g} of their size; its proof compares cache rows alone"
         )
-    tolerances = {name: share for name, share in tolerances.items() if share.typical <= _SHOWS}
     vocab = next(iter(exact.logits.values())).shape[-1]
     columns = _columns(vocab, sum(v.size for v in exact.logits.values()) * 4)
     if columns is not None:
@@ -297,9 +412,9 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
             arrays[f"{name}/high"] = high.astype(np.int32)
             arrays[f"{name}/highest"] = np.take_along_axis(values, high, -1)
     for name, values in exact.rows.items():
-        episode, cache = name.split("/", 1)
-        if cache in tolerances:
-            arrays[f"{episode}/rows/{cache}"] = values
+        place, cache = name.split("/", 1)
+        if cache in tolerances[exact.episodes[int(place)].name]:
+            arrays[f"{place}/rows/{cache}"] = values
     tokens = plan.tensor(Role.TOKENS)
     assert tokens is not None
     for at, (planned, (_, steps)) in enumerate(zip(exact.episodes, exact.ran.episodes, strict=True)):
@@ -310,8 +425,8 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     facts = Facts(
         recorded_on=exact.ran.engine, dtype=dtype, vocab=vocab, seed=_SEED, garbage=exact.ran.garbage,
         encoder=decoder.bounds.encoder, chooses=_chooses(imported.source.proto),
-        episodes=tuple(exact.episodes), texts=decoder.text_rows, digest=draws_digest(_SEED),
-        tolerances=tolerances, rounding=rounding,
+        episodes=tuple(exact.episodes), digest=draws_digest(_SEED),
+        tolerances=tolerances, rounding=rounding, note=note,
     )  # fmt: skip
     return Proof(facts, {name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
@@ -320,15 +435,16 @@ def _chooses(model: ModelProto) -> bool:
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
-def _rounding(exact: _Heard, rounded: _Heard) -> dict[str, Share]:
-    """The largest difference between two decodes, as a share of a row's scale: of the logits, and of each cache."""
-    found: dict[str, Share] = {}
-    both = [(LOGITS, values, rounded.logits[name]) for name, values in exact.logits.items()]
-    both += [(name.split("/", 1)[1], values, rounded.rows[name]) for name, values in exact.rows.items()]
-    for name, before, after in both:
+def _rounding(exact: _Heard, rounded: _Heard) -> dict[str, dict[str, Share]]:
+    """The largest difference between two decodes, as a share of a row's scale: by names of episode and output."""
+    found: dict[str, dict[str, Share]] = {}
+    both = [(name, LOGITS, values, rounded.logits[name]) for name, values in exact.logits.items()]
+    both += [(name, name.split("/", 1)[1], values, rounded.rows[name]) for name, values in exact.rows.items()]
+    for place, name, before, after in both:
+        known = found.setdefault(exact.episodes[int(place.split("/")[0])].name, {})
         for one, other in zip(before, after, strict=True):
             share = share_of(one, other)
-            found[name] = found.get(name, share).most(share)
+            known[name] = known.get(name, share).most(share)
     return found
 
 

@@ -1,23 +1,21 @@
-"""Replaying a proof on a runner: the steps of the original, with everything else in the caches as garbage.
+"""Replaying a proof on a runner: the steps of the original, from empty caches full of garbage on.
 
-caches   rows before the steps as the original had them, garbage beyond, and in the rows of another sequence
 steps    logits against those of the original
-caches   afterwards: written rows against the original's, all others bit for bit as they were
+caches   after each episode: newest rows against the original's, those that no token went to bit for bit as they were
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.proof.contents import Contents, draws_digest, embedded
+from trt_kvcache.proof.contents import Contents, copies, draws_digest, embedded
 from trt_kvcache.proof.file import Episode, Proof, Share, columns_of, share_of
 from trt_kvcache.proof.places import LOGITS, places, rows_apart
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
@@ -26,7 +24,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner, StepBatch
 
-__all__ = ["Difference", "Finding", "Replay", "replay"]
+__all__ = ["Difference", "Finding", "Replay", "Watch", "replay"]
 
 Array = npt.NDArray[Any]
 
@@ -35,12 +33,12 @@ _CHOSEN = 0.25  # of the rows of an output, at most, that chosen experts may cha
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference found in one output.
+    """The largest difference found in one output, as a part of what is allowed.
 
     Attributes:
         output: name of the logits, or of a cache's past.
         found: as shares of a row; None: not comparable, such as a number that is not finite.
-        allowed: the largest of each.
+        allowed: in the same episode.
     """
 
     output: str
@@ -96,66 +94,77 @@ class Replay:
         return not self.findings
 
 
+class Watch(Protocol):
+    """Looks at each step of a replay."""
+
+    def before(self, batch: StepBatch) -> None:
+        """Before a step."""
+
+    def after(self, episode: Episode, number: int, batch: StepBatch) -> None:
+        """After it; `number`: in its episode."""
+
+
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
     """Rows of the caches that a replay takes: one beside those in use, where the engine has it."""
     return min(proof.facts.rows + 1, most) if rows_apart(plan) else proof.facts.rows
 
 
-def replay(runner: Runner, proof: Proof, after: Callable[[int, int, StepBatch], None] | None = None) -> Replay:
+def replay(runner: Runner, proof: Proof, watch: Watch | None = None) -> Replay:
     """Run the steps of a proof.
 
     Args:
         runner: of the engine; what its caches hold is lost. It has to take as many rows as `rows_needed`.
         proof: of the engine.
-        after: called after each step, with the number of the episode, that of the step, and the step.
+        watch: is called around each step.
 
     Raises:
         ManifestError: the proof cannot be of this engine, or cannot be replayed with this version of NumPy.
         SessionError: a step failed.
     """
-    return _Replay(runner, proof, after).run()
+    return _Replay(runner, proof, watch).run()
 
 
 class _Replay:
-    def __init__(self, runner: Runner, proof: Proof, after: Callable[[int, int, StepBatch], None] | None) -> None:
+    def __init__(self, runner: Runner, proof: Proof, watch: Watch | None) -> None:
         facts = proof.facts
-        self._after = after
+        self._watch = watch
         if facts.digest != draws_digest(facts.seed):
             raise ManifestError(
                 f"the proof cannot be replayed with NumPy {np.__version__}, which draws other numbers from a seed than "
                 "the one that it was recorded with: build the engine again, or install that version"
             )
         self._runner, self._proof, self._plan = runner, proof, runner.plan
-        self._contents = Contents(runner.plan, facts.texts, facts.seed, facts.garbage, facts.encoder)
+        self._contents = Contents(runner.plan, facts.seed, facts.garbage, facts.encoder)
         self._buffers = {b.past: b for b in carried_buffers(runner.plan)}
         self._columns = columns_of(proof)
         if why := self._misfit():
             raise ManifestError(f"the proof does not fit the engine: {why}; build the engine again")
-        self._worst = dict.fromkeys(facts.tolerances, Share(0.0, 0.0))
+        self._worst: dict[str, Difference] = {}
         self._findings: dict[str, Finding] = {}
         self._constants = self._given()
         self._planes = PositionInput(runner.plan).planes
         self._embedded = embedded(runner.plan)
         self._count = 0
+        rows = facts.rows
+        self._first = int(runner.max_batch > rows)  # rows in use come after another one, which must not change
+        self._spare = [r for r in (0, rows) if r < runner.max_batch and not self._first <= r < self._first + rows]
+        self._ends = (0,) * rows
         self._apart: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
 
     def run(self) -> Replay:
         for at, episode in enumerate(self._proof.facts.episodes):
             self._episode(at, episode)
+            self._ends = episode.ends
             if self._findings and not self._proof.facts.chooses:
                 break
         if self._proof.facts.chooses:
             self._leave_out_choices()
-        outputs = tuple(
-            Difference(name, worst if math.isfinite(worst.largest) else None, self._proof.facts.tolerances[name])
-            for name, worst in self._worst.items()
-        )
-        return Replay(self._count, tuple(self._findings.values()), outputs)
+        return Replay(self._count, tuple(self._findings.values()), tuple(self._worst.values()))
 
     def _leave_out_choices(self) -> None:
         """Forget what chosen experts explain: few rows of an output, in which a near tie went the other way."""
         for name, (apart, rows) in self._apart.items():
-            if apart <= _CHOSEN * rows and math.isfinite(self._worst[name].largest):
+            if apart <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
                 self._findings.pop(name, None)
 
     def _misfit(self) -> str:
@@ -166,17 +175,21 @@ class _Replay:
                 f"its steps have up to {facts.rows} rows and {facts.chunk} tokens, and the engine takes "
                 f"{runner.max_batch} and {runner.max_chunk}"
             )
-        if unknown := facts.tolerances.keys() - {*self._buffers, LOGITS}:
+        if unknown := {n for found in facts.tolerances.values() for n in found} - {*self._buffers, LOGITS}:
             return f"it has a cache '{min(unknown)}'"
         columns = len(self._columns)
         for at, episode in enumerate(facts.episodes):
-            rows, total = len(episode.starts), sum(episode.lengths)
+            rows = len(episode.starts)
+            if episode.name not in facts.tolerances or rows != facts.rows:
+                return f"nothing says what '{episode.name}' may differ by, or it has other rows"
             shapes: dict[str, tuple[int, ...]] = {}
             for number, (length, keep) in enumerate(zip(episode.lengths, episode.keep, strict=False)):
-                shapes |= {f"{at}/{number}/tokens": (rows, length), f"{at}/{number}/logits": (rows, keep, columns)}
+                shapes[f"{at}/{number}/tokens"] = rows, length
+                if keep:
+                    shapes[f"{at}/{number}/logits"] = rows, keep, columns
             shapes |= {
-                f"{at}/rows/{name}": (rows, 1 if self._buffers[name].is_state else total)
-                for name in facts.tolerances.keys() & self._buffers.keys()
+                f"{at}/rows/{name}": (rows, 1 if self._buffers[name].is_state else len(episode.newest))
+                for name in facts.tolerances[episode.name].keys() & self._buffers.keys()
             }
             for name, shape in shapes.items():
                 if name not in arrays or arrays[name].shape[: len(shape)] != shape:
@@ -193,12 +206,10 @@ class _Replay:
         return tuple(inputs.read({name: v[row : row + 1] for name, v in drawn.items()}) for row in rows)
 
     def _episode(self, at: int, episode: Episode) -> None:
-        rows = len(episode.starts)
-        first = at % 2 if self._runner.max_batch > rows else 0  # in use: the first rows, or those after another one
+        rows, first = len(episode.starts), self._first
         for name in self._buffers:
-            values = self._contents.physical(name, at, episode.starts)
-            for row in range(min(rows + 1, self._runner.max_batch)):
-                self._runner.write_row(name, row, values[(row - first) % rows])
+            self._begin(name, episode)
+        prints = {n: {r: self._prints(b, r) for r in self._rows(b)} for n, b in self._buffers.items()}
         starts = np.array(episode.starts, np.int64)
         for number, length in enumerate(episode.lengths):
             tokens = self._proof.arrays[f"{at}/{number}/tokens"].astype(np.int64)
@@ -206,15 +217,51 @@ class _Replay:
                 first, tokens, starts, episode.keep[number], self._constants[:rows], self._embeds(tokens.shape),
                 self._positions(starts, length),
             )  # fmt: skip
+            if self._watch is not None:
+                self._watch.before(batch)
             logits = self._runner.step(batch)
             self._count += 1
             self._compare_logits(at, episode, number, logits)
-            if self._after is not None:
-                self._after(at, number, batch)
+            if self._watch is not None:
+                self._watch.after(episode, number, batch)
             starts = starts + length
-        for name in self._proof.facts.tolerances:
-            if name in self._buffers:
-                self._compare_cache(at, episode, self._buffers[name], first)
+        for name, buffer in self._buffers.items():
+            self._compare_cache(at, episode, buffer)
+            for row, before in prints[name].items():
+                self._compare_kept(episode, buffer, row, before)
+
+    def _begin(self, name: str, episode: Episode) -> None:
+        """The contents of a cache before an episode."""
+        buffer, cache = self._buffers[name], self._contents.caches[name]
+        empty = self._contents.empty(name, len(episode.starts))
+        for row in self._spare if self._count == 0 else ():
+            self._runner.write_row(name, row, empty[0])
+        for row, (start, end) in enumerate(zip(episode.starts, self._ends, strict=True)):
+            if not start:
+                self._runner.write_row(name, self._first + row, empty[row])
+            elif start > end and not buffer.is_state:
+                held = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))
+                copies(cache.physical_rows(held[None])[0], buffer.capacity, end, start)
+                self._runner.write_row(name, self._first + row, held)
+
+    def _rows(self, buffer: Carried) -> list[int]:
+        """Rows of the batch in which a cache row may stay as it is; state has none but in another sequence."""
+        used = range(self._first, self._first + self._proof.facts.rows)
+        return [*self._spare, *(() if buffer.is_state else used)]
+
+    def _held(self, buffer: Carried, row: int) -> Array:
+        """The rows ``[capacity, numbers]`` of a cache."""
+        held = self._runner.read_row(buffer.past, row, buffer.capacity)
+        rows = self._contents.caches[buffer.past].physical_rows(held[None])[0]
+        return np.asarray(rows.reshape(buffer.capacity, -1))
+
+    def _prints(self, buffer: Carried, row: int) -> Array:
+        """A number for the bits of each row of a cache."""
+        held = np.ascontiguousarray(self._held(buffer, row))
+        width = 8 if held.itemsize * held.shape[1] % 8 == 0 else held.itemsize
+        bits = held.view(f"u{width}").astype(np.uint64, copy=False)
+        factors = np.random.default_rng(0).integers(0, 1 << 63, bits.shape[1], np.uint64) * np.uint64(2) + np.uint64(1)
+        return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _embeds(self, shape: tuple[int, ...]) -> Array | None:
         if self._embedded is None:
@@ -236,6 +283,8 @@ class _Replay:
                 f"the proof was made with a vocabulary of {self._proof.facts.vocab} tokens, and the engine gives "
                 f"logits of {logits.shape[-1]}: it is of another model; build the engine again"
             )
+        if not episode.keep[number]:
+            return
         found = logits.astype(np.float32)
         expected, given = arrays[f"{name}/logits"], found[..., self._columns]
         if f"{name}/high" in arrays:
@@ -245,50 +294,52 @@ class _Replay:
         for row, (wanted, had) in enumerate(zip(expected, given, strict=True)):
             self._note(LOGITS, episode, number, row, share_of(wanted, had))
 
-    def _compare_cache(self, at: int, episode: Episode, buffer: Carried, first: int) -> None:
-        """Rows that the steps wrote as numbers, all others bit by bit."""
-        total = sum(episode.lengths)
-        steps = np.repeat(np.arange(len(episode.lengths)), episode.lengths)
+    def _compare_cache(self, at: int, episode: Episode, buffer: Carried) -> None:
+        """The newest rows, as numbers."""
+        if buffer.past not in self._proof.facts.tolerances[episode.name]:
+            return
         expected = self._proof.arrays[f"{at}/rows/{buffer.past}"]
-        cache = self._contents.caches[buffer.past]
-        before = self._contents.physical(buffer.past, at, episode.starts)
+        steps = np.repeat(np.arange(len(episode.lengths)), episode.lengths)
         for row, start in enumerate(episode.starts):
-            held = self._runner.read_row(buffer.past, first + row, buffer.capacity)
             if buffer.is_state:
+                held = self._runner.read_row(buffer.past, self._first + row, 1)
                 flat = held.reshape(1, -1).astype(np.float32)[:, places(held.size, expected.shape[-1])]
                 self._note(buffer.past, episode, len(episode.lengths) - 1, row, share_of(expected[row], flat))
                 continue
-            now = cache.physical_rows(held[None])[0].reshape(buffer.capacity, -1)
-            was = cache.physical_rows(before[row : row + 1])[0].reshape(buffer.capacity, -1)
-            tokens = np.arange(max(total - buffer.capacity, 0), total)
+            still = episode.newest >= sum(episode.lengths) - buffer.capacity
+            tokens, wanted = episode.newest[still], expected[row, still]
+            now = self._held(buffer, self._first + row)
             where = (start + tokens) % buffer.capacity
             found = now[where].astype(np.float32)[:, places(now.shape[-1], expected.shape[-1])]
-            wanted = expected[row, tokens]
             unknown = np.isnan(wanted)
             found[unknown] = np.nan
             apart = np.abs(np.where(unknown, 0, wanted - found)).max(-1)
             worst = int(steps[tokens[int(np.argmax(apart))]])  # the first one that is not finite, if there is any
             self._note(buffer.past, episode, worst, row, share_of(wanted, found))
-            kept = np.ones(buffer.capacity, bool)
-            kept[where] = False
-            beyond = np.arange(buffer.capacity) >= start + total
-            # Where past and present are two buffers, rows without a token may come out as zeros.
-            was = np.where((beyond & ~now.any(-1))[:, None], now, was)
-            self._compare_kept(buffer.past, episode, row, now[kept], was[kept])
-        for row in {0, len(episode.starts)} - set(range(first, first + len(episode.starts))):
-            if row < self._runner.max_batch:
-                now = self._runner.read_row(buffer.past, row, buffer.capacity)
-                self._compare_kept(buffer.past, episode, row - first, now, before[(row - first) % len(before)])
 
-    def _compare_kept(self, name: str, episode: Episode, row: int, now: Array, was: Array) -> None:
-        same = np.ascontiguousarray(now).view(np.uint8) == np.ascontiguousarray(was).view(np.uint8)
-        if not same.all():
-            self._worst[name] = Share(math.inf, math.inf)
-            self._find(name, episode, len(episode.lengths) - 1, row, "changed cache rows that no token went to")
+    def _compare_kept(self, episode: Episode, buffer: Carried, row: int, before: Array) -> None:
+        """The rows of a cache that no token went to, bit by bit."""
+        changed = self._prints(buffer, row) != before
+        if not changed.any():
+            return
+        number = row - self._first
+        if row not in self._spare:
+            start, end, places = episode.starts[number], episode.ends[number], np.arange(buffer.capacity)
+            # Where past and present are two buffers, rows without a token may come out as zeros.
+            changed &= (places < end) | self._held(buffer, row).any(-1)
+            changed[np.arange(max(start, end - buffer.capacity), end) % buffer.capacity] = False
+        if changed.any():
+            self._worst[buffer.past] = Difference(buffer.past, None, Share(math.inf, math.inf))
+            self._find(
+                buffer.past, episode, len(episode.lengths) - 1, number, "changed cache rows that no token went to"
+            )
 
     def _note(self, name: str, episode: Episode, step: int, row: int, share: Share) -> None:
-        self._worst[name] = self._worst[name].most(share)
-        allowed = self._proof.facts.tolerances[name]
+        allowed = self._proof.facts.tolerances[episode.name].get(name)
+        if allowed is None:
+            return
+        found = Difference(name, share if math.isfinite(share.largest) else None, allowed)
+        self._worst[name] = max(self._worst.get(name, found), found, key=lambda d: d.part)
         apart, rows = self._apart.get(name, (0, 0))
         self._apart[name] = apart + (not share.within(allowed)), rows + 1
         if share.within(allowed):

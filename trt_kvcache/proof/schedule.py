@@ -1,4 +1,15 @@
-"""The steps of a proof: few, since each of them reads all weights of the original."""
+"""The steps of a proof: one decode from empty caches, over each place at which an engine may go wrong.
+
+    start     a short prompt in chunks; one row begins after the other, so that they stand at different places
+    decode    where the history is long enough for a trained model to have settled
+    span      over the end of the first span of cache rows
+    window    over the end of an attention window
+    wrap      over the end of a ring
+    full      up to the last row of linear caches
+
+Between these places the history goes on in long chunks. A place that lies too far away is reached by a jump: the cache
+rows up to there are copies of those before (`trt_kvcache.proof.contents.copies`).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +17,21 @@ from dataclasses import dataclass, replace
 
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.steps.inputs import ENCODER_TOKENS
-from trt_kvcache.importer.steps.schedule import Limits, Step
+from trt_kvcache.importer.steps.schedule import Limits
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, StepInputs, linear_capacity
 from trt_kvcache.verify.report import VerifyOptions
-from trt_kvcache.verify.schedule import Episode, plan_schedule
+from trt_kvcache.verify.schedule import Episode, consecutive, plan_schedule
 
-_CHUNKS, _SINGLES = (5, 3), 3
-_BACK = 3  # tokens between the rows of a step at a boundary
+MOST_POSITIONS = 4
+"""Of a row in a step whose logits are kept."""
+
+_PROMPT = (5, 3, 1)
+_SINGLES = 3
+_COMPARED = 4  # last steps of an episode
+_APART = 3  # tokens between the rows of a step
+_SETTLED = 40  # tokens, after which rounding makes no more difference than later (measured on SmolLM2 and Gemma 3)
+_REACH = 576  # tokens that are decoded for the sake of those after them
+_CHUNKS = 48  # at most, if the engine takes short ones only
 
 
 @dataclass(frozen=True)
@@ -44,43 +63,129 @@ def within(limits: Limits, plan: CachePlan, most: Most) -> Limits:
     )
 
 
-def plan_proof(limits: Limits, steps: int | None) -> tuple[Episode, ...]:
-    """Prefill in chunks and single steps from ragged starts, at the last row, over each wrap and the end of a span.
+def plan_proof(limits: Limits, windows: set[int], steps: int | None) -> tuple[Episode, ...]:
+    """The episodes of a proof.
+
+    A row that starts an episode at 0 is empty before; one that starts where it ended goes on; any other jumps.
 
     Args:
         limits: see `within`.
-        steps: how many; None: as many as it takes, about ten.
+        windows: numbers of keys that attentions see at most.
+        steps: how many; None: as many as it takes, about 20.
     """
-    options = VerifyOptions(batch=limits.batch, chunks=_CHUNKS, tokens=_SINGLES)
-    episodes = [e for e in plan_schedule(limits, options) if e.steps]
+    if not limits.indexed:
+        options = VerifyOptions(batch=limits.batch, chunks=_PROMPT[:2], tokens=_SINGLES)
+        return tuple(e for e in plan_schedule(limits, options) if e.steps)
+    found = _walked(limits, windows, 0)
+    if steps is not None and (more := steps - sum(len(e.steps) for e in found)) > 0:
+        found = _walked(limits, windows, more)
+    while steps is not None and sum(len(e.steps) for e in found) > steps:
+        last = found.pop()
+        if last.steps[1:]:
+            found.append(replace(last, steps=last.steps[:-1]))
+    return tuple(found)
+
+
+def _walked(limits: Limits, windows: set[int], more: int) -> list[Episode]:
+    """The episodes, with so many single steps more."""
+    walk = _Walk(limits)
+    walk.start(more)
+    places = {_SETTLED: "decode", **dict.fromkeys(windows, "window"), **dict.fromkeys(limits.circular, "wrap")}
     bound = min((c for c in (limits.linear, *limits.circular) if c is not None), default=0)
     if limits.length is None and bound > SPAN_BUCKET + _SINGLES:
-        starts = [max(SPAN_BUCKET - 2 - (_BACK * row if limits.ragged else 0), 0) for row in range(limits.batch)]
-        places = [tuple(start + n for start in starts) for n in range(_SINGLES + 1)]
-        episodes.append(Episode("span", tuple(Step(1, places[n], places[n + 1]) for n in range(_SINGLES))))
-    if limits.linear is not None:
-        episodes = [e for e in episodes if max(max(s.valid) for s in e.steps) <= limits.linear]
-    if steps is not None:
-        episodes = _as_many(limits, options, episodes, steps)
-    return tuple(episodes)
+        places[SPAN_BUCKET] = "span"
+    for place in sorted(n for n in places if n <= walk.reach and walk.has(n + walk.single)):
+        walk.to(places[place], place)
+    for place in sorted(c for c in limits.circular if c > walk.reach):
+        walk.jump("wrap", place - 2 * walk.single)
+    walk.finish()
+    return walk.episodes
 
 
-def _as_many(limits: Limits, options: VerifyOptions, episodes: list[Episode], steps: int) -> list[Episode]:
-    """The same in so many steps, or in fewer where the caches hold no more: the last ones of the longest go first."""
-    more = steps - sum(len(e.steps) for e in episodes)
-    if more > 0:
-        longer = plan_schedule(limits, replace(options, tokens=_SINGLES + more))[0]
-        return [longer, *episodes[1:]]
-    for _ in range(-more):
-        longest = max(range(len(episodes)), key=lambda i: (len(episodes[i].steps), i))
-        if len(episodes[longest].steps) == 1:
-            longest = len(episodes) - 1
-        kept = episodes[longest].steps[:-1]
-        episodes[longest : longest + 1] = [replace(episodes[longest], steps=kept)] if kept else []
-    return episodes
+class _Walk:
+    """Episodes, each of which begins where the one before ended.
+
+    Attributes:
+        single: tokens of the shortest step.
+        reach: tokens, as far as histories are decoded.
+        ends: tokens of each row now.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.episodes: list[Episode] = []
+        self.single = limits.length or 1
+        self._limits = limits
+        self._longest = limits.length or limits.longest
+        self.reach = min(_REACH, _CHUNKS * self._longest)
+        apart = self.single * _APART if limits.ragged else 0
+        room = None if limits.linear is None else limits.linear - 2 * self.single
+        self._apart = apart if room is None or apart * (limits.batch - 1) <= room else 0
+        self.ends = (0,) * limits.batch
+
+    def start(self, more: int) -> None:
+        """Rows that begin one after the other, a short prompt, and single steps."""
+        turns = self._limits.batch if self._apart else 1
+        for turn in range(turns):
+            # The rows that have their place already go on.
+            starts = tuple(self._apart * max(row + turn + 1 - turns, 0) for row in range(self._limits.batch))
+            last = turn == turns - 1
+            self.add("start", self._cut([*_PROMPT, *[1] * more]) if last else self._chunks(self._apart), starts)
+
+    def has(self, place: int) -> bool:
+        """All rows may go up to a place, as far as linear caches hold it."""
+        return self._limits.linear is None or place + max(self.ends) - min(self.ends) <= self._limits.linear
+
+    def to(self, name: str, place: int) -> None:
+        """Over a place: in chunks to the row before it, then in single steps; the middle row crosses it there."""
+        self.add(name, [*self._chunks(place - self.single - self._middle), *[self.single] * _SINGLES])
+
+    def finish(self) -> None:
+        """Up to the last row of linear caches, if there are any."""
+        if self._limits.linear is None:
+            return
+        left = self._limits.linear - max(self.ends)
+        tail = self._cut([_PROMPT[0], 1, 1])
+        if max(self.ends) + left > self.reach:
+            self.jump("full", self._limits.linear - sum(tail) - (max(self.ends) - min(self.ends)), tail)
+        else:
+            self.add("full", [*self._chunks(left - 2 * self.single), *[self.single] * 2])
+
+    def jump(self, name: str, place: int, lengths: list[int] | None = None) -> None:
+        """Steps from a place on, without those before it; the rows keep their distances."""
+        starts = tuple(place + end - min(self.ends) for end in self.ends)
+        if place > max(self.ends):
+            self.add(name, lengths or self._cut([*[1] * _SINGLES, _PROMPT[0]]), starts)
+
+    def add(self, name: str, lengths: list[int], starts: tuple[int, ...] | None = None) -> None:
+        """Steps of these lengths, as many as fit."""
+        starts = starts or self.ends
+        fitting: list[int] = []
+        for length in lengths:
+            if self._limits.linear is None or max(starts) + sum(fitting) + length <= self._limits.linear:
+                fitting.append(length)
+        steps = consecutive(self._limits, fitting, starts)
+        if steps:
+            self.episodes.append(Episode(name, steps))
+            self.ends = steps[-1].valid
+
+    @property
+    def _middle(self) -> int:
+        return sorted(self.ends)[len(self.ends) // 2]
+
+    def _cut(self, lengths: list[int]) -> list[int]:
+        """Steps of these lengths, as the model takes them."""
+        return [self._limits.length or min(length, self._longest) for length in lengths]
+
+    def _chunks(self, tokens: int) -> list[int]:
+        """Steps that make so many tokens, or a few less."""
+        if tokens <= 0:
+            return []
+        rest = tokens % self._longest
+        return [self._longest] * (tokens // self._longest) + ([rest] if rest and not self._limits.length else [])
 
 
 def keeps(episode: Episode, most: Most, *, last_only: bool) -> tuple[int, ...]:
-    """Of how many of the last positions of each step the logits are kept."""
-    bound = 1 if last_only else min(most.logits or 4, 4)
-    return tuple(min(step.length, bound) for step in episode.steps)
+    """Of how many of the last positions of each step the logits are kept; 0: it only makes history."""
+    bound = 1 if last_only else min(most.logits or MOST_POSITIONS, MOST_POSITIONS)
+    history = len(episode.steps) - _COMPARED
+    return tuple(min(step.length, bound) if number >= history else 0 for number, step in enumerate(episode.steps))

@@ -42,7 +42,7 @@ def _answer(request: Request) -> Answer:
     try:
         most = Most(*request.most)
         proof = record_proof(request.imported, most, rows=request.rows, steps=request.steps)
-        return Answer(encode_proof(proof, UNBOUND.decode()))
+        return Answer(encode_proof(proof, UNBOUND.decode()), proof.facts.note)
     except TrtKvCacheError as error:
         return Answer(b"", error.message, type(error).__name__)
     except Exception:  # noqa: BLE001 - the caller says it, with this trace

@@ -47,15 +47,15 @@ def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]
         return _from_row_zero(limits, lengths)
     total = sum(lengths)
     room = None if limits.linear is None else limits.linear - total
-    episodes = [Episode("decode", _steps(limits, lengths, _starts(limits, 0, 5, room)))]
+    episodes = [Episode("decode", consecutive(limits, lengths, _starts(limits, 0, 5, room)))]
     if room:
         last = [*lengths[:1], *lengths[-1:]] if len(lengths) > 1 else lengths
         end = room + total - sum(last)
-        episodes.append(Episode("full", _steps(limits, last, _starts(limits, end, -3, end))))
+        episodes.append(Episode("full", consecutive(limits, last, _starts(limits, end, -3, end))))
     for capacity in limits.circular:
         # Two rows before the end; a fixed length under a contract must fit before it.
         starts = _starts(limits, capacity - (limits.length or 2), capacity + (limits.length or 3), room)
-        episodes.append(Episode("wrap", _steps(limits, lengths, starts)))
+        episodes.append(Episode("wrap", consecutive(limits, lengths, starts)))
     if limits.lengths:
         episodes += _short(limits)
     return tuple(episodes)
@@ -89,7 +89,7 @@ def _starts(limits: Limits, first: int, stride: int, room: int | None) -> tuple[
     return tuple(starts)
 
 
-def _steps(limits: Limits, lengths: list[int], starts: tuple[int, ...]) -> tuple[Step, ...]:
+def consecutive(limits: Limits, lengths: list[int], starts: tuple[int, ...]) -> tuple[Step, ...]:
     """Consecutive steps; an update that would straddle a wrap where a contract forbids it is split there."""
     steps: list[Step] = []
     for wanted in lengths:
