@@ -610,7 +610,10 @@ def main() -> int:
                 without[_short(error)] += 1
                 continue
             counts["models"] += 1
-            wrong += [f"{name}: {why}" for why in alarms(made, range(asked.roundings))]
+            found = [f"false alarm: {name}: {why}" for why in alarms(made, range(asked.roundings))]
+            wrong += found
+            for line in found:
+                _say(line)
             counts["right engines"] += 1 + asked.roundings
             right = made.replay(made.open())
             share = -(-(asked.faults - counts["faults"]) // max(len(makers) - number, 1))
@@ -623,13 +626,12 @@ def main() -> int:
                     counts["faults"] += 1
                     kinds[fault] += 1
                     share -= 1
+                    sys.stderr.write(f"{name}: {fault}: {outcome}\n")
                 if outcome == "missed":
                     _say(f"missed: {name}: {fault}")
         sys.stderr.write(f"{name}: {dict(counts)}\n")
     for why, count in without.items():
         _say(f"no proof, {count} models: {why}")
-    for line in wrong:
-        _say(f"false alarm: {line}")
     _say(f"{counts['models']} models, {counts['right engines']} right engines, {len(wrong)} false alarms")
     _say(
         f"{counts['faults']} faults of {len(kinds)} kinds: {counts['refused']} refused, {counts['missed']} missed "
