@@ -301,7 +301,7 @@ def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_facts_are_plain_data(own: Path) -> None:
     facts = recorded(own).facts
     assert isinstance(facts, Facts)
-    assert {e.name for e in facts.episodes} == {"start", "decode", "full"}
+    assert {e.name for e in facts.episodes} == {"start", "decode", "full", "drawn"}
     assert facts.rows == 3
     assert not isinstance(facts, TrtKvCacheError)
 

@@ -61,10 +61,10 @@ class Contents:
         self._numbers = {name: number for number, name in enumerate(self.caches)}
         self._plan, self._seed, self._garbage, self._encoder = plan, seed, garbage, encoder
 
-    def empty(self, name: str, rows: int) -> Array:
-        """Contents ``[R, *physical_shape[1:]]`` of a cache without a token: garbage, or the first value of a state."""
-        cache, rng = self.caches[name], np.random.default_rng([self._seed, self._numbers[name]])
-        values = first_contents(cache, (0,) * rows, self._garbage, rng, twin=True)
+    def first(self, name: str, episode: int, starts: Sequence[int]) -> Array:
+        """Contents ``[R, *physical_shape[1:]]`` of a cache, drawn as `Verification` does: tokens, then garbage."""
+        cache, rng = self.caches[name], np.random.default_rng([self._seed, episode, self._numbers[name]])
+        values = first_contents(cache, starts, self._garbage, rng, twin=True)
         return cache.to_physical(values).astype(array_dtype(cache.role.dtype), copy=False)
 
     def constants(self, rows: int) -> dict[str, Array]:

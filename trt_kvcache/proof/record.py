@@ -36,7 +36,7 @@ from trt_kvcache.proof.contents import Contents, copies, draws_digest
 from trt_kvcache.proof.file import Episode, Facts, Proof, Share, share_of
 from trt_kvcache.proof.places import LOGITS, places, rows_apart
 from trt_kvcache.proof.rounding import UNITS, rounding_dtype, with_rounding
-from trt_kvcache.proof.schedule import MOST_POSITIONS, Most, keeps, plan_proof, within
+from trt_kvcache.proof.schedule import DRAWN, MOST_POSITIONS, Most, keeps, plan_proof, within
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.inputs import StepInputs as RuntimeInputs
 from trt_kvcache.runtime.logits import StepLogits
@@ -74,6 +74,7 @@ _CODES = Share(2.5, 1.5)  # steps of a code, at least: a number may be rounded t
 _STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
 """Steps of a code, up to the largest number."""
 
+_FAINT = 25.0  # units of rounding that a drawn episode allows: elsewhere it amplifies rounding
 _SHOWS = 0.3  # of an output's scale: what allows more shows no fault
 
 
@@ -226,7 +227,7 @@ class _Decoder(Verification):
 
     def _schedule(self, limits: Limits) -> Sequence[verify_schedule.Episode]:
         windows = {g.left_window + 1 for g in self.plan.masks if g.left_window >= 0}
-        return plan_proof(limits, windows, self.wanted)
+        return plan_proof(limits, windows, self.wanted, drawn=self.plan.options.cache_dtype is None)
 
     def decode(self, garbage: float) -> _Heard:
         """Run the original over all episodes, with garbage of this size, or less where it reads it."""
@@ -266,6 +267,8 @@ class _Decoder(Verification):
 
     def _contents(self, step: Step, garbage: float, episode: int) -> dict[str, Array]:
         """Caches before an episode: empty ones, or what the episode before left, which `_record` keeps up to date."""
+        if self._planned[episode].name == DRAWN:
+            return super()._contents(step, garbage, episode)
         rows = len(step.starts)
         fresh = super()._contents(replace(step, starts=(0,) * rows), garbage, episode)
         if not any(step.starts):
@@ -393,7 +396,8 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
         }
         for episode, found in rounding.items()
     }
-    tolerances = {e: {n: s for n, s in found.items() if s.typical <= _SHOWS} for e, found in tolerances.items()}
+    shows = {e: _FAINT * unit if e == DRAWN else _SHOWS for e in tolerances}
+    tolerances = {e: {n: s for n, s in found.items() if s.typical <= shows[e]} for e, found in tolerances.items()}
     note = ""
     if not any(LOGITS in found for found in tolerances.values()):
         least = min(found[LOGITS].typical for found in rounding.values())

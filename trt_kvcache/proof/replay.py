@@ -18,6 +18,7 @@ from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.proof.contents import Contents, copies, draws_digest, embedded
 from trt_kvcache.proof.file import Episode, Proof, Share, columns_of, share_of
 from trt_kvcache.proof.places import LOGITS, places, rows_apart
+from trt_kvcache.proof.schedule import DRAWN
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
@@ -208,7 +209,7 @@ class _Replay:
     def _episode(self, at: int, episode: Episode) -> None:
         rows, first = len(episode.starts), self._first
         for name in self._buffers:
-            self._begin(name, episode)
+            self._begin(name, at, episode)
         prints = {n: {r: self._prints(b, r) for r in self._rows(b)} for n, b in self._buffers.items()}
         starts = np.array(episode.starts, np.int64)
         for number, length in enumerate(episode.lengths):
@@ -230,15 +231,16 @@ class _Replay:
             for row, before in prints[name].items():
                 self._compare_kept(episode, buffer, row, before)
 
-    def _begin(self, name: str, episode: Episode) -> None:
+    def _begin(self, name: str, at: int, episode: Episode) -> None:
         """The contents of a cache before an episode."""
         buffer, cache = self._buffers[name], self._contents.caches[name]
-        empty = self._contents.empty(name, len(episode.starts))
+        drawn = episode.name == DRAWN
+        fresh = self._contents.first(name, at, episode.starts if drawn else (0,) * len(episode.starts))
         for row in self._spare if self._count == 0 else ():
-            self._runner.write_row(name, row, empty[0])
+            self._runner.write_row(name, row, fresh[0])
         for row, (start, end) in enumerate(zip(episode.starts, self._ends, strict=True)):
-            if not start:
-                self._runner.write_row(name, self._first + row, empty[row])
+            if not start or drawn:
+                self._runner.write_row(name, self._first + row, fresh[row])
             elif start > end and not buffer.is_state:
                 held = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))
                 copies(cache.physical_rows(held[None])[0], buffer.capacity, end, start)

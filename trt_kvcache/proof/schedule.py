@@ -6,6 +6,7 @@
     window    over the end of an attention window
     wrap      over the end of a ring
     full      up to the last row of linear caches
+    drawn     after random cache contents: untrained attention is so faint that its faults show here alone
 
 Between these places the history goes on in long chunks. A place that lies too far away is reached by a jump: the cache
 rows up to there are copies of those before (`trt_kvcache.proof.contents.copies`).
@@ -24,6 +25,9 @@ from trt_kvcache.verify.schedule import Episode, consecutive, plan_schedule
 
 MOST_POSITIONS = 4
 """Of a row in a step whose logits are kept."""
+
+DRAWN = "drawn"
+"""Name of the episode before which caches hold random numbers."""
 
 _PROMPT = (5, 3, 1)
 _SINGLES = 3
@@ -63,7 +67,7 @@ def within(limits: Limits, plan: CachePlan, most: Most) -> Limits:
     )
 
 
-def plan_proof(limits: Limits, windows: set[int], steps: int | None) -> tuple[Episode, ...]:
+def plan_proof(limits: Limits, windows: set[int], steps: int | None, *, drawn: bool = True) -> tuple[Episode, ...]:
     """The episodes of a proof.
 
     A row that starts an episode at 0 is empty before; one that starts where it ended goes on; any other jumps.
@@ -72,13 +76,14 @@ def plan_proof(limits: Limits, windows: set[int], steps: int | None) -> tuple[Ep
         limits: see `within`.
         windows: numbers of keys that attentions see at most.
         steps: how many; None: as many as it takes, about 20.
+        drawn: caches may hold random numbers.
     """
     if not limits.indexed:
         options = VerifyOptions(batch=limits.batch, chunks=_PROMPT[:2], tokens=_SINGLES)
         return tuple(e for e in plan_schedule(limits, options) if e.steps)
-    found = _walked(limits, windows, 0)
+    found = _walked(limits, windows, 0, drawn)
     if steps is not None and (more := steps - sum(len(e.steps) for e in found)) > 0:
-        found = _walked(limits, windows, more)
+        found = _walked(limits, windows, more, drawn)
     while steps is not None and sum(len(e.steps) for e in found) > steps:
         last = found.pop()
         if last.steps[1:]:
@@ -86,7 +91,7 @@ def plan_proof(limits: Limits, windows: set[int], steps: int | None) -> tuple[Ep
     return tuple(found)
 
 
-def _walked(limits: Limits, windows: set[int], more: int) -> list[Episode]:
+def _walked(limits: Limits, windows: set[int], more: int, drawn: bool) -> list[Episode]:
     """The episodes, with so many single steps more."""
     walk = _Walk(limits)
     walk.start(more)
@@ -99,6 +104,8 @@ def _walked(limits: Limits, windows: set[int], more: int) -> list[Episode]:
     for place in sorted(c for c in limits.circular if c > walk.reach):
         walk.jump("wrap", place - 2 * walk.single)
     walk.finish()
+    if drawn and not limits.circular:  # an original may hold a ring's whole text
+        walk.drawn()
     return walk.episodes
 
 
@@ -149,6 +156,11 @@ class _Walk:
             self.jump("full", self._limits.linear - sum(tail) - (max(self.ends) - min(self.ends)), tail)
         else:
             self.add("full", [*self._chunks(left - 2 * self.single), *[self.single] * 2])
+
+    def drawn(self) -> None:
+        """A chunk and single steps after a few tokens of nobody's."""
+        starts = tuple(self.single * 2 + self._apart * row for row in range(self._limits.batch))
+        self.add(DRAWN, self._cut([_PROMPT[0], *[1] * _SINGLES]), starts)
 
     def jump(self, name: str, place: int, lengths: list[int] | None = None) -> None:
         """Steps from a place on, without those before it; the rows keep their distances."""
