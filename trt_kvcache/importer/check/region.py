@@ -249,10 +249,21 @@ def _region(
         ]
         if not any(apart):
             break
-        # A tensor that only one side is cut at is no boundary, but for its shape.
-        for gone, own in zip(passed, apart, strict=True):
+        # A tensor that only one side is cut at is no boundary, but for its shape. The side goes on for which it lies
+        # within the other one's part, as the sum that a fused norm gives beside its result; if there is none, both do.
+        inside = [
+            {same[o] for node in cone[0] for o in node.output if o in same and o not in outputs}
+            for cone, same in zip(cones, equal, strict=True)
+        ]
+        within = [
+            {n for n in own if stop[n] in other}
+            for own, stop, other in zip(apart, stops, reversed(inside), strict=True)
+        ]
+        alone = {stop[n] for own, stop in zip(apart, stops, strict=True) for n in own}
+        dropped = within if any(within) else [{n for n, d in stop.items() if d in alone} for stop in stops]
+        for gone, own in zip(passed, dropped, strict=True):
             gone |= own
-        stops = [{n: d for n, d in stop.items() if n not in own} for stop, own in zip(stops, apart, strict=True)]
+        stops = [{n: d for n, d in stop.items() if n not in own} for stop, own in zip(stops, dropped, strict=True)]
     digests = sorted(fed[0].keys() | fed[1].keys())
     boundaries = []
     last = cut.last_positions
