@@ -48,7 +48,7 @@ SMALL = {
               "--vocab", "500"],
     "span": ["--capacity", "256", "512", "--turns", "3"],
     "choice": ["--vocab", "1001", "--turns", "3"],
-    "kernel": [], "quality": [],
+    "kernel": [], "quality": [], "stall": ["--prompt", "20", "--usual", "2", "--turns", "1", "--rows", "3"],
     "draft": ["--tokens", "150", "--prompt", "8", "--hidden", "192", "--vocab", "500", "--layers", "2", "--guesses",
               "3", "--threads", "1"],
 }  # fmt: skip
@@ -116,6 +116,18 @@ def test_names_are_listed_and_each_has_its_help(capsys: pytest.CaptureFixture[st
         with pytest.raises(SystemExit):
             bench.main([name, "--help"])
         assert "--output" in capsys.readouterr().out
+
+
+def test_a_long_prompt_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = DecoderConfig(
+        layers=1, hidden=32, head_size=8, query_heads=4, kv_heads=2, vocab=64, capacity=64, positions=64
+    )
+    model = write_decoder(tmp_path / "model.onnx", config)
+    data, table, _ = ran("stall", capsys, "--model", str(model), "--budgets", "4", "100")
+    assert len(table) == 4
+    assert set(data["budgets"]) == {"4", "100"}
+    with pytest.raises(SystemExit, match="give --model"):
+        bench.main(["stall"])
 
 
 def test_a_build_that_fails_is_told(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_port_in_use(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"127.0.0.1 port {port} cannot be used" in run(str(folder), "--port", port)
-    assert "cannot be used" in run(str(folder), "--host", "host.invalid")
+    assert "cannot be used" in run(str(folder), "--host", "host.invalid", "--no-api-key")
 
 
 def test_key_files(folder: Path, tmp_path: Path) -> None:

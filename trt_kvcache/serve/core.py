@@ -223,6 +223,7 @@ class ServingCore:
                 continue
             with self._changed:
                 self._runs[slot] = _Run(request, place, len(work.tokens))
+        self._note_waiting()
         if not self._runs:
             return
         try:
@@ -233,10 +234,8 @@ class ServingCore:
             elif run := self._end(error.sequence, "error"):
                 outcomes.append((run.request, run.place, error))
             return
-        now, waiting = time.perf_counter(), set(self.session.cache.offloaded)
-        with self._changed:
-            for slot, run in self._runs.items():
-                run.waits = slot in waiting
+        now = time.perf_counter()
+        self._note_waiting()
         for event in events:
             if (run := self._runs.get(event.sequence)) is None:  # it left after a step that failed for another
                 continue
@@ -245,6 +244,12 @@ class ServingCore:
                 self._count(run, now)
             if event.finish_reason is not None:
                 self._end(event.sequence, str(FinishReason(event.finish_reason).value))
+
+    def _note_waiting(self) -> None:
+        waiting = set(self.session.cache.offloaded)
+        with self._changed:
+            for slot, run in self._runs.items():
+                run.waits = slot in waiting
 
     def _count(self, run: _Run, now: float) -> None:
         self.metrics.tokens.inc()
