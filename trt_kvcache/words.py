@@ -15,7 +15,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 """Control characters, line breaks, and marks that turn the direction of text."""
 
 FLAGS = (
-    "backend", "cache-dtype", "cache-layout", "capacity", "check", "check-memory", "check-seconds",
+    "allow-origin", "backend", "cache-dtype", "cache-layout", "capacity", "check", "check-memory", "check-seconds",
     "compute-capabilities", "config", "constants", "declare-aliases", "embeddings", "encoder", "exporter", "fallback",
     "latent-attention", "logits", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes", "memory-check",
     "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan",

@@ -37,11 +37,12 @@ async def ask(
     path: str,
     body: Any = None,
     *,
+    method: str = "",
     headers: dict[str, str] | None = None,
     leaves_after: int | None = None,
     pause: float = 0.0,
 ) -> Reply:
-    """POST where there is a body, GET where there is none.
+    """POST where there is a body, GET where there is none, unless `method` says another one.
 
     `leaves_after`: parts of the answer, after which the client is gone; 0: at once. `pause`: seconds for each part.
     """
@@ -49,7 +50,8 @@ async def ask(
     given = {"content-type": "application/json", **(headers or {})}
     scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-        "method": "GET" if body is None else "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "method": method or ("GET" if body is None else "POST"), "path": path, "raw_path": path.encode(),
+        "query_string": b"",
         "root_path": "", "scheme": "http", "server": ("localhost", 80), "client": ("localhost", 1),
         "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
     }  # fmt: skip

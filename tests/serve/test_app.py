@@ -21,7 +21,7 @@ from serve.asgi import Reply, ask
 from serve.models import write_said, write_served
 from tokenizers import decoders
 
-from trt_kvcache import DecodeSession, GenerationConfig, SessionError
+from trt_kvcache import DecodeSession, GenerationConfig, OptionError, SessionError
 from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.core import ServingCore, Work
 
@@ -556,6 +556,38 @@ def test_a_step_that_hangs_is_told_and_holds_up_nobody_after_it(
     assert idle(service.core)
     assert post(service, None, "/health").status == 200
     assert post(service, LONG).status == 200
+
+
+@pytest.mark.parametrize(("origins", "origin", "allowed"), [
+    ((), "https://a.example", None), (("https://a.example", "http://localhost:3000"), "https://a.example", "https://a.example"),
+    (("https://a.example",), "https://b.example", None), (("*",), "https://b.example", "*"),
+])  # fmt: skip
+def test_pages_of_other_servers(
+    alone: DecodeSession, origins: tuple[str, ...], origin: str, allowed: str | None
+) -> None:
+    """Browsers ask for leave first, without the key; the answers to requests say the same, refusals too."""
+    service = Service(alone, "tiny", ["secret"], origins=origins)
+    try:
+        asked = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization",
+        }
+        leave = asyncio.run(ask(service.app, TEXT, method="OPTIONS", headers=asked))
+        refused = asyncio.run(ask(service.app, TEXT, {"prompt": [1]}, headers={"origin": origin}))
+    finally:
+        service.core.close()
+    assert (leave.status == 200) is (allowed is not None)
+    assert leave.headers.get("access-control-allow-origin") == allowed
+    assert (refused.status, refused.headers.get("access-control-allow-origin")) == (401, allowed)
+
+
+@pytest.mark.parametrize(
+    "origin", ["a.example", "https://a.example/", "https://a.example/page", "ftp://a", "https://u@a", ""]
+)
+def test_what_is_no_origin(alone: DecodeSession, origin: str) -> None:
+    with pytest.raises(OptionError, match="is no origin; give scheme, host and port alone"):
+        Service(alone, "tiny", origins=[origin])
 
 
 def test_the_end_is_told(service: Service) -> None:

@@ -27,6 +27,10 @@ def serve(
     no_api_key: Annotated[
         bool, typer.Option("--no-api-key", help="Let everyone who reaches the address use the model.")
     ] = False,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Pages of this origin may ask, such as https://example.org; repeatable."),
+    ] = None,
     max_queue: QueueOption = 256,
     drain_timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="After SIGTERM: time for running requests to end.")
@@ -57,7 +61,7 @@ def serve(
         if session.tokenizer is None:
             print_warnings(["there is no tokenizer: /v1/completions takes and gives token ids, and there are no chats"])
         named = name or model.resolve().name
-        service = Service(session, named, keys, max_queue=max_queue)
+        service = Service(session, named, keys, max_queue=max_queue, origins=allow_origin or ())
         address, actual = sock.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
 

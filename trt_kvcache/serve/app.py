@@ -7,6 +7,7 @@ import base64
 import hashlib
 import hmac
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
@@ -16,13 +17,14 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trt_kvcache import __version__
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import Answer, TokenNames, whole_answer
@@ -60,6 +62,11 @@ class Service:
         name: of the model.
         keys: of which clients have to give one; none: they need none.
         max_queue: see `ServingCore`.
+        origins: of pages of other servers that browsers let read the answers, such as ``https://example.org``; ``*``:
+            all of them.
+
+    Raises:
+        OptionError: an origin is none.
 
     Attributes:
         app: the ASGI application.
@@ -68,7 +75,21 @@ class Service:
         active: requests that are not answered yet.
     """
 
-    def __init__(self, session: DecodeSession, name: str, keys: Sequence[str] = (), *, max_queue: int = 256) -> None:
+    def __init__(
+        self,
+        session: DecodeSession,
+        name: str,
+        keys: Sequence[str] = (),
+        *,
+        max_queue: int = 256,
+        origins: Sequence[str] = (),
+    ) -> None:
+        for origin in origins:
+            if not re.fullmatch(r"\*|https?://[^/\s?#@]+", origin):
+                raise OptionError(
+                    f"--allow-origin {origin} is no origin; give scheme, host and port alone, as browsers send them: "
+                    "https://example.org, http://localhost:3000, or *"
+                )
         self._session, self._name = session, name
         self._names = TokenNames(session.tokenizer)
         self._keys = [key.encode() for key in keys]
@@ -94,6 +115,10 @@ class Service:
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
         self.app: ASGIApp = _Door(self, starlette)
+        if origins:  # outside of the door: browsers ask for leave without a key
+            self.app = CORSMiddleware(
+                self.app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
 
     def refusal(self, scope: Scope) -> ApiError | None:
         """Why a request under /v1 is not taken, or None."""
