@@ -12,6 +12,7 @@ from proof_engines import recorded, write_proved
 
 from trt_kvcache import DecodeSession, VerificationError
 from trt_kvcache.importer.plan import CacheDtype, PlanOptions
+from trt_kvcache.proof.schedule import DRAWN
 
 CONFIG = DecoderConfig(form="heads-major", layers=2, head_size=32)
 
@@ -23,7 +24,8 @@ def test_the_right_engine_passes_and_wrong_ones_are_refused(tmp_path: Path, dtyp
     model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, dtype=dtype))
     options = PlanOptions(cache_dtype=kind)
     own, coded = recorded(model).facts, recorded(model, options).facts
-    assert [e.name for e in own.episodes] == [e.name for e in coded.episodes]
+    # Random contents are no codes.
+    assert [e.name for e in own.episodes if e.name != DRAWN] == [e.name for e in coded.episodes]
     first = sorted(coded.tolerances["start"])[-1]
     assert first != "logits"
     assert coded.tolerances["start"][first].largest > own.tolerances["start"][first].largest, "a code may be the next"

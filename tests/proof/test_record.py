@@ -88,6 +88,7 @@ def test_where_rounding_decides_the_logits_the_rest_is_compared(
 ) -> None:
     path = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
     monkeypatch.setattr(record, "_SHOWS", 1e-9)
+    monkeypatch.setattr(record, "_FAINT", 0.0)
     proof = _recorded(path)
     assert proof.facts.note.startswith("rounding decides the logits of this model: ")
     assert "\n" not in proof.facts.note
