@@ -217,11 +217,14 @@ def build(
     plan, options = flags.options_for(model), engine.options()
     from trt_kvcache import build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
+    from trt_kvcache.runtime.usable import why_no_session
 
     start = time.perf_counter()
     manifest = build_engine(model, output, options=plan, build=options)
     seconds = time.perf_counter() - start
-    print_warnings((*manifest.plan.warnings, *manifest.warnings))
+    no_session = why_no_session(manifest.plan)
+    unused = (f"no session runs this engine: {no_session}",) if no_session else ()
+    print_warnings((*manifest.plan.warnings, *manifest.warnings, *unused))
     if json:
         print_json(manifest)
     else:

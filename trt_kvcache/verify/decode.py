@@ -34,7 +34,7 @@ from trt_kvcache.importer.steps.runnable import with_expanded_masks, with_norms_
 from trt_kvcache.importer.steps.schedule import Limits, Step, read_limits
 from trt_kvcache.progress import phase
 from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
-from trt_kvcache.verify.inputs import check_given, load_inputs, positions_kept, rows_read, span_inputs
+from trt_kvcache.verify.inputs import check_given, guessed, load_inputs, positions_kept, rows_read, span_inputs
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
@@ -147,6 +147,7 @@ class Verification:
             twin=twin,
             rings=bool(self.texts),
         )
+        self.guessed = guessed(self.plan, given)
         self.notes += spelled_out(imported.source.proto)
         self.kinds = _SPAN_KINDS if imported.plan.spans else ("",)
         self.steps: list[VerifyStep] = []
@@ -296,7 +297,7 @@ class Verification:
                     self.notes.append(f"no '{episode.name}' step: {original.engine} refuses the original ({error})")
                     break
                 raise UnsupportedModelError(
-                    f"{self.path}: {original.engine} does not run the original model at {step}: {error}"
+                    f"{self.path}: {original.engine} does not run the original model at {step}: {error}{self.guessed}"
                 ) from None
             tape.write(self._expected(state, outputs, step))
             steps.append((step, shared))
@@ -437,7 +438,7 @@ class Verification:
             refusal = refusal if expanded is model else error
             first = " in its first step, after an empty cache" if any(not v.size for v in trial.values()) else ""
             raise UnsupportedModelError(
-                f"{self.path}: no engine here runs the original model{first}: {refusal}"
+                f"{self.path}: no engine here runs the original model{first}: {refusal}{self.guessed}"
             ) from None
         if session.engine == OrtSession.engine and normed is not model:
             self.notes.append(

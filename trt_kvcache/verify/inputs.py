@@ -63,6 +63,19 @@ def check_given(given: Mapping[str, Array], plan: CachePlan) -> None:
             raise OptionError(f"values are given for '{name}' ({roles[name].value}), which verification sets itself")
 
 
+def guessed(plan: CachePlan, given: Mapping[str, Array]) -> str:
+    """The end of a message on a step that did not run: inputs of integers with random values, which may be illegal."""
+    unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
+    drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
+    if not drawn:
+        return ""
+    names = ", ".join(f"'{t.name}' ({t.dtype} {list(t.shape)})" for t in drawn)
+    return (
+        f". Nothing says which values input {names} takes, so it got random ones of 0 and 1: give values that are "
+        "legal in every step in an .npz file (--inputs)"
+    )
+
+
 def span_inputs(plan: CachePlan, step: Step, kind: str, kept: int | None = None) -> dict[str, Array]:
     """The rewritten model's span inputs.
 
