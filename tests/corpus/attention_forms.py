@@ -315,8 +315,36 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 
+def mixed(g: Build, tensor: str, by: str = "MatMul") -> str:
+    """Scores or weights of every head from those of all heads, as in talking heads; ``[B, H, S, T]``."""
+    if by == "Einsum":
+        return g.Einsum(tensor, g.weight(4, 4), equation="bhst,hg->bgst")
+    if by == "Conv":
+        return g.Conv(tensor, g.weight(4, 4, 1, 1))
+    last = g.Transpose(tensor, perm=[0, 2, 3, 1])
+    return g.Transpose(g.MatMul(last, g.weight(4, 4)), perm=[0, 3, 1, 2])
+
+
+def weighed_by(operator: str) -> Callable[[Build, str, str, str], str]:
+    """Attention whose weights are another function of the scores than their softmax."""
+
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        scores = g.Mul(g.MatMul(query, g.Transpose(keys, perm=[0, 1, 3, 2])), g.number(0.5))
+        return g.MatMul(g.node(operator, [_masked(g, scores)]), values)
+
+    return attend
+
+
+NO_ATTENTION: dict[str, dict[str, Any]] = {
+    **{f"weights by {name}": {"attend": weighed_by(name)} for name in ("Sigmoid", "Relu", "Identity")},
+    **{f"weights mixed by {name}": {"weights": partial(mixed, by=name)} for name in ("MatMul", "Einsum", "Conv")},
+    "scores mixed": {"scores": mixed, "layers": 2},
+}
+
+
 def entries() -> Iterator[Entry]:
     yield from decoders("attention", FORMS)
+    yield from decoders("no attention", NO_ATTENTION)
     half: dict[str, Any] = {"dtype": np.float16, "upcast": True, "layers": 2, "size": 8}
     yield from decoders("float32 over float16", {name: half | how for name, how in WIDE.items()})
     yield from decoders("scaled mask", {name: {**CODEGEN, **how} for name, how in SCALED.items()})

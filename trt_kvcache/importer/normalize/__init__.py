@@ -242,7 +242,7 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto
         canonical.core(plain if computed is None else computed.place(plain, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
-    check_readers(graph, {} if computed is None else computed.reasons)
+    check_readers(graph, {} if computed is None else computed.reasons, samples)
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup()
     by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph

@@ -41,6 +41,7 @@ from trt_kvcache.importer.graph import (
     replace_uses,
 )
 from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.normalize.attention.unlike import why_unlike
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -117,12 +118,13 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     return by_tokens
 
 
-def check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:
+def check_readers(graph: gs.Graph, reasons: Mapping[str, str], samples: Samples) -> None:
     """Refuse a cache that something else than attention reads.
 
     Args:
         graph: canonical; dead nodes are gone.
         reasons: by name of a cache, why what is computed from it are no keys and values.
+        samples: of the model as exported.
 
     Raises:
         UnsupportedModelError: naming the reader.
@@ -131,6 +133,8 @@ def check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor, update)
             if reader is not None:
+                if why := why_unlike(graph, update, samples):
+                    raise UnsupportedModelError(why)
                 reason = reasons.get(update.inputs[0].name)
                 raise UnsupportedModelError(
                     f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that "

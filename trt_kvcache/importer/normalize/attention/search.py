@@ -27,16 +27,13 @@ from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import FLOAT, consumers, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
+from trt_kvcache.importer.normalize.attention.unlike import mixed_heads, to_values
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Sinks, Write
-from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.normalize.views import MOVES, is_float_cast
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.attention_facts import gives_scores
 from trt_kvcache.importer.planning.rounding import Rounding
-
-_MOVES = (
-    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +101,7 @@ class _Finder:
             node = producer(tensor)
             if node is None:
                 return None
-            if is_op(node, *_MOVES) or is_float_cast(node):
+            if is_op(node, *MOVES) or is_float_cast(node):
                 if is_op(node, "Slice"):
                     kept *= Fraction(prod(self._shape(tensor)), prod(self._shape(node.inputs[0])) or 1)
                 tensor = node.inputs[0]
@@ -138,6 +135,11 @@ class _Finder:
         product, between = before[-1], before[-2::-1]
         after = self._path(softmax.outputs[0], shape, lambda node: node.outputs, consumers)
         values = self._cache(after[-1].inputs[1]) if after else None
+        way = (*between, *after[:-1])
+        if values is None:
+            way = to_values(product, lambda tensor: self._cache(tensor) is not None, self._samples) or ()
+        if mixed := mixed_heads(way, found[0].past.name):
+            raise UnsupportedModelError(mixed)
         if values is None:
             raise UnsupportedModelError(
                 f"the probabilities of '{softmax.name}', made of cache '{found[0].past.name}', do not go to one MatMul "

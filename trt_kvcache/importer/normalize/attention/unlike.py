@@ -1,0 +1,92 @@
+"""Reasons why products over caches are no attention that is supported.
+
+From a product of scores, walk to the product with values. All tensors between hold as many numbers as there are scores,
+in a short text and in a longer one. A node that multiplies by weights on this way mixes heads. If no Softmax lies on it,
+the weights of values come from something else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import prod
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import consumers, is_op, producer
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.views import MOVES
+
+_PLAIN = (*MOVES, "Cast", "Add", "Sub", "Mul", "Div", "Where")  # scales and masks
+
+
+def mixed_heads(nodes: Iterable[gs.Node], past: str) -> str:
+    """Words on the first of the nodes between scores and values that mixes heads; empty if none does."""
+    for node in nodes:
+        if is_op(node, "MatMul", "Gemm", "Einsum", "Conv"):
+            return (
+                f"{node.op} '{node.name}' mixes heads between scores and values of attention over the cache '{past}' "
+                "(talking heads); supported are heads that do not depend on each other"
+            )
+    return ""
+
+
+def why_unlike(graph: gs.Graph, update: gs.Node, samples: Samples) -> str:
+    """Words on what stands between products with a cache of keys and those with values; empty if it may be attention.
+
+    Args:
+        graph: canonical.
+        update: TensorScatter, of the cache.
+        samples: of the model as exported.
+    """
+    past = update.inputs[0].name
+    for product in [n for n in graph.nodes if is_op(n, "MatMul") and _update(n.inputs[1]) is update]:
+        path = to_values(product, lambda tensor: _update(tensor) is not None, samples)
+        if path is None or (not (mixed := mixed_heads(path, past)) and any(is_op(node, "Softmax") for node in path)):
+            continue
+        made = [f"{node.op} '{node.name}'" for node in path if not is_op(node, *_PLAIN)]
+        return mixed or (
+            f"attention over the cache '{past}' has no Softmax: the weights of its values are "
+            f"{f'made by {made[0]}' if made else 'the scores'}; supported are weights that are a softmax of the scores"
+        )
+    return ""
+
+
+def _update(tensor: gs.Tensor) -> gs.Node | None:
+    """The update of the cache that a tensor is made of by moving and scaling numbers, or None."""
+    while (node := producer(tensor)) is not None and not is_op(node, "TensorScatter"):
+        if not is_op(node, *MOVES, "Cast", "Mul", "Div"):
+            return None
+        tensor = node.inputs[0]
+    return node
+
+
+def to_values(product: gs.Node, is_cached: Callable[[gs.Tensor], bool], samples: Samples) -> tuple[gs.Node, ...] | None:
+    """The nodes after the product of scores, up to the next product with a cache; None: there is no such product.
+
+    Args:
+        product: MatMul with a cache.
+        is_cached: True for a tensor that is made of a cache by moving and scaling numbers.
+        samples: of the model as exported.
+    """
+    scores = _counts(product.outputs[0], samples)
+    if scores is None or len(set(scores)) == 1:  # no scores: these are more after a longer past
+        return None
+    pending: deque[tuple[gs.Tensor, tuple[gs.Node, ...]]] = deque([(product.outputs[0], ())])
+    seen = {product.outputs[0].name}
+    while pending:
+        tensor, path = pending.popleft()
+        for node in consumers(tensor):
+            if is_op(node, "MatMul") and node.inputs[0] is tensor and is_cached(node.inputs[1]):
+                return path
+            for output in node.outputs:
+                if output.name not in seen and _counts(output, samples) == scores:
+                    seen.add(output.name)
+                    pending.append((output, (*path, node)))
+    return None
+
+
+def _counts(tensor: gs.Tensor, samples: Samples) -> tuple[int, ...] | None:
+    """Numbers that a tensor holds after a short and after a longer past."""
+    shapes = [sample.probe.shape(tensor.name) for sample in samples.twins]
+    return None if None in shapes else tuple(prod(shape or ()) for shape in shapes)
