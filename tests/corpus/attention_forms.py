@@ -335,6 +335,21 @@ def weighed_by(operator: str) -> Callable[[Build, str, str, str], str]:
     return attend
 
 
+def in_turn(g: Build, tensor: str, by: str = "Tile") -> str:
+    """2 heads of a cache as 0, 1, 0, 1; repeat_interleave gives 0, 0, 1, 1."""
+    if by == "Tile":
+        return g.Tile(tensor, [1, 2, 1, 1])
+    if by == "Gather":
+        return g.Gather(tensor, [0, 1, 0, 1], axis=1)
+    spread = g.Expand(g.Unsqueeze(tensor, [1]), [1, 2, 1, 1, 1])
+    return g.Reshape(spread, [0, 4, -1, g.decoder.size])
+
+
+IN_TURN: dict[str, dict[str, Any]] = {
+    by: {"repeat": "none", "keys": partial(in_turn, by=by), "values": partial(in_turn, by=by)}
+    for by in ("Tile", "Gather", "Expand")
+}
+
 NO_ATTENTION: dict[str, dict[str, Any]] = {
     **{f"weights by {name}": {"attend": weighed_by(name)} for name in ("Sigmoid", "Relu", "Identity")},
     **{f"weights mixed by {name}": {"weights": partial(mixed, by=name)} for name in ("MatMul", "Einsum", "Conv")},
@@ -345,6 +360,7 @@ NO_ATTENTION: dict[str, dict[str, Any]] = {
 def entries() -> Iterator[Entry]:
     yield from decoders("attention", FORMS)
     yield from decoders("no attention", NO_ATTENTION)
+    yield from decoders("heads in turn", IN_TURN)
     half: dict[str, Any] = {"dtype": np.float16, "upcast": True, "layers": 2, "size": 8}
     yield from decoders("float32 over float16", {name: half | how for name, how in WIDE.items()})
     yield from decoders("scaled mask", {name: {**CODEGEN, **how} for name, how in SCALED.items()})

@@ -27,7 +27,7 @@ from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import FLOAT, consumers, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
-from trt_kvcache.importer.normalize.attention.unlike import mixed_heads, to_values
+from trt_kvcache.importer.normalize.attention.unlike import mixed_heads, other_order, to_values
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Sinks, Write
 from trt_kvcache.importer.normalize.views import MOVES, is_float_cast
@@ -146,12 +146,20 @@ class _Finder:
                 "with a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
         scale, softcap, rounding = self._scale(between, found[1])
+        self._check_order(product.inputs[0], product.inputs[1], found)
+        self._check_order(after[-1].outputs[0], after[-1].inputs[1], values)
         weights = (_rounding(node, "what the softmax makes of scores") for node in after)
         return _Site(
             softmax, product.inputs[0], after[-1].outputs[0], found[0], values[0],
             (self._shape(product.outputs[0]) or (0,))[-1], scale, softcap, softmax.inputs[0], product.outputs[0],
             rounding, next((pair for pair in weights if pair is not None), None),
         )  # fmt: skip
+
+    def _check_order(self, like: gs.Tensor, read: gs.Tensor, cache: tuple[Write, float]) -> None:
+        """Refuse heads that are read in another order; those of `like` are as large."""
+        size = (self._shape(like) or (0,))[-1]
+        if size and (why := other_order(read, *cache, size, self._samples)):
+            raise UnsupportedModelError(why)
 
     def _path(
         self,
@@ -222,6 +230,8 @@ class _Finder:
                 "output out"
             )
         query, keys = node.inputs[:2]
+        self._check_order(query, keys, key)
+        self._check_order(node.outputs[0], node.inputs[2], value)
         size = (self._shape(query) or (1,))[-1]  # `core` refuses queries without a shape
         scale = float(node.attrs.get("scale", size**-0.5)) * key[1]
         softcap = float(node.attrs.get("softcap", 0.0))

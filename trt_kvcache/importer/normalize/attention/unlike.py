@@ -1,8 +1,8 @@
 """Reasons why products over caches are no attention that is supported.
 
 From a product of scores, walk to the product with values. All tensors between hold as many numbers as there are scores,
-in a short text and in a longer one. A node that multiplies by weights on this way mixes heads. If no Softmax lies on it,
-the weights of values come from something else.
+in a short text and in a longer one. A node on this way that multiplies by weights mixes heads. If no Softmax is among
+them, the weights of values come from something else.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from math import prod
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, is_op, producer
 from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import MOVES
 
 _PLAIN = (*MOVES, "Cast", "Add", "Sub", "Mul", "Div", "Where")  # scales and masks
+_FEW = 8  # heads in a message
 
 
 def mixed_heads(nodes: Iterable[gs.Node], past: str) -> str:
@@ -90,3 +93,40 @@ def _counts(tensor: gs.Tensor, samples: Samples) -> tuple[int, ...] | None:
     """Numbers that a tensor holds after a short and after a longer past."""
     shapes = [sample.probe.shape(tensor.name) for sample in samples.twins]
     return None if None in shapes else tuple(prod(shape or ()) for shape in shapes)
+
+
+def other_order(read: gs.Tensor, write: Write, factor: float, size: int, samples: Samples) -> str:
+    """Words on the heads of a cache that a product reads, if they are in another order than the supported one.
+
+    Args:
+        read: what the product reads, ``[B, H, ., .]`` up to a Reshape, of the numbers of the cache.
+        write: the cache.
+        factor: by which the numbers are scaled.
+        size: of a head.
+        samples: of the model as exported.
+    """
+    name = write.present.name
+    sample = min(samples.few, key=lambda step: step.batch * step.total)
+    probe = sample.probe
+    shape = probe.shape(name)
+    first = [(step.probe.shape(name) or (0,))[0] for step in samples.few]
+    if shape is None or write.axis == 0 or first != [step.batch for step in samples.few]:
+        return ""
+    rest = [1 if axis in (0, write.axis) else n for axis, n in enumerate(shape)]
+    heads = np.arange(prod(rest)).reshape(rest) // size
+    count = int(heads.max()) + 1
+    rows = count * np.arange(sample.batch).reshape(-1, *[1] * (len(shape) - 1))  # a sequence's own, in its place
+    value = probe.given({name: np.broadcast_to(rows + heads, shape).astype(np.float32)}).value(read.name)
+    if value is None or value.ndim < 3 or not value.size or value.size % (sample.batch * prod(value.shape[-2:])):
+        return ""
+    found = np.rint(value.astype(np.float64) / factor).astype(int)
+    found = found.reshape(sample.batch, -1, prod(value.shape[-2:])) - rows.reshape(-1, 1, 1)
+    order = found[0, :, 0]
+    wanted = np.arange(len(order)) * count // len(order)
+    if (found != order[:, None]).any() or np.array_equal(order, wanted):
+        return ""
+    said, supported = (", ".join(map(str, heads[:_FEW])) + ", ..." * (len(heads) > _FEW) for heads in (order, wanted))
+    return (
+        f"query heads read heads {said} of the cache '{write.past.name}', in this order; supported is {supported}: "
+        "export with the heads of queries, and of the output projection, in an order that gives that"
+    )
