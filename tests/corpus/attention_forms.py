@@ -350,6 +350,23 @@ IN_TURN: dict[str, dict[str, Any]] = {
     for by in ("Tile", "Gather", "Expand")
 }
 
+
+def after_prefix(g: Build, tensor: str) -> str:
+    """Rows of a trained prefix before those of the tokens, of one sequence."""
+    return g.Concat(g.weight(1, 4, 3, g.decoder.size), tensor, axis=2)
+
+
+def over_64(g: Build) -> str:
+    """A mask of 64 keys in each step, of which the new ones are the last S: it fits a past of 64 - S."""
+    rows = g.Range(g.Sub(64, g.length), 64, 1)
+    return g.to_scores(g.LessOrEqual(g.constant(np.arange(64)), g.Unsqueeze(rows, [1])))
+
+
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "a prefix of one sequence": {"keys": after_prefix, "values": after_prefix, "mask": "none", "layers": 2},
+    "a past of 64 - S": {"mask": over_64, "layers": 2},
+}
+
 NO_ATTENTION: dict[str, dict[str, Any]] = {
     **{f"weights by {name}": {"attend": weighed_by(name)} for name in ("Sigmoid", "Relu", "Identity")},
     **{f"weights mixed by {name}": {"weights": partial(mixed, by=name)} for name in ("MatMul", "Einsum", "Conv")},
@@ -361,6 +378,7 @@ def entries() -> Iterator[Entry]:
     yield from decoders("attention", FORMS)
     yield from decoders("no attention", NO_ATTENTION)
     yield from decoders("heads in turn", IN_TURN)
+    yield from decoders("other sizes", OTHER_SIZES)
     half: dict[str, Any] = {"dtype": np.float16, "upcast": True, "layers": 2, "size": 8}
     yield from decoders("float32 over float16", {name: half | how for name, how in WIDE.items()})
     yield from decoders("scaled mask", {name: {**CODEGEN, **how} for name, how in SCALED.items()})

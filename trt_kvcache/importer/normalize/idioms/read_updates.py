@@ -37,6 +37,11 @@ _SIZES = (
     f"export sizes that follow from the number of tokens: {EXPERTS}; with transformers, give caches to "
     "DynamicCache(past, config=config), which counts the rows that it is given, and leave cumulative_length alone"
 )
+_ONE = (
+    "expand what is there once to the batch, or export with a batch of 1; rows of a trained prefix are given as the past "
+    "of the first step"
+)
+_ANY = "export with a past of any length P, and masks of P + S keys"
 _CUT = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
 
 Perm = tuple[int, ...]
@@ -270,7 +275,7 @@ def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]
     update = candidate.updates[0]
     unknown = next((step for step in steps if step.probe.shape(update.name) is None), None)
     if unknown is not None:
-        return candidate.refusal(_why_unknown(update, unknown), _SIZES)
+        return candidate.refusal(*_why_unknown(update, unknown))
     if not runs:
         return candidate.refusal(f"the new rows in '{update.name}' do not have one axis for each axis of the cache")
     if candidate.shifted:
@@ -283,8 +288,8 @@ def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]
     return candidate.refusal(_describe(candidate, runs), advice)
 
 
-def _why_unknown(tensor: gs.Tensor, sample: Sample) -> str:
-    """The operator that makes the shape of a tensor unknown in a step, in words.
+def _why_unknown(tensor: gs.Tensor, sample: Sample) -> tuple[str, str]:
+    """The operator that makes the shape of a tensor unknown in a step, in words, and what to do.
 
         counts = tokens per expert -> Range(0, counts[0]) -> Gather -> MatMul -> Concat over the experts -> next layer
 
@@ -297,13 +302,29 @@ def _why_unknown(tensor: gs.Tensor, sample: Sample) -> str:
         unknown = [t for t in node.inputs if not t.is_empty() and sample.probe.shape(t.name) is None]
     step = f"nothing says the shape of '{name}' with {sample.past} tokens before {sample.length} new ones"
     if node is None:
-        return step
+        return step, _SIZES
     known = [(t.name, sample.probe.shape(t.name)) for t in node.inputs if not t.is_empty()]
     shapes = " and ".join(f"'{n}' {'' if shape is None else list(shape)}" for n, shape in known)
-    return (
-        f"{step}: {node.op} '{node.name}' combines {shapes}, which do not fit each other, as where an exporter chose "
-        "one side of a condition for good, or tokens or weights decide how much it gives"
+    said = f"{step}: {node.op} '{node.name}' combines {shapes}, which do not fit each other"
+    apart = _sizes_apart([shape for _, shape in known if shape])
+    if is_op(node, "Concat") and {1, sample.batch} in apart:
+        return f"{said}: it joins what is there once to {sample.batch} sequences", _ONE
+    # The shapes of a Concat are apart along its own axis, too.
+    fixed = [max(sizes) for sizes in apart if sample.total in sizes and max(sizes) > sample.total]
+    if fixed and not is_op(node, "Concat"):
+        total = f"{sample.past} tokens and {sample.length} new ones are {sample.total} keys"
+        return f"{said}: {total}, and the model has {fixed[0]} in each step, as with a past of {fixed[0]} - S", _ANY
+    chosen = (
+        "as where an exporter chose one side of a condition for good, or tokens or weights decide how much it gives"
     )
+    return f"{said}, {chosen}", _SIZES
+
+
+def _sizes_apart(shapes: Sequence[Shape]) -> list[set[int]]:
+    """Sizes of one axis, counted from the last, that are not the same for two shapes."""
+    rank = max(map(len, shapes), default=0)
+    sizes = [{shape[-axis] for shape in shapes if len(shape) >= axis} for axis in range(1, rank + 1)]
+    return [found for found in sizes if len(found) == 2]
 
 
 def _describe(candidate: Candidate, runs: Sequence[_Run]) -> str:
