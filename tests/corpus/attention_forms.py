@@ -364,6 +364,15 @@ def over_64(g: Build) -> str:
 
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     "a prefix of one sequence": {"keys": after_prefix, "values": after_prefix, "mask": "none", "layers": 2},
+    "a prefix, batch of 1": {
+        "keys": after_prefix,
+        "values": after_prefix,
+        "mask": "none",
+        "layers": 2,
+        "repeat": "none",
+        "kv_heads": 4,
+        "batch": 1,
+    },
     "a past of 64 - S": {"mask": over_64, "layers": 2},
 }
 

@@ -45,6 +45,7 @@ from trt_kvcache.importer.normalize.attention.unlike import why_unlike
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.views import MOVES
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_cut as is_cut_to_use
 
@@ -133,7 +134,7 @@ def check_readers(graph: gs.Graph, reasons: Mapping[str, str], samples: Samples)
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor, update)
             if reader is not None:
-                if why := why_unlike(graph, update, samples):
+                if why := why_unlike(graph, update, samples) or _beside_constants(reader, update):
                     raise UnsupportedModelError(why)
                 reason = reasons.get(update.inputs[0].name)
                 raise UnsupportedModelError(
@@ -141,6 +142,27 @@ def check_readers(graph: gs.Graph, reasons: Mapping[str, str], samples: Samples)
                     f"the importer can prove{f' ({reason})' if reason else ''}; supported are caches that only "
                     "attention reads, as they are or computed row by row with constants"
                 )
+
+
+def _beside_constants(reader: gs.Node, update: gs.Node) -> str:
+    """Words on a Concat that puts constant rows beside those of a cache; empty if the reader is none."""
+    shape = update.inputs[0].shape
+    axis, own = (int(node.attrs.get("axis", -2)) % len(shape or (0,)) for node in (reader, update))
+    others = [t for t in reader.inputs if _is_constant(t)]
+    if not is_op(reader, "Concat") or axis != own or len(others) != len(reader.inputs) - 1:
+        return ""
+    return (
+        f"Concat '{reader.name}' puts rows of '{others[0].name}' beside those of the cache '{update.inputs[0].name}', "
+        "the same in each step, as a trained prefix; supported are caches with a row for each token: give such rows as "
+        "the past of the first step, and export without them"
+    )
+
+
+def _is_constant(tensor: gs.Tensor) -> bool:
+    """True if a tensor holds the numbers of a constant, whatever its shape depends on."""
+    while (node := producer(tensor)) is not None and is_op(node, *MOVES):
+        tensor = node.inputs[0]
+    return isinstance(tensor, gs.Constant)
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:

@@ -38,8 +38,8 @@ _SIZES = (
     "DynamicCache(past, config=config), which counts the rows that it is given, and leave cumulative_length alone"
 )
 _ONE = (
-    "expand what is there once to the batch, or export with a batch of 1; rows of a trained prefix are given as the past "
-    "of the first step"
+    "expand what is there once to the batch, or export with a batch of 1; rows of a trained prefix are given as the "
+    "past of the first step"
 )
 _ANY = "export with a past of any length P, and masks of P + S keys"
 _CUT = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
