@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from math import prod
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, is_op, producer
@@ -116,7 +117,10 @@ def other_order(read: gs.Tensor, write: Write, factor: float, size: int, samples
     heads = np.arange(prod(rest)).reshape(rest) // size
     count = int(heads.max()) + 1
     rows = count * np.arange(sample.batch).reshape(-1, *[1] * (len(shape) - 1))  # a sequence's own, in its place
-    value = probe.given({name: np.broadcast_to(rows + heads, shape).astype(np.float32)}).value(read.name)
+    kind = (
+        np.float16 if probe.elem_type(name) == onnx.TensorProto.FLOAT16 else np.float32
+    )  # bfloat16 counts to 256 only
+    value = probe.given({name: np.broadcast_to(rows + heads, shape).astype(kind)}).value(read.name)
     if value is None or value.ndim < 3 or not value.size or value.size % (sample.batch * prod(value.shape[-2:])):
         return ""
     found = np.rint(value.astype(np.float64) / factor).astype(int)
