@@ -108,22 +108,19 @@ def _line(prompt: str) -> str | None:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Show nothing of what is typed meanwhile; it stands in the next line that is read."""
-    if not sys.stdin.isatty():
+    if sys.platform == "win32" or not sys.stdin.isatty():
         yield
-        return
-    try:
+    else:
         import termios
-    except ImportError:  # Windows
-        yield
-        return
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    during = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    try:
-        termios.tcsetattr(terminal, termios.TCSANOW, during)
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        during = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+        try:
+            termios.tcsetattr(terminal, termios.TCSANOW, during)
+            yield
+        finally:
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 class _Chat:

@@ -137,10 +137,9 @@ def cache_folder() -> Path | None:
     given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
     if given and Path(given).is_absolute():  # others are to be ignored, says the XDG specification
         return Path(given)
-    if sys.platform == "win32":
-        return None
-    with suppress(RuntimeError):  # a user without a home
-        return Path.home() / ".cache"
+    if sys.platform != "win32":
+        with suppress(RuntimeError):  # a user without a home
+            return Path.home() / ".cache"
     return None
 
 
@@ -149,9 +148,9 @@ def is_private(folder: Path) -> bool:
 
     On Windows the folder below %LOCALAPPDATA% has the rights of the user's profile.
     """
-    if sys.platform == "win32":
-        return True
-    return _is_own(folder.lstat()) and all(_is_kept(parent.lstat()) for parent in folder.parents)
+    return sys.platform == "win32" or (
+        _is_own(folder.lstat()) and all(_is_kept(parent.lstat()) for parent in folder.parents)
+    )
 
 
 def _is_own(found: os.stat_result) -> bool:
