@@ -204,10 +204,10 @@ def test_exporters_that_fit(
         ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; use mobius or genai or torch"),
         (
             {"dtype": "bfloat16", "int4": True},
-            "no exporter writes bfloat16 with weights of 4 bits on a CPU; --dtype float16 "
-            "by genai, --dtype float32 by genai",
+            "no exporter writes bfloat16 with weights of 4 bits on a CPU; dtype float16 "
+            "by genai, dtype float32 by genai",
         ),
-        ({"dtype": "bfloat16", "int4": True, "exporter": "torch"}, "4 bits on a CPU; leave out --int4"),
+        ({"dtype": "bfloat16", "int4": True, "exporter": "torch"}, "4 bits on a CPU; leave out int4"),
         (
             {"exporter": "torch", "int4": True},
             "torch does not write float16 with weights of 4 bits on a CPU; use genai",

@@ -274,8 +274,10 @@ def _layout(runner: Runner) -> str:
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)
     ]
-    ranges = runner.plan.options.cache_ranges  # the scales of all codes follow from them
-    return msgspec.json.encode(carried if ranges is None else [carried, ranges], order="sorted").decode()
+    options = runner.plan.options
+    # Codes are those of rotated rows, and the scales of calibrated ones follow from their ranges.
+    facts = carried if options.cache_dtype is None else [carried, "rotated", options.cache_ranges]
+    return msgspec.json.encode(facts, order="sorted").decode()
 
 
 def _plain(data: Array) -> Array:
