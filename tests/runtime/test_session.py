@@ -310,6 +310,15 @@ def test_additions_wait_for_a_row(rows: int) -> None:
     assert session.cache.slots == ()
 
 
+def test_one_more_waits_where_all_rows_are_free_for_others() -> None:
+    """Those in the rows ended in the last step, and those that wait get them in the next one."""
+    with DecodeSession(HashRunner(max_batch=2)) as session:
+        slots = [session.add([i], config(1)) for i in range(5)]
+        assert [event.sequence for event in session.step()] == slots[:2]
+        slots.append(session.add([5], config(1)))
+        assert [*drain(session)] == slots[2:]
+
+
 def test_one_that_waits_for_rows_that_stay_ends_with_an_error() -> None:
     session = DecodeSession(HashRunner(max_batch=1))
     first, second = session.add([1], config(2), keep=True), session.add([2], config(2))

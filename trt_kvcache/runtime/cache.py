@@ -501,10 +501,12 @@ class KVCache:
         with self._guard.lock, self._guard.idle:
             ids = read_ids(tokens, self._runner.vocab)
             given = self.read_constants(constants)
-            if not (queue and self._max_sequences is None and self._is_run()):
+            row = self._rows.free(self._used())
+            ahead = queue and any(slot.row < 0 and slot.running for slot in self._slots.values())
+            may_wait = self._is_run() or (ahead and row is not None)
+            if not (queue and self._max_sequences is None and may_wait):
                 self._check_free()
-            turn = not queue or all(slot.row >= 0 or not slot.running for slot in self._slots.values())
-            row = self._rows.free(self._used()) if turn else None  # others wait, and come first
+            row = None if ahead else row  # others wait, and come first
             if row is not None:
                 self._rows.clean(row, 0)
             return self._name(Slot(-1 if row is None else row, ids, constants=given), taken)
