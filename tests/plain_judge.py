@@ -332,7 +332,7 @@ def judge(plain: Plain, *, build_too: bool = False) -> Outcome:
 
 
 def trial(plain: Plain, seed: int) -> Outcome:
-    """What the check says of a fault in the rewritten model, and the interpreter of what the check takes."""
+    """The check on a fault in the rewritten model, and the interpreter on what the check takes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(plain.model, path)

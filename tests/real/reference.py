@@ -1,4 +1,4 @@
-"""What transformers says: greedy texts of a checkpoint in float32, as JSON. Needs torch and transformers.
+"""The reference of transformers: greedy texts of a checkpoint in float32, as JSON. Needs torch and transformers.
 
 python tests/real/reference.py CHECKPOINT FILE.json
 """

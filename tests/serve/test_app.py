@@ -333,7 +333,7 @@ GIVEN: list[tuple[dict[str, Any], str]] = [
      "<user>x<assistant>c"),
     (HELLO | {"stream_options": None, "response_format": {"type": "text", "json_schema": None}}, "<user>x<assistant>"),
 ]  # fmt: skip
-"""What clients and frameworks send, and the prompt that it makes."""
+"""Requests of clients and frameworks, and the prompts that they make."""
 
 
 @pytest.fixture(scope="module")

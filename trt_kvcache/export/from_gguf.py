@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["MODULES", "save_checkpoint"]
 
 MODULES = ("torch", "transformers", "gguf", "accelerate")
-"""What has to be importable."""
+"""Packages that have to be importable."""
 _NO_NUMBERS = (
     "attention.value_length",
     "attention.causal",

@@ -1,4 +1,4 @@
-"""What a proof does not store: empty caches, constants and embeddings, which a seed gives on both sides."""
+"""The part of a proof that is not stored: empty caches, constants and embeddings, which a seed gives on both sides."""
 
 from __future__ import annotations
 

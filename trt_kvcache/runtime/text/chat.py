@@ -27,7 +27,7 @@ _SPELLED = "\ue0a3{}\ue0a4"
 
 @dataclass(frozen=True)
 class Chat:
-    """What a template is given.
+    """The arguments of a template.
 
     Attributes:
         messages: ``{"role": "user", "content": "..."}`` and so on.
@@ -213,7 +213,7 @@ def _written(write: Write, given: list[dict[str, Any]], name: str) -> tuple[list
 
 
 def _texts(given: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
-    """What has to leave a trace: the message, what of it, and where it stands."""
+    """A part that has to leave a trace: the message, the part of it, and where it stands."""
     for at, message in enumerate(given):
         content = message.get("content")
         if isinstance(content, str) and content.strip():
