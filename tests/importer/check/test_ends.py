@@ -1,4 +1,4 @@
-"""Outputs that no attention stands behind: TensorScatter of any type, views of past and present, the past itself."""
+"""Outputs without an attention: TensorScatter of any type, views of past and present, the past itself."""
 
 from __future__ import annotations
 
