@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from graphs import Graph
 from lowering import CONTRIB, close, lowered
 from lowering import run as run_all
 from mixtures import packed
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.extensions import for_tensorrt as sign_weights
+from trt_kvcache.runtime.ort.products import fuse_products
 
 Array = np.ndarray[Any, Any]
 UINT8, UINT4, INT4, INT8 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4, TensorProto.INT8
@@ -210,6 +212,10 @@ def test_matmul_nbits(case: Linear, dtype: Any) -> None:
     if (case.bits, case.zeros) != (8, "float"):  # for which ONNX Runtime 1.31.1 has no kernel on the CPU
         close(run(model, feeds), expected, share)  # it understands the operator as this test does
     close(run(result, feeds), expected, share)
+    on_cpu = fuse_products(result)
+    assert [n.op_type for n in on_cpu.graph.node].count("MatMulNBits") == 1
+    assert not {n.op_type for n in on_cpu.graph.node if "weight" in n.output[0]} & {"DequantizeLinear", "Transpose"}
+    close(run(on_cpu, feeds), expected, share)
     if case.bits == 4 or case.positive:
         np.testing.assert_array_equal(run(signed(result), feeds), run(result, feeds))
 
@@ -228,6 +234,26 @@ def test_rounding_of_activations_is_left_out() -> None:
     model, feeds, expected = Linear(k=256, n=64).make(accuracy_level=4)
     assert np.abs(run(model, feeds) - expected).max() > 1e-3 * np.abs(expected).max()
     close(run(lowered(model), feeds), expected, 2e-6)
+
+
+OTHERS: dict[str, Callable[[NodeProto, NodeProto, TensorProto], object]] = {
+    "not transposed": lambda turn, *_: turn.attribute[0].ints.__setitem__(slice(None), [0, 1]),
+    "other zero points": lambda _, dequantize, zeros: setattr(zeros, "raw_data", bytes(len(zeros.raw_data))),
+    "no zero points": lambda _, dequantize, zeros: dequantize.input.pop(),
+    "small blocks": lambda _, dequantize, zeros: setattr(dequantize.attribute[1], "i", 8),
+    "a weight that is computed": lambda _, dequantize, zeros: dequantize.input.__setitem__(0, "computed"),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_products_that_onnx_runtime_would_read_otherwise_stay(change: Callable[..., object]) -> None:
+    model = lowered(Linear().make()[0])
+    assert fuse_products(model) is not model
+    nodes = {node.op_type: node for node in model.graph.node}
+    zeros = next(t for t in model.graph.initializer if t.name == nodes["DequantizeLinear"].input[2])
+    assert nodes["DequantizeLinear"].attribute[1].name == "block_size"
+    change(nodes["Transpose"], nodes["DequantizeLinear"], zeros)
+    assert fuse_products(model) is model
 
 
 def test_a_weight_that_two_products_read_is_held_once() -> None:

@@ -32,6 +32,7 @@ from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.experts import keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.ort.memory import admit_weights
+from trt_kvcache.runtime.ort.products import fuse_products
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
@@ -324,7 +325,7 @@ class OnnxRuntimeRunner:
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
-    """The rewritten model with experts and attention as ONNX Runtime computes them fastest, and its plan.
+    """The rewritten model with experts, products and attention as ONNX Runtime computes them fastest, and its plan.
 
     Attention not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches. It
     quantizes and reads caches with one scale itself, but for float8, of which it has no kernel (1.32.0).
@@ -333,7 +334,7 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
     taken = options.cache_ranges is None or options.cache_dtype is not CacheDtype.FP8
     if taken and inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
         model = fuse_attention(model, imported.plan)
-    model = keep_experts(model, imported.source.proto)
+    model = fuse_products(keep_experts(model, imported.source.proto))
     if options.cache_ranges is None:
         return model, imported.plan
     planned = replace(imported, plan=replace(imported.plan, options=options), model=model)
