@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder
+from importer.test_quantized import quantized
 from onnx import ModelProto, NodeProto, helper
 from verify.mistakes import IN_REWRITES, Mistake, constant, insert, nodes, nothing, verify_with
 
@@ -161,6 +162,13 @@ def test_a_float32_model_that_rounding_moves_is_compared_in_float64(tmp_path: Pa
     assert {o.dtype for o in report.outputs} == {"float32"}
 
 
+def test_operators_without_float64_are_compared_by_their_bodies(tmp_path: Path) -> None:
+    """Quantized products, and scales that are float32 in every version of ONNX."""
+    report = verify(tmp_path, quantized(sensitive(WIDE, "float32")))
+    report.check()
+    assert any("compared computed in float64" in note for note in report.notes)
+
+
 def lose_few_bits(model: ModelProto) -> None:
     """Numbers that float32 loses and float64 does not."""
     for node in nodes(model, "MatMul"):
@@ -177,3 +185,9 @@ def shift(model: ModelProto) -> None:
 @pytest.mark.parametrize("mistake", [*IN_REWRITES, lose_few_bits, shift])
 def test_a_mistake_in_float32_fails_whatever_rounding_does(tmp_path: Path, mistake: Mistake) -> None:
     assert not verify(tmp_path, sensitive(WIDE, "float32"), mistake).passed
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("mistake", [*IN_REWRITES, shift])
+def test_a_mistake_beside_quantized_products_fails(tmp_path: Path, mistake: Mistake) -> None:
+    assert not verify(tmp_path, quantized(sensitive(WIDE, "float32")), mistake).passed

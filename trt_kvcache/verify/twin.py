@@ -18,7 +18,7 @@ from onnx import GraphProto, ModelProto, TensorProto, external_data_helper, help
 from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import state_type
-from trt_kvcache.verify.widenable import widenable
+from trt_kvcache.verify.widenable import dequantize_narrow, widenable
 
 _DATA = "twin.data"
 _BLOCK = 1 << 25  # bytes read at a time
@@ -103,6 +103,8 @@ class TwinFolder:
         twin.CopyFrom(widenable(model) if self.wide == TensorProto.DOUBLE else model)
         self._check_room(twin)
         state_type(twin, (self.dtype,), self.wide)
+        if self.wide == TensorProto.DOUBLE:
+            dequantize_narrow(twin, self.dtype)
         initializers = {t.name for s in iter_scopes(twin) if isinstance(s, GraphProto) for t in s.initializer}
         for tensor in iter_tensors(twin):
             self._convert(tensor, tensor.name in initializers)

@@ -3,16 +3,22 @@
 Operators become the functions that define them where float64 is none of their types, or where ONNX Runtime 1.31.1 fails
 on it. Functions of the model are written out: where they are named like ONNX Runtime's own operators, these would
 compute, in the types that they know.
+
+ONNX Runtime's own operators, such as GroupQueryAttention and MatMulNBits, become the bodies that the importer gives
+them. The importer's check has compared these with the operators, region by region, and `rounding` asks for float64 only
+where both models as they are differ by little.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import FunctionProto, ModelProto, NodeProto, TypeProto, helper, inliner, numpy_helper
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, inliner, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
+from trt_kvcache.importer.lower import CONTRIB
+from trt_kvcache.importer.protos import Scope, copied, is_op, iter_scopes, replace_field
+from trt_kvcache.importer.simplify import simplify
 
 _DOMAIN = "trt_kvcache.verify.widenable"
 _NUMBERS = ("value_float", "value_floats")
@@ -30,6 +36,8 @@ def widenable(model: ModelProto) -> ModelProto:
     """
     made = ModelProto()
     made.CopyFrom(inliner.inline_local_functions(model))
+    if any(node.domain == CONTRIB for node in made.graph.node):
+        made, _ = simplify(made)
     if any(node.op_type in _WRITTEN_OUT and not node.domain for node in made.graph.node):
         made = inliner.inline_local_functions(_with_definitions(made))
     for scope in iter_scopes(made):
@@ -60,6 +68,25 @@ def _with_definitions(model: ModelProto) -> ModelProto:
             del node.attribute[:]
     model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     return model
+
+
+def dequantize_narrow(model: ModelProto, dtype: int) -> None:
+    """Let DequantizeLinear read scales of a type, and give numbers of it, in place; the model knows wider ones.
+
+    No version of the operator has scales of float64. Each number is one product, which float64 holds.
+    """
+    wide = {t.name for t in model.graph.initializer if t.data_type == dtype}
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if not is_op(node, "DequantizeLinear") or node.input[1] not in wide:
+            nodes.append(node)
+            continue
+        narrow, scales, result = (f"{node.output[0]}/{part}" for part in ("narrow", "scales", "result"))
+        nodes.append(helper.make_node("Cast", [node.input[1]], [scales], scales, to=dtype))
+        inner = copied(node)
+        inner.input[1], inner.output[0] = scales, narrow
+        nodes += [inner, helper.make_node("Cast", [narrow], [node.output[0]], result, to=TensorProto.DOUBLE)]
+    replace_field(model.graph.node, nodes)
 
 
 def _state_types(scope: Scope) -> None:
