@@ -87,7 +87,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
             "device": "", "encoder": "None, text, path",
             "max_batch": "None, int, NumPy int", "max_chunk": "None, int, NumPy int", "threads": "None, int, NumPy int",
             "capacity": "None", "plan_options": "None",
-            "default_capacity": "None, int, huge, NumPy int", "gpu": "None", "cuda_graphs": "None",
+            "default_capacity": "None, int, NumPy int", "gpu": "None", "cuda_graphs": "None",
         }.items()
     },
 }  # fmt: skip

@@ -6,7 +6,6 @@
     │   ├── UnsupportedModelError  legal ONNX whose meaning the target cannot express
     │   └── AmbiguousRoleError     an input could play several roles, or a role fits several inputs
     ├── OptionError                an option's value, alone or against the model
-    │   └── NoCapacityError        the model leaves the length of its caches open, and so does the caller
     ├── OutputError                a file that cannot be written
     ├── BackendError               TensorRT (or TensorRT for RTX) is missing, too old, or failed
     │   └── BuildError             parsing or building failed; carries TensorRT's own words
@@ -64,10 +63,6 @@ class AmbiguousRoleError(ModelError):
 
 class OptionError(TrtKvCacheError):
     """An option's value is illegal, alone or for this model."""
-
-
-class NoCapacityError(OptionError):
-    """The model leaves the length of its caches open, and no capacity was given."""
 
 
 class OutputError(TrtKvCacheError):

@@ -57,13 +57,6 @@ def test_plan_options_reach_the_plan(model: Path) -> None:
 GROWING = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"
 
 
-def test_caches_that_grow_need_a_capacity() -> None:
-    for command in (["plan"], ["rewrite", "-o", "never.onnx"], ["verify"], ["build", "-o", "never.engine"]):
-        result = CliRunner().invoke(app, [*command, str(GROWING)])
-        assert result.exit_code == 1
-        assert "--capacity" in result.stderr
-
-
 @pytest.mark.slow
 def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
     text = run("plan", GROWING, "--capacity", 48).stdout

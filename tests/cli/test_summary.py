@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 from sample_plans import sample_plan
 
+from trt_kvcache.cli import summary
 from trt_kvcache.cli.options import PlanFlags, SessionPlanFlags
 from trt_kvcache.cli.output import table, wrapped
-from trt_kvcache.cli.summary import advice, build_line, command_line, plan_lines, print_lines, print_next, tell_next
+from trt_kvcache.cli.summary import advice, command_line, next_line, plan_lines, print_lines, print_next, tell_next
 from trt_kvcache.importer.plan import CachePlan, Fallback, Target
 
 
@@ -62,13 +63,14 @@ def test_layers_that_read_a_cache_are_counted() -> None:
     assert any(line.endswith("key_cache.2 by 2, and 3 more") for line in shown(many))
 
 
-def test_the_next_command_has_the_flags_of_this_one() -> None:
+def test_the_next_command_has_the_flags_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "can_build", lambda _: True)
     flags = PlanFlags(capacity=48, fallback=Fallback.CONTRACT, target=Target.TENSORRT)
-    assert build_line(Path("my export/m.onnx"), flags, 4, tensorrt=True) == (
+    assert next_line(Path("my export/m.onnx"), flags, 4, tensorrt=True) == (
         "trt-kvcache build 'my export/m.onnx' -o m-engine/ --backend tensorrt --max-batch 4 --capacity 48 "
         "--fallback contract"
     )
-    assert build_line(Path("exports/llama"), PlanFlags()) == "trt-kvcache build exports/llama -o llama-engine/"
+    assert next_line(Path("exports/llama"), PlanFlags()) == "trt-kvcache build exports/llama -o llama-engine/"
     assert command_line("generate", Path("a.engine"), "--prompt", "Hello") == (
         "trt-kvcache generate a.engine --prompt Hello"
     )
@@ -80,6 +82,7 @@ def test_the_next_command_after_a_run_is_told_on_terminals(
 ) -> None:
     """A model is built, with the flags that it ran with; an engine goes on."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(summary, "can_build", lambda _: True)
     told = io.StringIO()
     told.isatty = lambda: terminal  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stderr", told)

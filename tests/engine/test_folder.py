@@ -22,6 +22,7 @@ from trt_kvcache import (
 )
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine import build as building
+from trt_kvcache.engine.backend import driver_present
 from trt_kvcache.engine.folder import ENGINE, copy_texts, engine_in, is_model, output_engine
 
 TEXTS = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": 7}', "chat_template.jinja": "{{ a }}"}
@@ -43,7 +44,8 @@ def test_build_writes_a_folder_that_commands_take(model: Path, tmp_path: Path) -
     assert built.exit_code == 0, built.output
     assert {path.name for path in output.iterdir()} == {"model.engine", "model.engine.json", *TEXTS}
     assert f"{output}: for texts: chat_template.jinja, generation_config.json, tokenizer.json\n" in built.stdout
-    assert built.stdout.splitlines()[-1] == f"next       trt-kvcache generate {output} --prompt Hello"
+    then = f"generate {output} --prompt Hello" if driver_present() else f"inspect {output}"
+    assert built.stdout.splitlines()[-1] == f"next       trt-kvcache {then}"
     manifest = load_manifest(output)
     assert manifest == load_manifest(output / "model.engine") == inspect_engine(output).manifest
     assert GenerationConfig.for_model(output).eos_token_id == 7

@@ -21,8 +21,9 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.engine.folder import is_checkpoint
 from trt_kvcache.export import grade
 from trt_kvcache.export import run as exporting
-from trt_kvcache.export.grade import plan_export, shortfalls
+from trt_kvcache.export.grade import shortfalls
 from trt_kvcache.export.run import EXPORTERS, Export, Exporter, export_checkpoint, installed
+from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import AttentionKind, Route
 from trt_kvcache.progress import ProgressEvent, listening
 from trt_kvcache.runtime.session import DecodeSession
@@ -83,7 +84,8 @@ def test_a_checkpoint_becomes_a_model_with_its_texts(
     assert len(result.stderr.splitlines()) == 1
     lines = result.stdout.splitlines()
     assert lines[0] == f"{output}: 2 of 2 caches in place (opset 24)"
-    assert lines[-1] == f"next       trt-kvcache build {output} -o onnx-engine/ --capacity 64"
+    assert lines[-1] == f"next       trt-kvcache build {output} -o onnx-engine/"
+    assert "capacity   64 tokens (default; --capacity)" in lines
     again = CliRunner().invoke(app, ["export", str(checkpoint), "-o", str(output)])
     assert again.stderr == f"error: {output}: it holds something; give a new folder\n"
 
@@ -121,14 +123,24 @@ def test_an_exporter_whose_model_could_be_better_is_kept_for_want_of_a_better_on
     stand_ins["mobius"] = "worse"
     told: list[str] = []
     made = export_checkpoint(checkpoint, tmp_path / "better", told=told.append)
-    assert (made.exporter, made.capacity, told[1], told[-1]) == ("genai", 64, worse, "the model is genai's")
+    assert (made.exporter, made.plan.options.capacity, told[1], told[-1]) == (
+        "genai",
+        64,
+        worse,
+        "the model is genai's",
+    )
     stand_ins.update(genai="fail", torch="worse")
     told.clear()
     made = export_checkpoint(checkpoint, tmp_path / "first", told=told.append)
-    assert (made.exporter, made.capacity, told[1], told[-1]) == ("mobius", None, worse, "the model is mobius's")
+    assert (made.exporter, made.plan.options.capacity, told[1], told[-1]) == (
+        "mobius",
+        None,
+        worse,
+        "the model is mobius's",
+    )
     assert names(tmp_path / "first") == {"model.onnx", "tokenizer.json", "config.json"}
     chosen = export_checkpoint(checkpoint, tmp_path / "chosen", exporter="torch", told=told.append)
-    assert chosen == Export("torch", made.plan, None)
+    assert chosen == Export("torch", made.plan)
 
 
 def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
@@ -143,19 +155,19 @@ def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
 def test_a_model_that_no_session_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could be better, unless it has no room to be tried."""
     write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
-    plan, capacity = plan_export(tmp_path)
-    assert shortfalls(tmp_path, plan, capacity) == []
+    plan = plan_model(tmp_path)
+    assert shortfalls(tmp_path, plan) == []
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OptionError("an input that nobody fills")
 
     monkeypatch.setattr(DecodeSession, "open", refuse)
-    assert shortfalls(tmp_path, plan, capacity) == ["no session runs it: an input that nobody fills"]
+    assert shortfalls(tmp_path, plan) == ["no session runs it: an input that nobody fills"]
     monkeypatch.setattr(grade, "free_memory", lambda: 1000)
-    assert shortfalls(tmp_path, plan, capacity) == []
+    assert shortfalls(tmp_path, plan) == []
     caches = tuple(replace(cache, route=Route.FUNCTIONAL) for cache in plan.caches)
     attention = tuple(replace(node, kind=AttentionKind.LOWERED, keys="all") for node in plan.attention)
-    assert shortfalls(tmp_path, replace(plan, caches=caches, attention=attention), capacity) == [
+    assert shortfalls(tmp_path, replace(plan, caches=caches, attention=attention)) == [
         "2 of 2 caches are not updated by TensorRT's own layer",
         "1 of 1 attentions are plain products",
         "1 of 1 attentions read whole caches",
@@ -256,7 +268,7 @@ def test_a_gguf_file_becomes_a_checkpoint_first(
         export_checkpoint(file, tmp_path / "out")
     monkeypatch.setattr(exporting.from_gguf, "MODULES", ("json",))
     made = export_checkpoint(file, tmp_path / "out", dtype="float32")
-    assert (made.exporter, made.capacity) == ("mobius", 64)
+    assert (made.exporter, made.plan.options.capacity) == ("mobius", 64)
     assert names(tmp_path / "out") == {"model.onnx", "config.json"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     file.write_text("other")

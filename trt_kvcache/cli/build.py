@@ -217,6 +217,7 @@ def build(
     plan, options = flags.options_for(model), engine.options()
     from trt_kvcache import build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
+    from trt_kvcache.cli.summary import chosen_capacity
     from trt_kvcache.runtime.usable import why_no_session
 
     start = time.perf_counter()
@@ -228,13 +229,14 @@ def build(
     if json:
         print_json(manifest)
     else:
-        _print(Path(output), manifest, seconds)
+        _print(Path(output), manifest, seconds, chosen_capacity(manifest.plan.options.capacity, flags))
 
 
-def _print(output: Path, manifest: Manifest, seconds: float) -> None:
+def _print(output: Path, manifest: Manifest, seconds: float, chosen: str) -> None:
     from trt_kvcache.cli.output import console, human_bytes
     from trt_kvcache.cli.plan_view import batch_of, bytes_of
-    from trt_kvcache.cli.summary import print_generate
+    from trt_kvcache.cli.summary import command_line, print_next, use_line
+    from trt_kvcache.engine.backend import driver_present
     from trt_kvcache.engine.folder import TEXTS, engine_in
 
     out = console()
@@ -258,4 +260,6 @@ def _print(output: Path, manifest: Manifest, seconds: float) -> None:
         f"{plan.in_place_text}; cache memory: {human_bytes(sequence)} per sequence, "
         f"{human_bytes(total)} for a batch of {batch}"
     )
-    print_generate(out, output)
+    if chosen:
+        out.print(f"capacity: {chosen}")
+    print_next(out, use_line(output) if driver_present() else command_line("inspect", output))

@@ -62,7 +62,8 @@ def chat(
             config = replace(config, max_new_tokens=_LONG)
         chat = _Chat(session, Conversation(session, system), config)
         if sys.stdin.isatty():
-            _tell(f"{session.name}; /help lists commands, Ctrl-D ends")
+            capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"
+            _tell(f"{session.name}{capacity}; /help lists commands, Ctrl-D ends")
         while (line := _message()) is not None and line not in _ENDS:
             try:
                 if line.startswith("/"):

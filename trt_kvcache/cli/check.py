@@ -48,7 +48,7 @@ def check(
 def _print(report: CheckReport, *, every_row: bool) -> None:
     from trt_kvcache.cli.grouping import group_rows
     from trt_kvcache.cli.output import console, table
-    from trt_kvcache.cli.summary import print_generate
+    from trt_kvcache.cli.summary import print_next, use_line
 
     out = console()
     out.print(f"{report.engine}: {report.steps} steps on {report.ran_on}, driver {report.driver}")
@@ -76,4 +76,4 @@ def _print(report: CheckReport, *, every_row: bool) -> None:
         out.print(report.layer)
     out.print(f"the engine gives the original's numbers; receipt: {report.receipt}" if report.passed else "REFUSED")
     if report.passed:
-        print_generate(out, report.engine)
+        print_next(out, use_line(Path(report.engine)))

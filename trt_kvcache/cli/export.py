@@ -56,7 +56,7 @@ def export(
         typer.Option(
             min=1,
             metavar="TOKENS",
-            help="For the plan at the end. Default: the model's longest text, at most 4096.",
+            help="For the plan at the end. Default: that of the model's longest text, at most 4096.",
         ),
     ] = None,
     python: Annotated[
@@ -66,7 +66,7 @@ def export(
     """Export a checkpoint with an installed exporter, and plan the result. Nothing is downloaded."""
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.plan_view import batch_of
-    from trt_kvcache.cli.summary import build_line, plan_lines, print_lines, print_next
+    from trt_kvcache.cli.summary import chosen_capacity, next_line, plan_lines, print_lines, print_next
     from trt_kvcache.export.run import export_checkpoint
 
     said = console(sys.stderr)
@@ -75,6 +75,8 @@ def export(
         told=lambda line: said.print(line, soft_wrap=True),
     )  # fmt: skip
     plan, out = made.plan, console()
-    print_lines(out, f"{output}: {plan.in_place_text} (opset {plan.opset})", plan_lines(plan, batch_of(plan, 1)))
-    print_next(out, build_line(output, PlanFlags(capacity=made.capacity)))
+    flags = PlanFlags(capacity=capacity)
+    lines = plan_lines(plan, batch_of(plan, 1), chosen=chosen_capacity(plan.options.capacity, flags))
+    print_lines(out, f"{output}: {plan.in_place_text} (opset {plan.opset})", lines)
+    print_next(out, next_line(output, flags))
     print_warnings(plan.warnings)

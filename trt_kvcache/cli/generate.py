@@ -218,6 +218,7 @@ def generate(
     options = planning.session_options(model)
     config = generation.config(model, tokenizer)
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # slow: after the checks of flags
+    from trt_kvcache.importer.capacity import usual_capacity
     from trt_kvcache.runtime.session import DecodeSession
 
     view = (JsonView if json else LiveView)(text=tokenizer is not None)
@@ -232,7 +233,8 @@ def generate(
 
     def open_session() -> DecodeSession:
         longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
-        session = session_of(**options, default_capacity=longest)
+        more = longest if longest > usual_capacity(model if model.is_dir() else model.parent) else None
+        session = session_of(**options, default_capacity=more)
         if unknown := [token for token in generation.eos_token_id or [] if token >= session.vocab]:
             session.close()
             raise OptionError(

@@ -29,6 +29,7 @@ class Run:
 
     Attributes:
         runs_on: the runner and its device.
+        capacity: tokens per sequence; None where nothing bounds them.
         config: the settings by which tokens were chosen.
         sequences: one per prompt, in order.
         opening: seconds until the session was open.
@@ -39,6 +40,7 @@ class Run:
     """
 
     runs_on: str
+    capacity: int | None
     config: GenerationConfig
     sequences: list[Generation]
     opening: float
@@ -95,7 +97,13 @@ def run(
     start = time.perf_counter()
     with open_session() as session:
         opened = time.perf_counter()
-        made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
+        made = Run(
+            session.name,
+            session.cache.capacity,
+            config,
+            [Generation(list(prompt)) for prompt in prompts],
+            opened - start,
+        )
         with (
             interruptible() as interrupted,
             closing(_events(session, prompts, config, beside(session))) as events,
@@ -147,6 +155,7 @@ class JsonView:
         print_json(
             {
                 "runs_on": run.runs_on,
+                "capacity": run.capacity,
                 "seed": run.config.seed,
                 "sequences": [_sequence(sequence, run.config, self._text) for sequence in run.sequences],
                 "speculation": _speculation(run),
@@ -203,7 +212,8 @@ class LiveView:
         if run.prefixes is not None:
             parts.append(f"{run.prefixes.saved_tokens} prompt tokens from the prefix cache")
         parts += [f"seed {run.config.seed}"] if run.config.do_sample else []
-        print(f"{', '.join(parts)}; {run.runs_on}", file=sys.stderr)  # noqa: T201
+        capacity = "" if run.capacity is None else f", capacity {run.capacity}"
+        print(f"{', '.join(parts)}; {run.runs_on}{capacity}", file=sys.stderr)  # noqa: T201
 
     def _whole(self, index: int, sequence: Generation) -> None:
         body = sequence.text if self._text else " ".join(map(str, sequence.tokens))

@@ -21,7 +21,8 @@ def inspect(
     from trt_kvcache.cli.manifest_view import manifest_lines, print_manifest
     from trt_kvcache.cli.output import console, print_json
     from trt_kvcache.cli.plan_view import batch_of, print_plan
-    from trt_kvcache.cli.summary import plan_lines, print_generate, print_lines
+    from trt_kvcache.cli.summary import plan_lines, print_lines, print_next, use_line
+    from trt_kvcache.engine.backend import driver_present
 
     report = inspect_engine(engine)
     manifest = report.manifest
@@ -48,4 +49,4 @@ def inspect(
     else:
         print_lines(out, f"{engine.name}: {manifest.plan.in_place_text}", lines)
     if not manifest.is_encoder:
-        print_generate(out, engine)
+        print_next(out, use_line(engine) if driver_present() else "trt-kvcache doctor")

@@ -16,6 +16,7 @@ import typer
 
 from trt_kvcache.engine.folder import is_checkpoint, is_model
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
+from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.plan import (
     CacheDtype,
     CacheLayout,
@@ -115,8 +116,8 @@ class SessionPlanFlags:
         _plan_flag(
             min=1,
             metavar="TOKENS",
-            help="Tokens per sequence, for caches that grow or have a symbolic length. Default of generate: as many as "
-            "its texts need.",
+            help="Tokens per sequence, for caches that grow or have a symbolic length. Default: those of the model's "
+            f"longest text, at most {USUAL}; generate takes more if its texts need them.",
         ),
     ] = None
     sliding: Annotated[

@@ -42,7 +42,7 @@ def save_page(path: Path, made: Html) -> None:
         file.write(made.encode("utf-8", "backslashreplace"))
 
 
-def plan_page(model: str, plan: CachePlan, batch: int, command: str) -> Html:
+def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str = "") -> Html:
     """Return the page of a plan.
 
     Args:
@@ -50,8 +50,9 @@ def plan_page(model: str, plan: CachePlan, batch: int, command: str) -> Html:
         plan: of it.
         batch: sequences of the memory estimate.
         command: the one that comes next.
+        chosen: see `chosen_capacity`.
     """
-    lines = [*plan_lines(plan, batch), ("next", command)]
+    lines = [*plan_lines(plan, batch, chosen=chosen), ("next", command)]
     about = f"(opset {plan.opset}, target {plan.options.target.value})"
     return page(f"{model}: plan", _placed(model, plan, about), _listed(lines), *_plan(plan))
 

@@ -22,7 +22,7 @@ def plan(
     from trt_kvcache import plan_model
     from trt_kvcache.cli.output import console, print_json, print_warnings
     from trt_kvcache.cli.plan_view import batch_of, plan_data, print_plan
-    from trt_kvcache.cli.summary import build_line, plan_lines, print_lines, print_next
+    from trt_kvcache.cli.summary import chosen_capacity, next_line, plan_lines, print_lines, print_next
     from trt_kvcache.files import check_output
     from trt_kvcache.runtime.usable import why_no_session
 
@@ -31,22 +31,28 @@ def plan(
     made = plan_model(model, options)
     batch, name = batch_of(made, max_batch), model.absolute().name
     tensorrt = made.options.target.value == "tensorrt"
-    command = build_line(model, flags, max_batch if batch == max_batch else 1, tensorrt=tensorrt)
+    no_session, chosen = why_no_session(made), chosen_capacity(made.options.capacity, flags)
+    command = next_line(
+        model, flags, max_batch if batch == max_batch else 1, tensorrt=tensorrt, or_else="" if no_session else None
+    )
     if html is not None:
         from trt_kvcache.cli.pages import plan_page, save_page
 
-        save_page(html, plan_page(name, made, batch, command))
-    no_session = why_no_session(made)
+        save_page(html, plan_page(name, made, batch, command, chosen))
     if json:
         print_json({**plan_data(made, batch), "no_session": no_session})
     else:
         out = console()
         if tables:
             print_plan(out, name, made, batch)
-            out.print(f"\nsessions: none, {no_session}\n" if no_session else "")
+            out.print()
+            for text in filter(
+                None, (chosen and f"capacity: {chosen}", no_session and f"sessions: none, {no_session}")
+            ):
+                out.print(f"{text}\n")
         else:
             title = f"{name}: {made.in_place_text} (opset {made.opset}, target {made.options.target.value})"
-            lines = plan_lines(made, batch)
+            lines = plan_lines(made, batch, chosen=chosen)
             print_lines(out, title, [*lines, ("sessions", f"none: {no_session}")] if no_session else lines)
         print_next(out, command)
     print_warnings(made.warnings)

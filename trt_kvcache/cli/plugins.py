@@ -31,7 +31,8 @@ def plugins(
     from fnmatch import fnmatchcase
 
     from trt_kvcache.cli.output import console, print_json
-    from trt_kvcache.cli.summary import build_line, command_line, print_next
+    from trt_kvcache.cli.summary import command_line, next_line, print_next
+    from trt_kvcache.engine.backend import driver_present
     from trt_kvcache.engine.folder import is_model
     from trt_kvcache.errors import OptionError
 
@@ -56,8 +57,9 @@ def plugins(
     if not known and not json:
         console().print(f"{model.name} needs no kernel beside TensorRT's own")
     if not json:
-        built = not is_model(model)
-        print_next(console(), command_line("check", model) if built else build_line(model, flags, tensorrt=True))
+        check = command_line("check" if driver_present() else "inspect", model)
+        command = next_line(model, flags, tensorrt=True, or_else="") if is_model(model) else check
+        print_next(console(), command)
 
 
 def _kernels(model: Path, flags: TensorRTPlanFlags) -> Sequence[Kernels]:

@@ -21,10 +21,11 @@ def rewrite(
     options = flags.options_for(model)
     from trt_kvcache import rewrite_model
     from trt_kvcache.cli.output import console, print_warnings
-    from trt_kvcache.cli.summary import command_line, print_next
+    from trt_kvcache.cli.summary import chosen_capacity, command_line, print_next
 
     made = rewrite_model(model, output, options)
     print_warnings(made.warnings)
     out = console()
-    out.print(f"{output}: {made.in_place_text}")
+    chosen = chosen_capacity(made.options.capacity, flags)
+    out.print(f"{output}: {made.in_place_text}{chosen and f'; capacity: {chosen}'}")
     print_next(out, command_line("verify", model, "--rewritten", output, flags=flags))

@@ -64,9 +64,10 @@ def serve(
         service = Service(session, named, keys, max_queue=max_queue, origins=allow_origin or ())
         address, actual = sock.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
+        capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"
 
         def started() -> None:
-            sys.stderr.write(f"{named}: {session.name}; http://{shown}:{actual}/v1, Ctrl-C ends it\n")
+            sys.stderr.write(f"{named}: {session.name}{capacity}; http://{shown}:{actual}/v1, Ctrl-C ends it\n")
             sys.stderr.flush()
 
         run(service, sock, drain_timeout, started)

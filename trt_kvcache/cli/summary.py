@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
+from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import bytes_of, shared_caches
+from trt_kvcache.engine.backend import can_build
 from trt_kvcache.engine.folder import is_model
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, UpdateForm, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, Target, UpdateForm, UpdateMode
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trt_kvcache.cli.options import SessionPlanFlags
-
 __all__ = [
-    "advice", "build_line", "command_line", "plan_lines", "print_generate", "print_lines", "print_next", "tell_next",
+    "advice", "chosen_capacity", "command_line", "next_line", "plan_lines", "print_lines", "print_next", "tell_next",
+    "use_line",
 ]  # fmt: skip
 
 Lines = list[tuple[str, str]]
@@ -74,21 +75,26 @@ def _cut(lines: list[str], most: int) -> list[str]:
 
 
 def print_next(out: Console, command: str) -> None:
-    """Print the command that comes next."""
-    for at, part in enumerate(wrapped(command, max(out.width, 40) - _LABEL)):
-        out.print(f"{'next' if at == 0 else '':{_LABEL}}{part}")
+    """Print the command that comes next, if there is one: in one line, which can be copied."""
+    if command:
+        out.print(f"{'next':{_LABEL}}{command}", soft_wrap=True)
 
 
-def print_generate(out: Console, model: str | Path) -> None:
-    """Print how text comes out of a model, or tokens where no tokenizer lies beside it."""
-    path = Path(model)
+def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
+    """Return how text comes out of a model or an engine, or tokens where no tokenizer lies beside it.
+
+    Args:
+        path: model or engine.
+        flags: see `command_line`.
+        leave: see `command_line`.
+    """
     folder = path if path.is_dir() else path.parent
     prompt = ("--prompt", "Hello") if (folder / "tokenizer.json").is_file() else ("--tokens", "1,2,3")
-    print_next(out, command_line("generate", path, *prompt))
+    return command_line("generate", path, *prompt, flags=flags, leave=leave)
 
 
 def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
-    """Print the command that comes next to stderr, where that is a terminal: a model is built first.
+    """Print the command that comes next to stderr, where that is a terminal: a model is built first, if it can be.
 
     Args:
         path: model or engine, as given.
@@ -96,7 +102,9 @@ def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
         flags: that planned a model.
     """
     if sys.stderr.isatty():
-        print_next(console(sys.stderr), build_line(path, flags) if is_model(path) else command_line(command, path))
+        planned = command_line(command, path, flags=flags)
+        made = next_line(path, flags, or_else=planned) if is_model(path) else command_line(command, path)
+        print_next(console(sys.stderr), made)
 
 
 def command_line(command: str, *arguments: str | Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
@@ -112,33 +120,47 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
     for field in fields(flags) if flags is not None else ():
         value = getattr(flags, field.name)
         if value != field.default and field.name not in leave:
-            words += [f"--{field.name.replace('_', '-')}", str(getattr(value, "value", value))]
+            words.append(f"--{field.name.replace('_', '-')}")
+            words += [] if value is True else [str(getattr(value, "value", value))]
     return shlex.join(words)
 
 
-def build_line(model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False) -> str:
-    """Return the build that follows a plan.
+def next_line(
+    model: Path,
+    flags: SessionPlanFlags,
+    max_batch: int = 1,
+    *,
+    tensorrt: bool = False,
+    or_else: str | None = None,
+) -> str:
+    """Return the command that follows a plan: the build, or on a machine that cannot build another one.
 
     Args:
         model: as given.
         flags: of the plan.
         max_batch: of the memory estimate.
         tensorrt: the plan is for TensorRT, not for TensorRT for RTX.
+        or_else: the other one; None: the model is run on the CPU.
     """
+    if not can_build(Target.TENSORRT if tensorrt else None):
+        known = {field.name for field in fields(SessionPlanFlags)}
+        leave = [field.name for field in fields(flags) if field.name not in known]
+        return use_line(model, flags, leave) if or_else is None else or_else
     name = model.absolute().stem if model.suffix == ".onnx" else model.absolute().name
     more = ["--backend", "tensorrt"] if tensorrt else []
     more += ["--max-batch", str(max_batch)] if max_batch > 1 else []
-    leave = ("target", "packed_native")
-    return command_line("build", model, "-o", f"{name}-engine/", *more, flags=flags, leave=leave)
+    planned = ("target", "packed_native", "recheck")
+    return command_line("build", model, "-o", f"{name}-engine/", *more, flags=flags, leave=planned)
 
 
-def plan_lines(plan: CachePlan, batch: int, *, built: bool = False) -> Lines:
+def plan_lines(plan: CachePlan, batch: int, *, built: bool = False, chosen: str = "") -> Lines:
     """Return what a plan does: caches, attention, what a step reads, changes for the caller, memory, advice.
 
     Args:
         plan: the plan.
         batch: sequences of the memory estimate.
         built: there is an engine of it, and no advice on the export is of use.
+        chosen: see `chosen_capacity`.
     """
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:
@@ -153,10 +175,22 @@ def plan_lines(plan: CachePlan, batch: int, *, built: bool = False) -> Lines:
         lines.append(("interface", f"{len(plan.changes)} inputs and outputs change for the caller (--all)"))
     if plan.caches:
         lines.append(("memory", _memory(plan, batch)))
+    if chosen:
+        lines.append(("capacity", chosen))
     if not built:
         lines += _labelled("advice", advice(plan))
         lines.append(("refused", "nothing"))
     return [*lines, *(("note", note) for note in (*_inlined(plan), *plan.notes))]
+
+
+def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
+    """Return the capacity that is the default, in words; nothing where flags or the model itself say it.
+
+    Args:
+        capacity: of the plan's options.
+        flags: that it was planned with.
+    """
+    return "" if capacity is None or flags.capacity is not None else f"{capacity} tokens (default; --capacity)"
 
 
 def advice(plan: CachePlan) -> list[str]:

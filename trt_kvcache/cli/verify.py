@@ -79,7 +79,7 @@ def verify(
     plan, options = flags.options_for(model), verification.options()
     from trt_kvcache import verify_model
     from trt_kvcache.cli.output import console, print_json
-    from trt_kvcache.cli.summary import build_line, print_next
+    from trt_kvcache.cli.summary import chosen_capacity, next_line, print_next
     from trt_kvcache.files import check_output
 
     if html is not None:
@@ -94,8 +94,10 @@ def verify(
     else:
         out = console()
         _print(out, model.absolute().name, report, every_row=every_row)
+        if chosen := chosen_capacity(report.capacity, flags):
+            out.print(f"capacity: {chosen}")
         if report.passed:
-            print_next(out, build_line(model, flags, tensorrt=plan.target.value == "tensorrt"))
+            print_next(out, next_line(model, flags, tensorrt=plan.target.value == "tensorrt", or_else=""))
     report.check()
 
 

@@ -106,6 +106,14 @@ def driver_present() -> bool:
     return not int(error) and int(count) > 0
 
 
+def can_build(target: Target | None) -> bool:
+    """Return True if a builder is installed here, and there is what it needs; fast. None: either one."""
+    found = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
+    if Target.TENSORRT in found and target is not Target.TENSORRT_RTX and driver_present():
+        return True
+    return Target.TENSORRT_RTX in found and target is not Target.TENSORRT
+
+
 def choose_backend(choice: str) -> Backend:
     """Return the builder for ``"auto"``, ``"tensorrt"`` or ``"tensorrt-rtx"``.
 

@@ -5,40 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from trt_kvcache.engine.folder import is_model
-from trt_kvcache.errors import NoCapacityError, TrtKvCacheError
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import AttentionKind, CachePlan, PlanOptions, Route
+from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.importer.plan import AttentionKind, CachePlan, Route
 from trt_kvcache.machine import bounded_memory, free_memory
 from trt_kvcache.progress import phase
-from trt_kvcache.runtime.beside import usual_capacity
 
-__all__ = ["plan_export", "shortfalls"]
+__all__ = ["shortfalls"]
 
 _TRIED = 0.5
 """Part of the free memory that a model may have to be tried in a session."""
 
 
-def plan_export(folder: Path, capacity: int | None = None) -> tuple[CachePlan, int | None]:
-    """Plan an export as `build` would.
-
-    Args:
-        folder: of the export.
-        capacity: of caches that grow; None: as long as the model's texts.
-
-    Returns:
-        The plan, and the capacity that has to be given; None where the model has its own.
-
-    Raises:
-        TrtKvCacheError: the model is refused.
-    """
-    try:
-        return plan_model(folder, PlanOptions(capacity=capacity)), capacity
-    except NoCapacityError:
-        capacity = usual_capacity(folder)
-    return plan_model(folder, PlanOptions(capacity=capacity)), capacity
-
-
-def shortfalls(folder: Path, plan: CachePlan, capacity: int | None) -> list[str]:
+def shortfalls(folder: Path, plan: CachePlan) -> list[str]:
     """Return what keeps an export from being as good as any: nothing to say if no other can be better.
 
     Kernels that depend on the size of heads or on the type are the same for every exporter, and do not count.
@@ -46,7 +24,6 @@ def shortfalls(folder: Path, plan: CachePlan, capacity: int | None) -> list[str]
     Args:
         folder: of the export.
         plan: its plan.
-        capacity: of the plan.
     """
     said = []
     if not plan.caches:
@@ -60,7 +37,7 @@ def shortfalls(folder: Path, plan: CachePlan, capacity: int | None) -> list[str]
         said.append(f"{whole} of {len(read)} attentions read whole caches")
     if plan.logits_span is None:
         said.append("each step computes logits of all positions")
-    if problem := _session_problem(folder, capacity):
+    if problem := _session_problem(folder, plan.options.capacity):
         said.append(f"no session runs it: {problem}")
     return said
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from trt_kvcache.engine.folder import copy_texts, is_checkpoint, made_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
-from trt_kvcache.export.grade import plan_export, shortfalls
+from trt_kvcache.export.grade import shortfalls
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.given import given_path
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.progress import phase
 
 __all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "installed"]
@@ -111,12 +112,10 @@ class Export:
     Attributes:
         exporter: its name.
         plan: of the model.
-        capacity: of the plan, if the model's caches grow; else None.
     """
 
     exporter: str
     plan: CachePlan
-    capacity: int | None
 
 
 def installed(python: str = sys.executable) -> list[str]:
@@ -170,7 +169,7 @@ def export_checkpoint(
             model is as good as any (`shortfalls`); if none is, the best of those that are taken.
         dtype: of weights, activations and caches, one of `DTYPES`.
         int4: weights of 4 bits.
-        capacity: of the plan, for caches that grow; None: as long as the model's texts.
+        capacity: of the plan, for caches that grow; None: see `PlanOptions`.
         python: interpreter of the environment with the exporter.
         told: called with each command before it runs, and with the reason why another exporter follows.
 
@@ -244,7 +243,7 @@ def _only(job: _Job, name: str, keep: Callable[[], None], capacity: int | None) 
         raise job.failed([f"{name}: {error.message}"]) from None
     _move_up(job.folder / name)
     keep()
-    return Export(name, *plan_export(job.folder, capacity))
+    return Export(name, plan_model(job.folder, PlanOptions(capacity=capacity)))
 
 
 def _best(job: _Job, names: Sequence[str], capacity: int | None) -> Export:
@@ -254,13 +253,13 @@ def _best(job: _Job, names: Sequence[str], capacity: int | None) -> Export:
     for name in names:
         try:
             job.export(name, job.folder / name)
-            found = Export(name, *plan_export(job.folder / name, capacity))
+            found = Export(name, plan_model(job.folder / name, PlanOptions(capacity=capacity)))
         except TrtKvCacheError as error:
             failures.append(f"{name}: {error.message}")
             if name != names[-1]:
                 job.told(f"failed, {failures[-1]}")
             continue
-        short = shortfalls(job.folder / name, found.plan, found.capacity)
+        short = shortfalls(job.folder / name, found.plan)
         made.append((len(short), found))
         if not short:
             break

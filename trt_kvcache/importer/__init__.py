@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.pipeline import (
         ImportedModel,
         import_model,
-        import_source,
         import_unchecked,
         plan_model,
         quantize_caches,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ImportedModel",
     "import_model",
-    "import_source",
     "import_unchecked",
     "plan_model",
     "quantize_caches",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.given import given_options
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analyze import analyze, check_unique_outputs
+from trt_kvcache.importer.capacity import longest_text, usual_capacity
 from trt_kvcache.importer.check import check_rewrite, start_process
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
@@ -29,7 +33,6 @@ from trt_kvcache.progress import phase
 __all__ = [
     "ImportedModel",
     "import_model",
-    "import_source",
     "import_unchecked",
     "plan_model",
     "quantize_caches",
@@ -67,13 +70,17 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
-    plan = _noted(plan, _check(source, prepared, plan, rewritten))
+    plan = _noted(plan, _check(source, options, prepared, plan, rewritten))
     extensions.check_roundings(rewritten, source.path.parent)
     return _quantize(plan, rewritten)[0]
 
 
 def import_model(
-    model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, thorough: bool = False
+    model: str | os.PathLike[str],
+    options: PlanOptions = _DEFAULTS,
+    *,
+    thorough: bool = False,
+    default_capacity: int | None = None,
 ) -> ImportedModel:
     """Plan and rewrite a model in memory.
 
@@ -81,17 +88,14 @@ def import_model(
         model: path of the ``.onnx`` file.
         options: target and choices.
         thorough: compare the rewritten model with the original after a past of every length, too.
+        default_capacity: where neither options nor model say it; None: `usual_capacity`.
 
     Raises:
         ModelError, OptionError: see `plan_model`.
     """
-    return import_source(_load(model, options), options, thorough=thorough)
-
-
-def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS, *, thorough: bool = False) -> ImportedModel:
-    """Plan and rewrite a model that was already read. `source` is not changed."""
-    prepared, plan, rewritten = _rewrite(source, options)
-    plan = _noted(plan, _check(source, prepared, plan, rewritten, thorough=thorough))
+    source = _load(model, options)
+    prepared, plan, rewritten = _rewrite(source, options, default_capacity)
+    plan = _noted(plan, _check(source, options, prepared, plan, rewritten, thorough=thorough))
     return _whole(source, prepared, plan, rewritten)
 
 
@@ -118,7 +122,7 @@ def import_unchecked(
 
     def work() -> None:
         try:
-            verdict.set_result(_check(source, prepared, plan, checked))
+            verdict.set_result(_check(source, options, prepared, plan, checked))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             verdict.set_exception(error)
 
@@ -155,16 +159,33 @@ def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
         return load_source(model, config=given_options(options, PlanOptions, "options").config)
 
 
-def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
+def _rewrite(
+    source: SourceModel, options: PlanOptions, default_capacity: int | None = None
+) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, unchecked; its weights are stand-ins."""
-    with phase("planning"):
-        return _plan_and_rewrite(source, options)
+    usual = usual_capacity(source.path.parent) if default_capacity is None else default_capacity
+    with phase("planning"), _default_named(options.capacity, usual):
+        return _plan_and_rewrite(source, options, usual)
 
 
-def _plan_and_rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
+@contextmanager
+def _default_named(given: int | None, usual: int | None) -> Iterator[None]:
+    """Say in an error about a capacity that nobody gave it."""
+    try:
+        yield
+    except OptionError as error:
+        if given is not None or f"--capacity is {usual}" not in error.message:
+            raise
+        raise OptionError(f"{error.message} ({usual} is the default where --capacity is left out)") from None
+
+
+def _plan_and_rewrite(
+    source: SourceModel, options: PlanOptions, usual: int
+) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     refuse_rewritten(source.proto, source.path)
     start_process(options)
-    prepared = prepare(source.proto, options)
+    prepared = prepare(source.proto, options, usual)
+    options = prepared.options
     try:
         graph = gs.import_onnx(prepared.model)
     except Exception as error:  # graphsurgeon has no exceptions of its own
@@ -176,17 +197,35 @@ def _plan_and_rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepar
     for finish in prepared.finishes:
         plan = finish(plan)
     plan = with_zeros(plan, source.path.parent)
+    plan = replace(plan, warnings=(*plan.warnings, *_beyond_texts(source.path.parent, options.capacity)))
     rewrite_graph(graph, plan)
     return prepared, plan, _export(source.proto, graph)
 
 
+def _beyond_texts(folder: Path, capacity: int | None) -> list[str]:
+    longest = longest_text(folder)
+    if capacity is None or longest is None or capacity <= longest[0]:
+        return []
+    return [
+        f"caches hold {capacity} tokens, and the model was made for texts of {longest[0]} ({longest[1]}): what it says "
+        f"beyond them is worth little; give at most --capacity {longest[0]}"
+    ]
+
+
 def _check(
-    source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto, *, thorough: bool = False
+    source: SourceModel,
+    given: PlanOptions,
+    prepared: Prepared,
+    plan: CachePlan,
+    rewritten: onnx.ModelProto,
+    *,
+    thorough: bool = False,
 ) -> tuple[str, ...]:
     try:
-        return check_rewrite(
-            prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough
-        )
+        with _default_named(given.capacity, plan.options.capacity):
+            return check_rewrite(
+                prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough
+            )
     except UnsupportedModelError:
         source.check_unchanged()  # weights that changed meanwhile differ, too
         raise

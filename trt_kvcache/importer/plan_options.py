@@ -83,7 +83,8 @@ class PlanOptions:
 
     Attributes:
         target: which builder the plan is for; its package need not be installed.
-        capacity: tokens per sequence, for a model whose cache length is symbolic.
+        capacity: tokens per sequence, for a model whose caches grow or have a symbolic length. None: those of the
+            longest text that ``config.json`` or ``genai_config.json`` names, at most 4096; see the options of a plan.
         cache_layout: may caches be reordered physically?
         attention_span: read only the active rows of the caches (adds an input, see `SpanInput`).
         fallback: what to do where TensorRT's own layer does not know an update.

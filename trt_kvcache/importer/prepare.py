@@ -13,8 +13,9 @@ from itertools import chain
 
 import onnx
 
-from trt_kvcache.errors import NoCapacityError, OptionError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import extensions
+from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
@@ -32,6 +33,7 @@ class Prepared:
 
     Attributes:
         reference: the model as read and inlined, before anything is recognized; its weights are stand-ins, too.
+        options: as given, with the capacity that was chosen where the model leaves it open.
         model: the working copy; its large inline weights are stand-ins until `attach_weights`.
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
@@ -40,6 +42,7 @@ class Prepared:
     """
 
     reference: onnx.ModelProto
+    options: PlanOptions
     model: onnx.ModelProto
     weights: dict[str, onnx.TensorProto]
     inlined: tuple[str, ...]
@@ -47,18 +50,23 @@ class Prepared:
     finishes: tuple[Callable[[CachePlan], CachePlan], ...]
 
 
-def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
+def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -> Prepared:
     """Copy `source`, fix digit-string dimensions, inline what hides a cache, normalize, bind the capacity and shapes.
+
+    Args:
+        source: not changed.
+        options: of the plan.
+        usual: the capacity where neither options nor model say it.
 
     Raises:
         UnsupportedModelError: a cache update sits in a body that cannot be inlined, or cannot be normalized.
-        OptionError: the capacity is missing, out of range, or contradicts the model.
+        OptionError: the capacity is out of range, or contradicts the model.
     """
-    capacity = options.capacity
-    if capacity is not None and capacity < 1:
-        raise OptionError(f"--capacity is {capacity}; it must be at least 1 token")
-    if capacity is not None and capacity > _MOST_TOKENS:
-        raise OptionError(f"--capacity is {capacity}; it must be at most {_MOST_TOKENS} tokens")
+    asked = options.capacity or usual
+    if asked < 1:
+        raise OptionError(f"--capacity is {asked}; it must be at least 1 token")
+    if asked > _MOST_TOKENS:
+        raise OptionError(f"--capacity is {asked}; it must be at most {_MOST_TOKENS} tokens")
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, chosen = extensions.edit("choose", model)
@@ -71,14 +79,15 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     model, branches, notes = flatten(model)
     inlined = (*functions, *branches)
     model, finishes = extensions.edit("rewrite", model)
-    model, found = normalize(model, weights, options)
+    model, found = normalize(model, weights, options, usual)
     if found is not None:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
-    bind_capacity(model.graph, capacity, fits=found is not None)
+    bound = bind_capacity(model.graph, options.capacity, usual, fits=found is not None)
     findings = found or Findings({})
+    options = replace(options, capacity=options.capacity or findings.capacity or bound)
     findings = replace(findings, notes=(*notes, *findings.notes))
-    return Prepared(reference, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
+    return Prepared(reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:
@@ -131,20 +140,25 @@ def fix_digit_dims(graph: onnx.GraphProto) -> None:
             dim.dim_value = int(dim.dim_param.strip())
 
 
-def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = False) -> None:
+def bind_capacity(graph: onnx.GraphProto, given: int | None, usual: int, *, fits: bool = False) -> int | None:
     """Give every cache a fixed sequence length, which TensorRT needs.
 
     Args:
         graph: edited in place.
-        capacity: tokens per sequence.
-        fits: `capacity` is known not to contradict the model.
+        given: tokens per sequence, or None.
+        usual: the same where none are given.
+        fits: `given` is known not to contradict the model.
+
+    Returns:
+        The length that was given to caches with a symbolic one; None where there are none.
 
     Raises:
-        OptionError: a cache's length is symbolic and there is no `capacity`, or it is fixed at another value.
+        OptionError: it is fixed at another value than the given one.
     """
+    capacity = given or usual
     values = {value.name: value for value in (*graph.output, *graph.input)}
     fixed: set[int] = set()
-    symbolic: list[tuple[str, str]] = []
+    symbolic: list[str] = []
     for node in graph.node:
         if not is_op(node, "TensorScatter") and node.op_type != TENSORRT_UPDATE:
             continue
@@ -155,25 +169,19 @@ def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = 
             if dim.HasField("dim_value"):
                 fixed.add(dim.dim_value)
             else:
-                symbolic.append((name, dim.dim_param))
-                if capacity is not None and not dim.dim_param:
+                symbolic.append(dim.dim_param)
+                if not dim.dim_param:
                     dim.dim_value = capacity
-    if symbolic and capacity is None:
-        name, symbol = symbolic[0]
-        raise NoCapacityError(
-            f"the cache '{name}' has a symbolic length ('{symbol or '?'}'), and TensorRT needs a fixed one: "
-            "pass --capacity N, the most tokens that a sequence may have"
-        )
-    if capacity is not None and not symbolic and fixed and fixed != {capacity} and not fits:
+    if given is not None and not symbolic and fixed and fixed != {given} and not fits:
         raise OptionError(
-            f"--capacity is {capacity}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
+            f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
             "leave the option out, or export with a symbolic length"
         )
-    symbols = {symbol for _, symbol in symbolic if symbol}
+    symbols = {symbol for symbol in symbolic if symbol}
     for dim in _dims(graph):
         if dim.HasField("dim_param") and dim.dim_param in symbols:
-            assert capacity is not None
             dim.dim_value = capacity
+    return capacity if symbolic else None
 
 
 def _sequence_dim(value: onnx.ValueInfoProto, node: onnx.NodeProto) -> onnx.TensorShapeProto.Dimension | None:

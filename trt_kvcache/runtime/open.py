@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.engine.folder import engine_in, is_model
-from trt_kvcache.errors import NoCapacityError, OptionError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.given import given_options, given_path, shown
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.runtime.beside import find_tokenizer, usual_capacity
+from trt_kvcache.runtime.beside import find_tokenizer
 from trt_kvcache.runtime.runner import Runner
 
 __all__ = ["open_runner", "open_tokenizer"]
@@ -37,7 +37,7 @@ def open_runner(
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         options: of the runner; those that are None are left to it.
         check: an engine against its proof: ``"first"``, ``"always"`` or ``"off"``; see `trt_kvcache.proof.check`.
-        default_capacity: of caches that grow, where ``capacity`` is not among the options; None: `usual_capacity`.
+        default_capacity: of caches that grow, where ``capacity`` is not among the options; None: the importer's.
 
     Raises:
         OptionError: the file cannot run on that device, or the runner has no such option.
@@ -65,14 +65,7 @@ def open_runner(
         plan_options = given_options(given.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
         if "capacity" in given:
             plan_options = replace(plan_options, capacity=given.pop("capacity"))
-        try:
-            return OnnxRuntimeRunner(path, plan_options, **given)
-        except NoCapacityError:  # caches grow
-            capacity = usual_capacity(path) if default_capacity is None else default_capacity
-        try:
-            return OnnxRuntimeRunner(path, replace(plan_options, capacity=capacity), **given)
-        except OptionError as error:
-            raise OptionError(f"{error.message} ({capacity} is the default where --capacity is left out)") from None
+        return OnnxRuntimeRunner(path, plan_options, default_capacity=default_capacity, **given)
     from trt_kvcache.proof.check import prove
     from trt_kvcache.runtime.trt.runner import TensorRTRunner
 

@@ -94,6 +94,7 @@ def _verify(
     imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
 ) -> VerifyReport:
     """Verifies a model with its own caches, and with those that `options` ask for; `file`: is rewritten so."""
+    options = replace(options, capacity=imported.plan.options.capacity)
     asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
     folder = None
     if file is not None:

@@ -239,6 +239,7 @@ class Verification:
             steps=tuple(replace(s, difference=comparison.in_step(i)) for i, s in enumerate(self.steps)),
             notes=(*notes, *note),
             failure=failure,
+            capacity=self.plan.options.capacity,
         )
 
     def _may_outweigh(self, comparison: Comparison) -> bool:

@@ -177,6 +177,7 @@ class VerifyReport:
         failure: why the rewritten model could not be run to the end, or None.
         notes: what else the reader should know.
         divergence: of the model with quantized caches; None: caches are not quantized, or all else failed already.
+        capacity: tokens per sequence, as planned; None: the model fixes them.
     """
 
     model: str
@@ -190,6 +191,7 @@ class VerifyReport:
     notes: tuple[str, ...] = ()
     failure: str | None = None
     divergence: Divergence | None = None
+    capacity: int | None = None
 
     def check(self) -> None:
         """Does nothing where the verification passed.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from trt_kvcache.errors import NoCapacityError, OptionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.interface import Known, find_roles
 from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
 
@@ -83,12 +83,11 @@ class Interface:
         """The inputs with one of these roles."""
         return [t for t in self.inputs.values() if t.role in roles]
 
-    def capacity(self, given: int | None) -> int:
-        """The capacity: of fixed caches, or as given; of shifted ones where there are no others.
+    def fixed_capacity(self, given: int | None) -> int | None:
+        """The capacity of fixed caches, or of shifted ones where there are no others; None: it is the caller's choice.
 
         Raises:
-            NoCapacityError: caches grow or have a symbolic length, and none is given.
-            OptionError: it contradicts a fixed one.
+            OptionError: the given one contradicts it.
         """
         if self.room is not None:
             whole = self.room + (self._new_tokens() or 1)
@@ -108,15 +107,7 @@ class Interface:
                 f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
                 "leave the option out, or export with a symbolic length"
             )
-        if given is not None:
-            return given
-        if growing or not fixed:
-            name = (growing or caches)[0].name
-            raise NoCapacityError(
-                f"the cache '{name}' {'is as long as the text' if growing else 'has a symbolic length'}, and TensorRT "
-                "needs a fixed one: pass --capacity N, the most tokens that a sequence may have"
-            )
-        return max(fixed)
+        return max(fixed, default=None)
 
     @property
     def room(self) -> int | None:

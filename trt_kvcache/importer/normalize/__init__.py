@@ -95,7 +95,7 @@ class _Exported:
 
 
 def normalize(
-    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], options: PlanOptions
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, usual: int
 ) -> tuple[onnx.ModelProto, Findings | None]:
     """Bring the caches of a model into canonical form.
 
@@ -103,22 +103,25 @@ def normalize(
         model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
         weights: the detached weights.
         options: capacity, name patterns, and what to do with windows.
+        usual: the capacity where neither options nor model say it.
 
     Returns:
         The model and what was done; the same object and None where nothing was to do.
 
     Raises:
         UnsupportedModelError: what was found is not what is supported.
-        OptionError: the capacity is missing or contradicts the model.
+        OptionError: the capacity contradicts the model.
     """
     if any(node.op_type in ("TensorScatter", "TRT_KVCacheUpdate") for node in model.graph.node):
-        return load("ring_windows").slide(model, options) if options.sliding is Sliding.CIRCULAR else (model, None)
+        return (
+            load("ring_windows").slide(model, options, usual) if options.sliding is Sliding.CIRCULAR else (model, None)
+        )
     graph = _read(model)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_new_rows(graph)
     if not find_candidates(graph) and not any(map(is_held, graph.nodes)):
         return model, None
-    exported = _recognize(graph, weights, options)
+    exported = _recognize(graph, weights, options, usual)
     return (model, None) if exported is None else _rewrite(exported, options)
 
 
@@ -128,15 +131,17 @@ def _read(model: onnx.ModelProto) -> gs.Graph:
     return graph
 
 
-def _recognize(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> _Exported | None:
+def _recognize(
+    graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, usual: int
+) -> _Exported | None:
     """Find caches and attentions, in a graph that is edited; None where what looked like caches is state."""
     graph, model, held = _standard(graph)
     candidates, states = _caches(graph, held)
     if not candidates and not held:
         return None
-    candidates, interface, samples = _sampled(Blueprint(model, weights), candidates, held, states, options)
+    candidates, interface, samples = _sampled(Blueprint(model, weights), candidates, held, states, options, usual)
     if (folded := fold_fixed(samples)) is not None:
-        return _recognize(_read(folded), weights, options)
+        return _recognize(_read(folded), weights, options, usual)
     samples = samples.that_run()
     writes = tuple(read_update(candidate, samples) for candidate in candidates)
     attentions = read_held(graph, interface, samples)
@@ -198,10 +203,12 @@ def _sampled(
     held: Sequence[Write],
     states: Sequence[StateUpdate],
     options: PlanOptions,
+    usual: int,
 ) -> tuple[tuple[Candidate, ...], Interface, Samples]:
     """Interface and samples; and the caches again, where some are cut, with the rows that these keep."""
     interface = Interface(blueprint.model, [*candidates, *held], options.config, states)
-    samples = Samples(blueprint, interface, interface.capacity(options.capacity))
+    capacity = interface.fixed_capacity(options.capacity) or options.capacity or usual
+    samples = Samples(blueprint, interface, capacity)
     if any(candidate.is_cut for candidate in candidates):
         candidates = find_kept(candidates, samples)
         interface = Interface(blueprint.model, [*candidates, *held], options.config, states)
@@ -276,7 +283,8 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto
     notes += (_SINGLY,) if samples.singly else ()
     roles = (*interface.roles, *canonical.added)
     longest = {} if rings is None else rings.longest
-    return model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest)
+    open_capacity = None if interface.fixed_capacity(options.capacity) else samples.capacity
+    return model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest, open_capacity)
 
 
 def _own_masks(cores: Sequence[Core]) -> list[str]:

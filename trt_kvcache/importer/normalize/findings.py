@@ -141,6 +141,7 @@ class Findings:
         roles: the same, and those of the inputs that normalization added, for the canonical model.
         states: state that is no cache.
         longest: the most tokens of one update, of caches that became circular.
+        capacity: tokens per sequence, where the model leaves them open.
     """
 
     idioms: dict[str, str]
@@ -150,3 +151,4 @@ class Findings:
     states: tuple[StateUpdate, ...] = ()
     notes: tuple[str, ...] = ()
     longest: dict[str, int] = field(default_factory=dict)
+    capacity: int | None = None

@@ -80,6 +80,7 @@ class OnnxRuntimeRunner:
         max_batch: rows of every cache; None: 8, or fewer where memory is short.
         max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
         threads: of ONNX Runtime; None: one per core.
+        default_capacity: of caches that grow, where options do not say it; None: the importer's.
 
     Raises:
         ModelError, OptionError: the model cannot be used, or an option does not fit it.
@@ -94,6 +95,7 @@ class OnnxRuntimeRunner:
         max_batch: int | None = None,
         max_chunk: int | None = None,
         threads: int | None = None,
+        default_capacity: int | None = None,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("max_chunk", max_chunk), ("threads", threads)):
             if value is not None and given_whole(value, name) < 1:
@@ -101,7 +103,8 @@ class OnnxRuntimeRunner:
         if threads is not None and threads > _MOST_THREADS:
             raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")
         options = options or PlanOptions()
-        imported = in_float32(import_model(model, options if options.cache_ranges is None else options.unquantized()))
+        own = options if options.cache_ranges is None else options.unquantized()
+        imported = in_float32(import_model(model, own, default_capacity=default_capacity))
         self._source = imported.source
         self._identity: str | None = None
         # Without the time of the inode, which a backup by hard links changes.
@@ -337,7 +340,8 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
     model = fuse_products(keep_experts(model, imported.source.proto))
     if options.cache_ranges is None:
         return model, imported.plan
-    planned = replace(imported, plan=replace(imported.plan, options=options), model=model)
+    asked = replace(options, capacity=imported.plan.options.capacity)
+    planned = replace(imported, plan=replace(imported.plan, options=asked), model=model)
     quantized = quantize_caches(planned, plain=True)
     return quantized.model, quantized.plan
 

@@ -80,8 +80,13 @@ class Rings:
     notes: tuple[str, ...]
 
 
-def slide(model: onnx.ModelProto, options: PlanOptions) -> tuple[onnx.ModelProto, Findings | None]:
+def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onnx.ModelProto, Findings | None]:
     """A model that was canonical from the start, with its windowed caches circular, and what was done.
+
+    Args:
+        model: not changed.
+        options: capacity, and the longest update.
+        usual: the capacity where neither options nor model say it.
 
     Raises:
         OptionError: see `make_circular`.
@@ -89,11 +94,11 @@ def slide(model: onnx.ModelProto, options: PlanOptions) -> tuple[onnx.ModelProto
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)
     updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
-    capacity = options.capacity or max((_rows(n, 0) for n in updates), default=0)
-    if not capacity:
-        return model, None  # binding the capacity says what is missing
+    fixed = max((_rows(n, 0) for n in updates), default=0)
+    capacity = options.capacity or fixed or usual
     rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
-    findings = Findings({n.inputs[0].name: "TensorScatter" for n in updates}, notes=rings.notes, longest=rings.longest)
+    idioms = {n.inputs[0].name: "TensorScatter" for n in updates}
+    findings = Findings(idioms, notes=rings.notes, longest=rings.longest, capacity=None if fixed else capacity)
     if not rings.longest:
         return model, findings
     made: onnx.ModelProto = gs.export_onnx(graph.cleanup(remove_unused_graph_inputs=False).toposort())

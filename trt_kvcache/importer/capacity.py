@@ -1,0 +1,46 @@
+"""The capacity of caches that grow or have a symbolic length, where nobody gives one: the same for all commands."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+from trt_kvcache.files import read_object
+
+__all__ = ["USUAL", "longest_text", "usual_capacity"]
+
+USUAL = 4096
+"""Tokens: the default, where the model does not take fewer."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "context_length")
+
+
+def usual_capacity(folder: Path) -> int:
+    """Return the default: tokens of the model's longest text, at most 4096.
+
+    Args:
+        folder: of the model; see `longest_text`.
+    """
+    longest = longest_text(folder)
+    return USUAL if longest is None else min(longest[0], USUAL)
+
+
+def longest_text(folder: Path) -> tuple[int, str] | None:
+    """Return the tokens of the longest text that a model was made for, and where that is said; None: nowhere.
+
+    Args:
+        folder: of the model, with ``config.json`` or ``genai_config.json``, of which an unreadable one says nothing.
+            Those of a folder ``decoder`` lie beside it, too (mobius-onnx).
+    """
+    found: list[tuple[int, str]] = []
+    folders = (folder, folder.parent) if folder.name == "decoder" else (folder,)
+    files = (("config.json", "text_config"), ("genai_config.json", "model"))
+    for place, (name, part) in product(folders, files):
+        try:
+            config = read_object(place / name)
+        except (OSError, ValueError):
+            continue
+        inner = config.get(part)
+        for settings in (config, inner if isinstance(inner, dict) else {}):
+            lengths = ((settings.get(key), key) for key in _LENGTHS)
+            found += [(value, f"{key} in {name}") for value, key in lengths if type(value) is int and value > 0]
+    return min(found, default=None)
