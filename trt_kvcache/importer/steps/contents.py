@@ -190,8 +190,8 @@ def drawn_contents(
         first = shift + row * max(1, count // len(histories))
         used = min(tokens, len(target))
         _repeat(target[:used], text, first)
-        if rest is not None:  # every other row stays 0, as in `first_contents`
-            _repeat(target[used + used % 2 :: 2], rest, first)
+        if rest is not None:  # every other row stays 0, as in `first_contents`; an output may be the last row alone
+            _repeat(target[used + (len(target) - 1 - used + row) % 2 :: 2], rest, first)
     return contents
 
 
