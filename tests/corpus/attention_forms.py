@@ -284,14 +284,18 @@ APART: dict[str, Callable[[list[NodeProto]], object] | None] = {
 # Products in float32 over caches of float16, as where queries are too large for it.
 
 
-def in_float32(*products: str, size: float = 1.0, operator: bool = False) -> Callable[..., str]:
-    """Attention with products of "scores", of "values" or of both in float32, and queries `size` times as large."""
+def in_wide(*products: str, size: float = 1.0, operator: bool = False, to: Any = np.float32) -> Callable[..., str]:
+    """Attention with products of "scores", of "values" or of both in a wider type, and queries `size` times as large.
 
-    def cast(g: Build, tensor: str, to: str) -> str:
-        return g.Cast(tensor, to=FLOAT if to in products else TensorProto.FLOAT16)
+    The softmax is in that type, or in float32.
+    """
+    kind = {np.float16: TensorProto.FLOAT16, np.float32: FLOAT, np.float64: TensorProto.DOUBLE}
+
+    def cast(g: Build, tensor: str, product: str) -> str:
+        return g.Cast(tensor, to=kind[to if product in products else np.float16])
 
     def attend(g: Build, query: str, keys: str, values: str) -> str:
-        number = np.float32 if "scores" in products else np.float16
+        number = to if "scores" in products else np.float16
         query = g.Mul(cast(g, query, "scores"), g.constant(size, number))
         keys, factor = cast(g, keys, "scores"), g.decoder.size**-0.5 / size
         if operator:
@@ -299,19 +303,23 @@ def in_float32(*products: str, size: float = 1.0, operator: bool = False) -> Cal
             output = g.Attention(query, keys, cast(g, values, "values"), seen, scale=factor)
         else:
             scores = g.Mul(g.MatMul(query, g.Transpose(keys, perm=[0, 1, 3, 2])), g.constant(factor, number))
-            weights = g.Softmax(_masked(g, g.Cast(scores, to=FLOAT)), axis=-1)
-            output = g.MatMul(cast(g, weights, "values"), cast(g, values, "values"))
+            scores = _masked(g, g.Cast(scores, to=FLOAT))
+            scores = g.Cast(scores, to=kind[to]) if to is np.float64 else scores
+            output = g.MatMul(cast(g, g.Softmax(scores, axis=-1), "values"), cast(g, values, "values"))
         return g.Cast(output, to=TensorProto.FLOAT16)
 
     return attend
 
 
 WIDE: dict[str, dict[str, Any]] = {
-    "products": {"attend": in_float32("scores", "values")},
-    "products, large queries": {"attend": in_float32("scores", "values", size=20_000.0)},
-    "scores": {"attend": in_float32("scores", size=20_000.0), "layout": "bsnd"},
-    "values": {"attend": in_float32("values"), "layout": "flat"},
-    "an operator": {"attend": in_float32("scores", "values", size=20_000.0, operator=True), "opset": 24},
+    "products": {"attend": in_wide("scores", "values")},
+    "products, large queries": {"attend": in_wide("scores", "values", size=20_000.0)},
+    "scores": {"attend": in_wide("scores", size=20_000.0), "layout": "bsnd"},
+    "values": {"attend": in_wide("values"), "layout": "flat"},
+    "an operator": {"attend": in_wide("scores", "values", size=20_000.0, operator=True), "opset": 24},
+    "double products": {"attend": in_wide("scores", "values", size=20_000.0, to=np.float64)},
+    "double scores": {"attend": in_wide("scores", size=20_000.0, to=np.float64)},
+    "a double softmax": {"attend": in_wide(to=np.float64)},
 }
 
 

@@ -23,6 +23,7 @@ NAME_PREFIX = "trt_kvcache/"
 ONNX_DOMAINS = (None, "", "ai.onnx")
 BOOL = int(onnx.TensorProto.BOOL)
 FLOAT = int(onnx.TensorProto.FLOAT)
+DOUBLE = int(onnx.TensorProto.DOUBLE)
 INT32 = int(onnx.TensorProto.INT32)
 INT64 = int(onnx.TensorProto.INT64)
 SINKS, SLOPES = 7, 8

@@ -163,7 +163,7 @@ def test_the_message_names_a_key_among_new_tokens(tmp_path: Path) -> None:
         check(make_decoder(Decoder()), tmp_path, PLAN, m.next_key_visible)
 
 
-@pytest.mark.parametrize("form", ["products", "scores", "an operator"])
+@pytest.mark.parametrize("form", ["products", "scores", "an operator", "double products"])
 def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides compute in float32 where they are compared, so only large numbers show a cast to float16."""
     import trt_kvcache.importer.normalize as normalize

@@ -323,14 +323,14 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Numbers of the boundaries of float32 that are not written into a cache, which rounds them on both sides."""
+    """Numbers of the wide boundaries that are not written into a cache, which rounds them on both sides."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
     return [
         number
         for number, b in enumerate(region.boundaries)
-        if b.elem_type == TensorProto.FLOAT and not {*updates, *written} & {*b.names[1]}
+        if b.elem_type in (TensorProto.FLOAT, TensorProto.DOUBLE) and not {*updates, *written} & {*b.names[1]}
     ]
 
 

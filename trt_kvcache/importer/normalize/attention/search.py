@@ -24,7 +24,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import FLOAT, consumers, elem_type, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import DOUBLE, FLOAT, consumers, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
 from trt_kvcache.importer.normalize.attention.unlike import mixed_heads, other_order, to_values
@@ -34,6 +34,9 @@ from trt_kvcache.importer.normalize.views import MOVES, is_float_cast
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.attention_facts import gives_scores
 from trt_kvcache.importer.planning.rounding import Rounding
+
+_WIDE = (FLOAT, DOUBLE)
+"""Types of products that are float32 over narrower caches, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,8 +263,8 @@ class _Finder:
         softmax = after if site.product is None else sample.probe.elem_type(site.node.outputs[0].name)
         return Core(
             name, output, query, key, site.value, site.scale, site.softcap, visibility, heads, size, value_size,
-            query_type, output_type, sinks, site.rounding, site.weights, wide=product == FLOAT,
-            wide_weights=FLOAT in (softmax, after),
+            query_type, output_type, sinks, site.rounding, site.weights, wide=product in _WIDE,
+            wide_weights=not {softmax, after}.isdisjoint(_WIDE),
             query_is_flat=query_shape is not None, output_shape=output_shape,
         )  # fmt: skip
 
