@@ -19,6 +19,7 @@ import trt_kvcache
 from trt_kvcache import PlanOptions
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine.manifest import FileIdentity
+from trt_kvcache.errors import UnsupportedModelError
 
 
 def run(*arguments: object) -> Result:
@@ -67,6 +68,22 @@ def test_plan_says_that_no_session_runs_a_model(
     data = json.loads(run("plan", model, "--capacity", 24, "--json").stdout)
     assert data["no_session"].startswith(said.removeprefix("none: "))
     assert "sessions: none, " in run("plan", model, "--capacity", 24, "--all").stdout
+
+
+def test_plan_says_that_no_session_reads_several_scores_for_each_position(tmp_path: Path) -> None:
+    """Heads of two codebooks, ``[B, 2, S, V]``: a session ended in a trace of NumPy."""
+    model = make_decoder(Decoder(positions="past"))
+    graph, axes = model.graph, onnx.numpy_helper.from_array(np.array([1]), "axes")
+    next(node for node in graph.node if "logits" in node.output).output[0] = "head"
+    graph.initializer.append(axes)
+    graph.node.append(onnx.helper.make_node("Unsqueeze", ["head", "axes"], ["heads"], "heads"))
+    graph.node.append(onnx.helper.make_node("Concat", ["heads", "heads"], ["logits"], "both", axis=1))
+    graph.output[0].type.tensor_type.shape.dim.insert(1, onnx.TensorShapeProto.Dimension(dim_value=2))
+    onnx.save(model, tmp_path / "model.onnx")
+    result = run("plan", tmp_path / "model.onnx", "--capacity", 24)
+    assert "hold 2 vectors of scores for each position, as of several codebooks" in " ".join(result.stdout.split())
+    with pytest.raises(UnsupportedModelError, match="hold 2 vectors of scores"):
+        trt_kvcache.DecodeSession.open(tmp_path / "model.onnx", capacity=24)
 
 
 def test_plan_says_nothing_of_a_plain_decoder(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from trt_kvcache import DecodeSession
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions, Role
+from trt_kvcache.verify import VerifyOptions, verify_model
 
 PROMPT = (7, 1, 30)
 PLAIN = Decoder(positions="past")
@@ -157,3 +158,33 @@ def test_a_mask_of_the_hidden_keys_is_none_of_the_visible_ones(tmp_path: Path) -
     onnx.save(make_decoder(replace(PLAIN, attend=attend, opset=24)), model)
     with pytest.raises(UnsupportedModelError, match="'key_padding'"):
         tokens(model)
+
+
+def codebooks(folder: Path, name: str, axis: int) -> Path:
+    """Four ids for each token, of which the first counts."""
+    model = make_decoder(PLAIN)
+    for node in model.graph.node:
+        node.input[:] = ["first" if i == "input_ids" else i for i in node.input]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(0), "zero"))
+    model.graph.node.insert(0, onnx.helper.make_node("Gather", [name, "zero"], ["first"], "codebook", axis=axis))
+    value = next(v for v in model.graph.input if v.name == "input_ids")
+    value.name = name
+    value.type.tensor_type.shape.dim.insert(axis, onnx.TensorShapeProto.Dimension(dim_value=4))
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "codes"])
+def test_codebooks_before_tokens_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """The message told to export caches that grow by Concat, as these do."""
+    words = rf"input '{name}' \['batch', 4, 'sequence'\] brings 4 ids for each new token, .* as \[B, S, 4\]"
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_model(codebooks(tmp_path, name, 1), PlanOptions(capacity=24))
+
+
+def test_codebooks_after_tokens_are_planned_and_no_session_fills_them(tmp_path: Path) -> None:
+    """It gave the id of a token to all codebooks."""
+    model = codebooks(tmp_path, "input_ids", 2)
+    assert verify_model(model, PlanOptions(capacity=24), VerifyOptions(tokens=2)).passed
+    with pytest.raises(UnsupportedModelError, match="'input_ids' .* takes several ids for each token"):
+        DecodeSession.open(model, capacity=24)

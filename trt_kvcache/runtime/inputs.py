@@ -296,6 +296,11 @@ class StepInputs:
                 f"sequence: name the input's role with --config, a YAML file such as: {example(role, tensor.name)}; or "
                 "make it a constant of the model"
             )
+        if tensor.role is Role.TOKENS and not tensor.embedded and any(size != 1 for size in tensor.shape[2:]):
+            raise UnsupportedModelError(
+                f"{what} takes several ids for each token, as of several codebooks, and a session has one: export the "
+                "model from the sum of their embeddings on, [B, S, D]"
+            )
         for size, axis in zip(tensor.shape, tensor.axes, strict=True):
             if isinstance(size, str) and axis not in _SIZES:
                 raise UnsupportedModelError(f"{what}: nothing says how large its size '{size}' is; fix it in the model")

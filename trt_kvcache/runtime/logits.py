@@ -39,8 +39,14 @@ class StepLogits:
         size = tensor.shape[-1] if tensor.shape else "?"
         self._what = what
         for dim, axis in zip(tensor.shape[:-1], tensor.axes[:-1], strict=True):
-            if isinstance(dim, str) and axis not in ("batch", "sequence", "kept", "tokens"):
+            if axis in ("batch", "sequence", "kept", "tokens") or dim == 1:
+                continue
+            if isinstance(dim, str):
                 raise UnsupportedModelError(f"{what}: nothing says how large '{dim}' is; fix it in the model")
+            raise UnsupportedModelError(
+                f"{what} hold {dim} vectors of scores for each position, as of several codebooks, and a session "
+                "chooses one token by one of them: export logits [B, S, V]"
+            )
         self.known = isinstance(size, int)
         self._vocab = size if isinstance(size, int) else 0
         tokens = plan.tensor(Role.TOKENS)

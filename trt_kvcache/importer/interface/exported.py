@@ -60,7 +60,9 @@ class Interface:
         self.roles = find_roles(model, known, config)
         if sum(r.role is Role.TOKENS for r in self.roles) != 1:
             self.roles = find_roles(model, known, config, tokens=self._embeddings())
-        self.tokens = next(r.name for r in self.roles if r.role is Role.TOKENS)
+        brings = next(r for r in self.roles if r.role is Role.TOKENS)
+        _check_ids(brings)
+        self.tokens = brings.name
         self._inputs = {r.name: r for r in self.roles if r.io == "input"}
         tensors = []
         for role in self.roles:
@@ -131,6 +133,8 @@ class Interface:
         inputs = [r for r in self.roles if r.io == "input"]
         others = [r for r in inputs if r.role not in (Role.CACHE, Role.STATE) and r.name not in self._counted]
         found = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]
+        for role in others if not found else ():
+            _check_ids(role)
         if len(found) != 1:
             raise UnsupportedModelError(
                 f"nothing says which input brings the new tokens (inputs: {', '.join(r.name for r in inputs)}); name "
@@ -200,3 +204,14 @@ class Interface:
 
     def _is_capacity(self, dim: Dim) -> bool:
         return dim in {self._inputs[n].shape[f.axis] for n, f in self._found.items() if f.axis is not None}
+
+
+def _check_ids(role: TensorRole) -> None:
+    """Refuse ids with the tokens of a step on their last axis, after that of several ids for each token."""
+    match role.shape:
+        case (_, int() as count, str()) if role.dtype in _INTEGERS and role.role in (Role.TOKENS, Role.OTHER):
+            raise UnsupportedModelError(
+                f"input '{role.name}' {list(role.shape)} brings {count} ids for each new token, as audio codebooks do; "
+                f"supported are the tokens of a step on axis 1: export it as [B, S, {count}], or export the model from "
+                "the sum of their embeddings on, [B, S, D]"
+            )
