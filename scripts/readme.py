@@ -3,7 +3,7 @@
     python scripts/readme.py             compare; exit code 1 and a diff where a page is out of date
     python scripts/readme.py --update    write the output as it is now
 
-Every ``console`` block is run, in order, the README first, in one empty folder in which ``scripts`` is this folder:
+Every ``console`` block is run, in the order of `PAGES`, in one empty folder in which ``scripts`` is this folder:
 lines that begin with ``$`` are commands, the others their output. ``python`` blocks are run there too, and must not
 fail. Numbers are not compared: times and sizes differ between machines.
 """
@@ -20,7 +20,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_FIRST = ROOT / "docs" / "verify-and-build.md"  # it makes the model that others use
+PAGES = (_FIRST, ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p != _FIRST))
 _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
