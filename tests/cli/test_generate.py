@@ -131,6 +131,20 @@ def test_sampling_can_be_repeated(folder: Path) -> None:
     assert f"seed {first['seed']};" in call(folder, *arguments, "--seed", str(first["seed"])).stderr
 
 
+def test_temperature_0_is_greedy(folder: Path) -> None:
+    ((tokens, _),) = expected(folder, ["the cache"], max_new_tokens=5)
+    arguments = ("--temperature", "0", "--top-p", "0.5", "--seed", "4", "--ignore-eos", "--max-new-tokens", "5")
+    found = report(folder, "--prompt", "the cache", *arguments)
+    assert (found["sequences"][0]["tokens"], found["seed"]) == (tokens, None)
+
+
+def test_a_chat_template_is_told_more(tmp_path: Path) -> None:
+    write_served(tmp_path, capacity=64, template="{{ mood }}:{% for m in messages %}{{ m.content }}{% endfor %}")
+    told = ("--prompt", "hi", "--chat", "--chat-template-kwargs", '{"mood": "calm"}', "--max-new-tokens", "2")
+    found = report(tmp_path, *told)
+    assert found["sequences"][0]["prompt_tokens"] == len(Tokenizer.load(tmp_path).encode("calm:hi"))
+
+
 def test_a_chat(folder: Path) -> None:
     rendered = Tokenizer.load(folder).encode("<s>system: brief\nuser: hi\n", special_tokens=False)
     assert rendered[0] == 0

@@ -42,6 +42,7 @@ from trt_kvcache.runtime.session import DecodeSession
         ({"seed": -1}, "seed is -1"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"num_beams": 2, "do_sample": True}, "num_beams=2 cannot be combined with do_sample"),
+        ({"num_beams": 2, "do_sample": True, "top_k": 0, "top_p": 0.5}, "combined with top_k=0 and top_p=0.5, which"),
         ({"num_beams": 2, "prompt_lookup_num_tokens": 3}, "cannot be combined with prompt_lookup_num_tokens"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
         ({"min_length": -1}, "min_length is -1"),

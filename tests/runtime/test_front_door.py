@@ -160,6 +160,14 @@ def test_settings_by_name() -> None:
         assert drawn.tokens == session.generate([1, 2], sampled).tokens
         with pytest.raises(OptionError, match="temperature=0.5 has no effect without do_sample=True"):
             session.generate([1, 2], temperature=0.5, do_sample=False)
+        greedy = session.generate([1, 2], max_new_tokens=8).tokens
+        assert (
+            session.generate([1, 2], temperature=0, top_p=0.5, seed=4, max_new_tokens=8).tokens
+            == greedy
+            != drawn.tokens
+        )
+        every = session.generate([1, 2], top_k=0, seed=4, max_new_tokens=8).tokens
+        assert session.generate([1, 2], top_k=-1, seed=4, max_new_tokens=8).tokens == every
         for wrong, right in {"max_tokens": "max_new_tokens", "temprature": "temperature"}.items():
             with pytest.raises(OptionError, match=f"'{wrong}' is no setting of a generation; did you mean {right}"):
                 session.generate([1, 2], **{wrong: 4})  # type: ignore[misc]

@@ -99,6 +99,27 @@ def test_answers_are_those_of_the_session(
     assert streamed.chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
+def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
+    """As its ``generation_config.json`` says, `do_sample` or not; a request may say otherwise."""
+    own = {"temperature": 1.7, "top_p": 0.8, "top_k": 5, "repetition_penalty": 1.3}
+    (write_served(tmp_path) / "generation_config.json").write_text(json.dumps({**own, "min_p": None}))
+    with DecodeSession.open(tmp_path, max_batch=2) as session:
+        service = Service(session, "own")
+        for asked, changed in (({}, {}), ({"top_k": -1, "temperature": 3.0}, {"top_k": 0, "temperature": 3.0})):
+            expected = session.generate("the cache", max_new_tokens=12, seed=5, **own | changed)
+            body = {"prompt": "the cache", "max_tokens": 12, "seed": 5}
+            assert text_of(post(service, body | asked)) == expected.text
+            plain = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
+            assert text_of(post(service, body | plain)) != expected.text
+        greedy = session.generate("the cache", max_new_tokens=12, repetition_penalty=1.3)
+        assert text_of(post(service, {"prompt": "the cache", "max_tokens": 12, "temperature": 0})) == greedy.text
+        assert asyncio.run(ask(service.app, "/v1/models", None)).data["data"][0]["sampling"] == own
+        service.core.close()
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(OptionError, match=r"generation_config.json: top_p is 7.0; supported: above 0"):
+        DecodeSession.open(tmp_path)
+
+
 def test_the_real_client(service: Service, alone: DecodeSession) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
     httpx = pytest.importorskip("httpx2", reason="OpenAI's client comes without httpx2")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trt_kvcache.cli.generate import RunFlags
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption, bounded_on_cpu
+from trt_kvcache.cli.prompts import json_object
 from trt_kvcache.errors import OptionError
 from trt_kvcache.progress import ProgressEvent, tell
 
@@ -48,7 +48,7 @@ def batch(
 ) -> None:
     """Answer a file of requests, in its order. Killed at any moment, the same command goes on where it was."""
     options = {"tokenizer": tokenizer, **running.options(), **planning.session_options(model)}
-    fields = _object(defaults)
+    fields = json_object(defaults, "--defaults", '{"max_tokens": 200}')
     try:
         from trt_kvcache.serve.batch import RowRunner, run_batch
 
@@ -88,13 +88,3 @@ def batch(
 
     kept = f", {done.kept} of them from an earlier run" if done.kept else ""
     console().print(f"{output}: {done.rows} rows{kept}; {done.errors} in error")
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise OptionError(f"--defaults is {text!r}; give a JSON object, such as '{{\"max_tokens\": 200}}'")
-    return found

@@ -15,6 +15,7 @@ import typer
 from trt_kvcache.cli.generate import GenerationFlags, RunFlags
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_error, visible
+from trt_kvcache.cli.prompts import TemplateOption, template_values
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.progress import phase
@@ -45,22 +46,25 @@ def chat(
     running: RunFlags,
     planning: SessionPlanFlags,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    chat_template_kwargs: TemplateOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
     """Talk to a model. Its caches keep the conversation; /help lists what can be typed beside messages."""
     if generation.output_logprobs:
         raise OptionError("--logprobs are shown by generate --json; leave it out")
+    values = template_values(chat_template_kwargs)
     options = planning.session_options(model)
     running = running if running.max_batch is not None else replace(running, max_batch=1)
     from trt_kvcache.runtime.conversation import Conversation
     from trt_kvcache.runtime.session import DecodeSession
 
     with DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session:
-        session.render_chat([{"role": "user", "content": ""}])  # without a template no message is worth typing
+        how: dict[str, Any] = {"values": values} if values else {}
+        session.render_chat([{"role": "user", "content": ""}], **how)  # without a template no message is worth typing
         config = generation.config(model, session.tokenizer)
         if generation.max_new_tokens is None and generation.generation_config is None:
             config = replace(config, max_new_tokens=_LONG)
-        chat = _Chat(session, Conversation(session, system), config)
+        chat = _Chat(session, Conversation(session, system, values), config)
         if sys.stdin.isatty():
             capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"
             _tell(f"{session.name}{capacity}; /help lists commands, Ctrl-D ends")

@@ -52,8 +52,8 @@ class GenerationFlags:
             "--sample/--greedy", help="Default: greedy, unless a sampling setting or the file says otherwise."
         ),
     ] = None
-    temperature: Annotated[float | None, _choice_flag(metavar="T")] = None
-    top_k: Annotated[int | None, _choice_flag(min=0, metavar="N", help="0 keeps all; 50 while sampling.")] = None
+    temperature: Annotated[float | None, _choice_flag(metavar="T", help="0 is greedy.")] = None
+    top_k: Annotated[int | None, _choice_flag(metavar="N", help="0 and -1 keep all; 50 while sampling.")] = None
     top_p: Annotated[float | None, _choice_flag(metavar="P")] = None
     min_p: Annotated[float | None, _choice_flag(min=0, max=1, metavar="P")] = None
     seed: Annotated[int | None, _choice_flag(min=0, metavar="N", help="Default: a fresh one, which is printed.")] = None
@@ -107,6 +107,7 @@ class GenerationFlags:
         from trt_kvcache.errors import OptionError
         from trt_kvcache.runtime.beside import ended_by, find_tokenizer
         from trt_kvcache.runtime.generation.config import GenerationConfig
+        from trt_kvcache.runtime.generation.settings import with_sampling
 
         given = given_flags(self)
         file, ignore_eos = given.pop("generation_config", None), given.pop("ignore_eos")
@@ -118,8 +119,7 @@ class GenerationFlags:
             given["early_stopping"] = {"true": True, "false": False}.get(given["early_stopping"], "never")
         if ignore_eos and "eos_token_id" in given:
             raise OptionError("--eos names an end that --ignore-eos ignores; use one of them")
-        if {"temperature", "top_k", "top_p", "min_p"} & given.keys():
-            given.setdefault("do_sample", True)
+        given = with_sampling(given)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if file is None:
@@ -131,7 +131,7 @@ class GenerationFlags:
             config = replace(config, eos_token_id=(), forced_eos_token_id=None)
         elif not config.eos_token_ids:
             config = ended_by(config, tokenizer or find_tokenizer(model))
-        if "seed" in given and not config.do_sample:
+        if self.seed is not None and self.temperature != 0 and not config.do_sample:
             raise OptionError(
                 f"--seed {config.seed} is for sampling, and greedy decoding draws nothing; add --sample, or leave "
                 "it out"

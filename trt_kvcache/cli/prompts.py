@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 _prompt_flag = partial(typer.Option, rich_help_panel="Prompts to continue")
 _source_flag = partial(typer.Option, rich_help_panel="Sources for an encoder (translation, speech, ...)")
+TemplateOption = Annotated[
+    str | None,
+    _prompt_flag(metavar="JSON", help="More for the chat template, such as '{\"enable_thinking\": false}'."),
+]
 _NEEDED = ("input_ids", "inputs_embeds")
 
 
@@ -64,6 +68,7 @@ class PromptFlags:
     ] = None
     chat: Annotated[bool, _prompt_flag("--chat", help="Each text is a user's message; uses the chat template.")] = False
     system: Annotated[str | None, _prompt_flag(metavar="TEXT", help="System message of the chat.")] = None
+    chat_template_kwargs: TemplateOption = None
     constants: Annotated[
         list[Path] | None,
         _prompt_flag(
@@ -90,6 +95,8 @@ class PromptFlags:
             raise OptionError("--chat needs messages as text; give --prompt or --prompt-file, or leave it out")
         if self.system is not None and not self.chat:
             raise OptionError("--system is a message of a chat; add --chat")
+        if self.chat_template_kwargs is not None and not self.chat:
+            raise OptionError("--chat-template-kwargs are for a chat; add --chat")
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
         """Return the given tokenizer, or for text the one beside the model; None where nothing needs one.
@@ -136,7 +143,8 @@ class PromptFlags:
             assert tokenizer is not None  # there is text
             if self.chat:
                 messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-                prompts.append(tokenizer.chat_tokens([*messages, {"role": "user", "content": text}]))
+                messages.append({"role": "user", "content": text})
+                prompts.append(tokenizer.chat_tokens(messages, values=template_values(self.chat_template_kwargs)))
             else:
                 prompts.append(tokenizer.encode(text))
         return prompts + ids + [prompt.ids for prompt in embedded]
@@ -226,6 +234,30 @@ class SourceFlags:
         if sources not in (1, len(prompts)):
             raise OptionError(f"there are {sources} sources for {len(prompts)} prompts; give one, or one for each")
         return prompts
+
+
+def template_values(text: str | None) -> dict[str, Any]:
+    """Return the names that ``--chat-template-kwargs`` gives to a chat template.
+
+    Raises:
+        OptionError: the text is no JSON object.
+    """
+    return {} if text is None else json_object(text, "--chat-template-kwargs", '{"enable_thinking": false}')
+
+
+def json_object(text: str, option: str, example: str) -> dict[str, Any]:
+    """Return the JSON object in the text of an option.
+
+    Raises:
+        OptionError: there is none.
+    """
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise OptionError(f"{option} is {text!r}; give a JSON object, such as '{example}'")
+    return found
 
 
 def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:

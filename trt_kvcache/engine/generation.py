@@ -8,7 +8,7 @@ from typing import Any
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_object
 
-__all__ = ["each_beside", "load_settings", "settings_beside"]
+__all__ = ["each_beside", "load_settings", "sampling_beside", "settings_beside"]
 
 _OF_MODEL = (
     # The model was trained with these, whatever way its tokens are chosen.
@@ -19,6 +19,7 @@ _OF_MODEL = (
     "forced_bos_token_id",
     "forced_eos_token_id",
 )
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PARTS = ("text_config", "decoder")
 """Of the ``config.json`` of a model with several parts: the decoder's settings."""
 
@@ -33,6 +34,20 @@ def settings_beside(model: Path) -> dict[str, Any]:
         OptionError: a file is unreadable.
     """
     return {name: value for found in each_beside(model).values() for name, value in found.items()}
+
+
+def sampling_beside(model: Path) -> dict[str, Any]:
+    """How the makers of a model would draw its tokens, as ``generation_config.json`` beside it says, null left out.
+
+    Args:
+        model: a file, or the folder of an export or engine.
+
+    Raises:
+        OptionError: the file is unreadable.
+    """
+    path = (model if model.is_dir() else model.parent) / "generation_config.json"
+    said = load_settings(path) if path.exists() else {}
+    return {name: said[name] for name in _SAMPLING if said.get(name) is not None}
 
 
 def each_beside(model: Path) -> dict[Path, dict[str, Any]]:

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.engine.generation import sampling_beside
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.settings import changed
 
-__all__ = ["Unread", "default_config", "ended_by", "find_tokenizer"]
+__all__ = ["Unread", "default_config", "default_sampling", "ended_by", "find_tokenizer"]
 
 
 class Unread:
@@ -49,6 +51,21 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
     """
     config = GenerationConfig.for_model(model)
     return config if config.eos_token_ids else ended_by(config, tokenizer)
+
+
+def default_sampling(model: Path) -> dict[str, Any]:
+    """Return what ``generation_config.json`` beside a model says of sampling: for servers, as vLLM takes it.
+
+    Raises:
+        OptionError: the file is unreadable, or has a value that is out of range.
+    """
+    said = sampling_beside(model)
+    try:
+        changed(GenerationConfig(), said)
+    except OptionError as error:
+        folder = model if model.is_dir() else model.parent
+        raise OptionError(f"{folder / 'generation_config.json'}: {error.message}") from None
+    return said
 
 
 def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,13 +24,17 @@ class Conversation:
     Args:
         session: with a tokenizer that has a chat template.
         system: the system message, or None.
+        values: more names for the chat template, such as ``{"enable_thinking": False}``.
 
     Attributes:
         messages: so far, as ``{"role": "user", "content": "..."}``.
     """
 
-    def __init__(self, session: DecodeSession, system: str | None = None) -> None:
+    def __init__(
+        self, session: DecodeSession, system: str | None = None, values: Mapping[str, Any] | None = None
+    ) -> None:
         self._session, self._slot = session, -1
+        self._how: dict[str, Any] = {"values": dict(values)} if values else {}
         self._again = 0  # answers to the last message before this one
         self.messages: list[dict[str, Any]] = []
         self.reset(system)
@@ -78,7 +82,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         self._again = again
         try:
-            self._begin(self._session.render_chat(self.messages), config)
+            self._begin(self._session.render_chat(self.messages, **self._how), config)
         except BaseException:
             self.messages.pop()
             raise

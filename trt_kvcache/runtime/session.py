@@ -18,7 +18,7 @@ from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.given import given_list, given_path, given_switch, given_whole, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.page import Html, tag
-from trt_kvcache.runtime.beside import Unread, default_config
+from trt_kvcache.runtime.beside import Unread, default_config, default_sampling
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel, open_draft
@@ -74,11 +74,14 @@ class DecodeSession:
         prefix_cache: see `open`.
         draft: guesses tokens; the session closes it.
         prefill_budget: see `open`.
+        sampling: see the attribute.
 
     Attributes:
         cache: the caches, and what may be done to them.
         config: how a generation runs that is given none: greedy, ended by the model's own tokens. A `GenerationConfig`
             that names no ``eos_token_id`` gets that of this one; ``eos_token_id=()`` is none.
+        sampling: settings with which the makers of the model would draw its tokens, from its
+            ``generation_config.json``, such as ``{"temperature": 0.6, "top_p": 0.95}``; servers use them.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class DecodeSession:
         prefix_cache: int | None = None,
         draft: DraftModel | None = None,
         prefill_budget: int | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
         if not hasattr(runner, "plan"):
             raise OptionError(f"runner is {shown(runner)}; open models and engines with DecodeSession.open")
@@ -117,7 +121,7 @@ class DecodeSession:
         self._draft = draft
         self._runner = runner
         self._tokenizer = tokenizer
-        self.config = config
+        self.config, self.sampling = config, dict(sampling or {})
         self.cache = KVCache(runner, self._guard, max_sequences=max_sequences, prefix_cache=prefix_cache)
         made = open_embeddings(embeddings, runner.plan, runner.vocab)
         self._reader = PromptReader(runner, self.cache, made, tokenizer, why)
@@ -219,7 +223,7 @@ class DecodeSession:
             return cls(
                 runner, reader, embeddings, encode, config,
                 max_sequences=max_sequences, prefix_cache=prefix_cache, draft=guesser,
-                prefill_budget=prefill_budget,
+                prefill_budget=prefill_budget, sampling=default_sampling(model),
             )  # fmt: skip
         except BaseException:
             runner.close()

@@ -188,7 +188,8 @@ class Service:
 
     def _card(self) -> dict[str, Any]:
         card = {"id": self._name, "object": "model", "created": self._since, "owned_by": "trt-kvcache"}
-        return card | {"max_model_len": self._session.cache.capacity, "max_num_seqs": self.core.rows}
+        card |= {"max_model_len": self._session.cache.capacity, "max_num_seqs": self.core.rows}
+        return card | {"sampling": self._session.sampling}
 
 
 class _Door:

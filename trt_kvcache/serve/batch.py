@@ -65,7 +65,7 @@ class RowRunner:
         self._names = TokenNames(session.tokenizer)
         options = session.plan.options
         caches = f"{session.cache.capacity} {options.cache_dtype} {options.cache_ranges}"
-        made = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r}"
+        made = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r} {session.sampling}"
         self.model = blake3(made.encode()).hexdigest()
         self._ahead = 2 * session.max_batch
         self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)

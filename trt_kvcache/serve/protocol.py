@@ -40,6 +40,8 @@ _MOST_UNBOUNDED = 4096
 """New tokens of a chat, where nothing is said and the caches have no end."""
 
 
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES)
 _LEAST = 1e-9
 """A share of the probability that the most probable token has in any case: what `top_p` 0 asks for."""
 
@@ -437,20 +439,19 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
 def _config(
     session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
 ) -> GenerationConfig:
-    """The session's own settings, with those of the request. As OpenAI has it, temperature is 1 where none is given."""
-    temperature = 1.0 if request.temperature is None else request.temperature
+    """The session's own settings, then what the model's makers say of sampling, then the request's."""
+    own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
+    asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    sampling = own | asked
+    temperature = sampling["temperature"]
     settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": temperature > 0}
     if temperature > 0:  # greedy decoding has none of these
         settings |= {
-            "temperature": temperature,
-            "top_k": max(0, request.top_k or 0),
-            "top_p": 1.0 if request.top_p is None else max(request.top_p, _LEAST),
-            "min_p": request.min_p,
+            **{name: sampling.get(name) for name in ("temperature", "top_k", "min_p")},
+            "top_p": max(sampling["top_p"], _LEAST),
             "seed": None if request.seed == -1 else request.seed,
         }
-    for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if (given := getattr(request, penalty)) is not None:
-            settings[penalty] = given
+    settings |= {name: sampling[name] for name in _PENALTIES if name in sampling}
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if stops:
         if session.tokenizer is None:

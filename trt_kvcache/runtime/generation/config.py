@@ -38,7 +38,7 @@ class GenerationConfig:
         min_length: no end-of-sequence token before so many tokens with the prompt; `min_new_tokens` counts if both do.
         do_sample: draw from the distribution; otherwise take the most probable token, of equals the lowest id.
         temperature: divides the scores; sampling only.
-        top_k: keep the `top_k` highest scores (and equals of the last); 0 keeps all; sampling only.
+        top_k: keep the `top_k` highest scores (and equals of the last); 0 and -1 keep all; sampling only.
         top_p: keep the smallest set of most probable tokens that has at least this probability; sampling only.
         min_p: keep tokens at least `min_p` times as probable as the most probable one; sampling only.
         repetition_penalty: divides positive scores, and multiplies negative ones, of tokens that occurred, in the
@@ -218,6 +218,8 @@ class GenerationConfig:
         return cls(**settings)
 
     def _normalize(self) -> None:
+        if self.top_k == -1:  # vLLM's word for all
+            object.__setattr__(self, "top_k", 0)
         for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS, "min_p"):
             if (value := getattr(self, name)) is not None:  # plain ones: NumPy's of 8 bits have no number above 255
                 object.__setattr__(self, name, float(value) if name in (*_NUMBERS, "min_p") else int(value))
@@ -240,7 +242,7 @@ class GenerationConfig:
         _require(self.min_length >= 0, self, "min_length", "0 or more")
         hint = "above 0; for the most probable token do not sample"
         _require(0 < self.temperature < math.inf, self, "temperature", hint)
-        _require(self.top_k >= 0, self, "top_k", "0 (keep all) or more")
+        _require(self.top_k >= 0, self, "top_k", "0 or -1 (keep all) or more")
         _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
         _require(self.min_p is None or 0 <= self.min_p <= 1, self, "min_p", "between 0 and 1")
         _require(0 < self.repetition_penalty < math.inf, self, "repetition_penalty", "above 0; 1 is none")
@@ -294,8 +296,13 @@ class GenerationConfig:
             )
         if self.num_beams == 1:
             return
+        drawn = [
+            f"{name}={getattr(self, name)!r}"
+            for name, off in _IDLE["do_sample=True"].items()
+            if getattr(self, name) != off
+        ]
         together = {
-            "do_sample": self.do_sample,
+            (" and ".join(drawn) or "do_sample=True") + ", which draws tokens": self.do_sample,
             "stop_strings": bool(self.stops),
             "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens is not None,
             "num_assistant_tokens": bool(self.num_assistant_tokens),

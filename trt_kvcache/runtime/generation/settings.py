@@ -8,12 +8,14 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.given import is_number
 from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
 from trt_kvcache.runtime.generation.masks import Grammar
 
-__all__ = ["Settings", "changed"]
+__all__ = ["Settings", "changed", "with_sampling"]
 
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
+_GREEDY = {f.name: f.default for f in fields(GenerationConfig) if f.name in {"do_sample", "seed", *_SAMPLING}}
 
 
 class Settings(TypedDict, total=False):
@@ -55,7 +57,9 @@ class Settings(TypedDict, total=False):
 
 
 def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
-    """Return a config with some settings changed. A setting of sampling turns sampling on, unless `do_sample` is given.
+    """Return a config with some settings changed: a setting of sampling turns sampling on, unless `do_sample` is given.
+
+    ``temperature=0`` is greedy decoding, which has no other setting of sampling.
 
     Raises:
         OptionError: there is no such setting, a value is illegal, or two contradict each other.
@@ -67,8 +71,17 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
             raise OptionError(
                 f"'{name}' is no setting of a generation; {f'did you mean {near}?' if near else 'see GenerationConfig'}"
             )
-    sampling = {"do_sample": True} if _SAMPLING & settings.keys() else {}
-    return replace(config, **{**sampling, **settings})
+    return replace(config, **with_sampling(settings))
+
+
+def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the `do_sample` that follows from them, where they do not say it themselves."""
+    if "do_sample" in settings or not _SAMPLING & settings.keys():
+        return dict(settings)
+    temperature = settings.get("temperature")
+    if is_number(temperature) and temperature == 0:
+        return {**settings, **_GREEDY}
+    return {"do_sample": True, **settings}
 
 
 SYNONYMS = {
