@@ -199,7 +199,7 @@ def test_illegal_option_values_are_one_line(
         "build --opt-level 6", "build --encoder", "build --backend cuda", "plan --target cuda", "plan --sliding round",
         "plan --attention-span maybe", "verify --batch 0", "verify --tokens -1", "verify --tolerance -1",
         "verify --seed -1", "bench --repeats 0", "bench --warmup -1", "bench --threads 0", "generate --device tpu",
-        "generate --top-k -1", "generate --min-p 1.5", "generate --seed -1", "generate --no-repeat-ngram-size -1",
+        "generate --top-k -2", "generate --min-p 1.5", "generate --seed -1", "generate --no-repeat-ngram-size -1",
         "generate --num-beams 0", "generate --prompt-lookup 0", "generate --max-new-tokens 0",
         "generate --min-new-tokens -1", "generate --eos -1", "generate --early-stopping perhaps",
         "generate --temperature warm", "inspect --batch 3", "plugins --arch", "doctor --gpu",

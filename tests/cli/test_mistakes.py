@@ -78,7 +78,6 @@ MISTAKES = {
     "generate model.onnx --tokens 1 --temperature 0 --sample": "for the most probable token do not sample",
     "generate model.onnx --tokens 1 --num-beams 4 --temperature .7": "--num-beams 4 cannot be combined with "
     "--temperature 0.7, which draws tokens; drop one of them",
-    "generate model.onnx --tokens 1 --top-k -2": "--top-k is -2; supported: 0 or -1 (keep all) or more",
     "generate model.onnx --tokens 1 --chat-template-kwargs {}": "are for a chat; add --chat",
     "chat model.onnx --chat-template-kwargs [1]": "--chat-template-kwargs is '[1]'; give a JSON object",
     "generate model.onnx --tokens 1 --top-p 2 --json": "--top-p is 2.0; supported: above 0 and at most 1",

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trt_kvcache.cli.options import AllOption, JsonOption
+from trt_kvcache.cli.options import AllOption, EngineArgument, JsonOption
 
 if TYPE_CHECKING:
     from trt_kvcache.proof.check import CheckReport
 
 
 def check(
-    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine or its folder.", readable=False)],
+    engine: EngineArgument,
     locate: Annotated[
         Path | None,
         typer.Option(

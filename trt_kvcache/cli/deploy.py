@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import refuse_checkpoint
+from trt_kvcache.cli.names import runnable_named
 
 
 class Server(str, Enum):
@@ -20,7 +20,10 @@ class Server(str, Enum):
 def deploy(
     server: Annotated[Server, typer.Argument(metavar="triton", help="NVIDIA Triton Inference Server.")],
     model: Annotated[
-        Path, typer.Argument(metavar="ENGINE|MODEL", help="The folder of one; it is copied.", readable=False)
+        Path,
+        typer.Argument(
+            metavar="ENGINE|MODEL", help="The folder of one; it is copied.", readable=False, callback=runnable_named
+        ),
     ],
     output: Annotated[
         Path,
@@ -43,7 +46,6 @@ def deploy(
     ] = None,
 ) -> None:
     """Write a model repository for Triton: streams, cancelling, one session for all requests."""
-    refuse_checkpoint(model)
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import print_next
     from trt_kvcache.engine.folder import is_model

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from trt_kvcache.cli.names import checkpoint_named
 from trt_kvcache.cli.options import PlanFlags
 
 
@@ -34,7 +35,10 @@ def export(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="CHECKPOINT", help="Folder with config.json and weights, or a .gguf file.", readable=False
+            metavar="CHECKPOINT",
+            help="Folder with config.json and weights, a .gguf file, or a name of the hub in the local cache.",
+            readable=False,
+            callback=checkpoint_named,
         ),
     ],
     output: Annotated[

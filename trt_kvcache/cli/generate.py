@@ -53,7 +53,7 @@ class GenerationFlags:
         ),
     ] = None
     temperature: Annotated[float | None, _choice_flag(metavar="T", help="0 is greedy.")] = None
-    top_k: Annotated[int | None, _choice_flag(metavar="N", help="0 and -1 keep all; 50 while sampling.")] = None
+    top_k: Annotated[int | None, _choice_flag(min=-1, metavar="N", help="0 and -1 keep all; 50 while sampling.")] = None
     top_p: Annotated[float | None, _choice_flag(metavar="P")] = None
     min_p: Annotated[float | None, _choice_flag(min=0, max=1, metavar="P")] = None
     seed: Annotated[int | None, _choice_flag(min=0, metavar="N", help="Default: a fresh one, which is printed.")] = None

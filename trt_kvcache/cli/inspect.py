@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from trt_kvcache.cli.options import HtmlOption, JsonOption, TablesOption
+from trt_kvcache.cli.options import EngineArgument, HtmlOption, JsonOption, TablesOption
 
 
 def inspect(
-    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine or its folder.", readable=False)],
+    engine: EngineArgument,
     tables: TablesOption = False,
     html: HtmlOption = None,
     json: JsonOption = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -14,7 +13,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from trt_kvcache.engine.folder import is_checkpoint, is_model
+from trt_kvcache.cli.names import engine_named, model_named, runnable_named
+from trt_kvcache.engine.folder import is_model
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
 from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.plan import (
@@ -34,11 +34,24 @@ _plan_flag = partial(typer.Option, rich_help_panel="How the model is planned")
 
 ModelArgument = Annotated[
     Path,
-    typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.", readable=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="ONNX decoder with KV caches, or the folder of its export.",
+        readable=False,
+        callback=model_named,
+    ),
 ]
 RunnableArgument = Annotated[
     Path,
-    typer.Argument(metavar="ENGINE|MODEL", help="An engine or its folder; or a model, on the CPU.", readable=False),
+    typer.Argument(
+        metavar="ENGINE|MODEL",
+        help="An engine or its folder; or a model, on the CPU.",
+        readable=False,
+        callback=runnable_named,
+    ),
+]
+EngineArgument = Annotated[
+    Path, typer.Argument(metavar="ENGINE", help="Engine or its folder.", readable=False, callback=engine_named)
 ]
 EmbeddingsOption = Annotated[
     str | None,
@@ -206,7 +219,6 @@ class SessionPlanFlags:
         options = self.options()
         if not model.exists():
             raise InvalidModelError(f"{model}: no such file; give the path of an .onnx file")
-        refuse_checkpoint(model)
         if self.calibrate is None:
             return options
         from trt_kvcache.cli.prompts import read_prompts
@@ -281,18 +293,6 @@ class PlanFlags(TensorRTPlanFlags):
     """Flags that plan a model for a builder, which need not be installed."""
 
     target: Annotated[Target, _plan_flag(help="The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
-
-
-def refuse_checkpoint(model: Path) -> None:
-    """Name the export that has to come first.
-
-    Raises:
-        InvalidModelError: the folder is a checkpoint's.
-    """
-    if is_checkpoint(model):
-        name = model.absolute().stem if model.is_file() else model.absolute().name
-        command = shlex.join(["trt-kvcache", "export", str(model), "-o", f"{name}-onnx/"])
-        raise InvalidModelError(f"{model}: a checkpoint; export it first: {command}")
 
 
 def given_flags(flags: Any) -> dict[str, Any]:

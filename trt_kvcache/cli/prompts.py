@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from trt_kvcache.cli.options import EmbeddingsOption, refuse_checkpoint
+from trt_kvcache.cli.options import EmbeddingsOption
 from trt_kvcache.errors import OptionError
 
 if TYPE_CHECKING:
@@ -108,7 +108,6 @@ class PromptFlags:
             return None
         if not model.exists():
             raise OptionError(f"{model}: no such file; give the path of an engine or of an .onnx file")
-        refuse_checkpoint(model)
         file = self.tokenizer or (model if model.is_dir() else model.parent) / "tokenizer.json"
         if self.tokenizer is None and not file.exists():
             raise OptionError(f"text needs a tokenizer, and there is no {file}; give --tokenizer, or ids with --tokens")
