@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
-EXTRAS = ("text", "plugin", "serve", "structured")
+EXTRAS = ("rtx", "text", "plugin", "serve", "structured")
 
 
 def locked(file: Path) -> dict[str, tuple[str, int]]:

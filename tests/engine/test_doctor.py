@@ -81,7 +81,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     diagnosis = diagnose()
     assert not any(available(diagnosis).values())
-    assert "pip install tensorrt-rtx-cu13" in " ".join(diagnosis.advice)
+    assert "pip install 'trt-kvcache[rtx]'" in " ".join(diagnosis.advice)
 
 
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:

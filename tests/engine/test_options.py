@@ -152,7 +152,7 @@ def test_auto_needs_a_driver_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("choice", "driver", "versions", "message"),
     [
-        ("auto", True, {}, r"TensorRT for RTX is not installed; run: pip install 'tensorrt-rtx-cu13"),
+        ("auto", True, {}, r"TensorRT for RTX is not installed; run: pip install 'trt-kvcache\[rtx\]'"),
         ("tensorrt", True, {"rtx": "1.7"}, r"TensorRT is not installed; run: pip install 'trt-kvcache\[tensorrt\]'"),
         ("tensorrt", True, {"full": "10.14.1.48"}, r"TensorRT 10.14.1.48 is too old, 10.15 or later is needed"),
         ("tensorrt-rtx", False, {"rtx": "1.2"}, r"TensorRT for RTX 1.2 is too old, 1.7 or later is needed"),

@@ -41,7 +41,7 @@ PACKAGES = {
         "TensorRT", "tensorrt", "trt-kvcache[tensorrt]", (10, 15), "the KV-cache layer exists since 10.15"
     ),
     Target.TENSORRT_RTX: Package(
-        "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx-cu13>=1.7,<1.8", (1, 7), "earlier ones were not measured"
+        "TensorRT for RTX", "tensorrt_rtx", "trt-kvcache[rtx]", (1, 7), "earlier ones were not measured"
     ),
 }
 

@@ -224,7 +224,7 @@ def _advice(
         advice.append(f"pip install {' '.join(required)}: these come with trt-kvcache; the installation is incomplete")
     by_name = {backend.name: backend for backend in backends}
     if not by_name["tensorrt-rtx"].importable:
-        advice.append("pip install tensorrt-rtx-cu13: builds engines on any machine, with or without a GPU")
+        advice.append("pip install 'trt-kvcache[rtx]': builds engines on any machine, with or without a GPU")
     if not by_name["tensorrt"].importable:
         advice.append("pip install 'trt-kvcache[tensorrt]': datacenter GPUs; several gigabytes, a GPU to build")
     elif not by_name["tensorrt"].native:
