@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trt_kvcache.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
-_OTHERS = "<!-- all other names -->"
+_NAMES = re.compile(r"<!-- all names of ([\w.]+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -45,14 +46,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         there = _PAGES.get(path, path.removeprefix("docs/"))
         return f"[{text}]({there}{anchor})" if files.get_file_from_path(there) else text
 
-    return _LINK.sub(turned, markdown.replace(_OTHERS, other_names(markdown)))
+    return _LINK.sub(turned, _NAMES.sub(names_of, markdown))
 
 
-def other_names(markdown: str) -> str:
-    """Return directives for the public names that a page does not name itself."""
-    named = re.findall(r"^::: trt_kvcache\.(\w+)$", markdown, re.MULTILINE)
-    public = {name for name in trt_kvcache.__all__ if not name.startswith("_")}
-    return "\n\n".join(f"::: trt_kvcache.{name}" for name in sorted(public - set(named)))
+def names_of(module: re.Match[str]) -> str:
+    """Return directives for the public names of a module, but for those of `trt_kvcache` itself."""
+    names = [name for name in import_module(module[1]).__all__ if name not in trt_kvcache.__all__]
+    return "\n\n".join(f"::: {module[1]}.{name}" for name in names)
 
 
 def commands() -> str:

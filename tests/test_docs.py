@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,7 @@ from foreign_decoders import make_foreign
 from small_checkpoint import write_checkpoint
 
 import trt_kvcache
+from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptions, decoding, errors, plan, reports
 from trt_kvcache.export.run import installed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +46,14 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {page: (tmp_path / page / "index.html").read_text(encoding="utf-8") for page in (".", "cli", "api")}
     assert 'href="serving/"' in pages["."]
     assert "--compute-capabilities" in pages["cli"]
-    assert all(f'id="trt_kvcache.{name}"' in pages["api"] for name in trt_kvcache.__all__ if name != "__version__")
+    for module in (trt_kvcache, errors, plan, decoding, reports):
+        for name in set(module.__all__) - {"__version__"}:
+            home = trt_kvcache if name in trt_kvcache.__all__ else module
+            assert f'id="{home.__name__}.{name}"' in pages["api"], name
+    text = re.sub(r"<[^>]*>|\s", "", pages["api"])
+    for kind in (PlanOptions, BuildOptions, VerifyOptions, GenerationConfig):  # the defaults of each
+        for default in (f for f in fields(kind) if isinstance(f.default, (int, float)) and f.default is not True):
+            assert re.search(rf"{default.name}:[^,=]*={default.default}\b", text), default.name
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:

@@ -25,18 +25,10 @@ from hostile.models import SMALL, before_logits, endless, terabytes
 from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
 from onnx import TensorProto, helper
 
-from trt_kvcache import (
-    DecodeSession,
-    GenerationConfig,
-    PlanOptions,
-    UnsupportedModelError,
-    plan_model,
-    rewrite_model,
-    verify_model,
-)
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model, rewrite_model, verify_model
 from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.errors import InvalidModelError, ModelError, OptionError, TrtKvCacheError
+from trt_kvcache.errors import InvalidModelError, ModelError, OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.files import is_inside, read_file
 from trt_kvcache.importer.files import save
 from trt_kvcache.importer.interface.config import load_patterns

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trt_kvcache import OptionError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.words import FLAGS, as_arguments, as_flags
 
 PACKAGE = Path(__file__).parent.parent / "trt_kvcache"

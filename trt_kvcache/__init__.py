@@ -9,12 +9,14 @@
     diagnose        what this machine can do
     DecodeSession   an engine or a model, decoding: ``DecodeSession.open("my-export/").generate("Hello")``
 
+What these take and give lies in the modules `plan`, `decoding`, `reports` and `errors` of this package.
 Names load on first use, so that ``import trt_kvcache`` needs neither TensorRT nor CUDA and takes no time.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,285 +27,52 @@ __version__ = "0.1.0"
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
-    from trt_kvcache.engine.build import ProgressEvent, build_engine
-    from trt_kvcache.engine.doctor import BackendStatus, Diagnosis, Gpu, PackageStatus, RouteStatus, diagnose
-    from trt_kvcache.engine.inspect import EngineReport, EngineTensor, EngineView, inspect_engine
-    from trt_kvcache.engine.manifest import FileIdentity, Manifest, Profile, ShapeRange, load_manifest
+    from trt_kvcache.engine.build import build_engine
+    from trt_kvcache.engine.doctor import diagnose
+    from trt_kvcache.engine.inspect import inspect_engine
+    from trt_kvcache.engine.manifest import Manifest, load_manifest
     from trt_kvcache.engine.options import BuildOptions
-    from trt_kvcache.errors import (
-        AmbiguousRoleError,
-        BackendError,
-        BuildError,
-        CacheFileError,
-        CapacityError,
-        InvalidModelError,
-        ManifestError,
-        ModelError,
-        OptionError,
-        OutputError,
-        PromptError,
-        SessionError,
-        SlotError,
-        TrtKvCacheError,
-        UnsupportedModelError,
-        VerificationError,
-    )
+    from trt_kvcache.errors import TrtKvCacheError
     from trt_kvcache.importer import plan_model, rewrite_model
-    from trt_kvcache.importer.plan import (
-        AttentionKind,
-        AttentionPlan,
-        CacheDtype,
-        CacheLayout,
-        CachePlan,
-        CacheUpdate,
-        Dim,
-        Fallback,
-        InterfaceChange,
-        LatentAttention,
-        LogitPositions,
-        LogitsSpan,
-        MaskGeometry,
-        OriginalRole,
-        OriginalTensor,
-        PhysicalLayout,
-        PlanOptions,
-        Role,
-        Route,
-        Sliding,
-        SpanInput,
-        Stack,
-        StackPart,
-        StateUpdate,
-        Target,
-        TensorRole,
-        UpdateContract,
-        UpdateForm,
-        UpdateMode,
-    )
-    from trt_kvcache.runtime.cache import KVCache
+    from trt_kvcache.importer.plan import CachePlan, PlanOptions
     from trt_kvcache.runtime.calibration import calibrate_caches
-    from trt_kvcache.runtime.embeddings import GivenEmbeddings
-    from trt_kvcache.runtime.encoders.encoder import Source
-    from trt_kvcache.runtime.events import FinishReason, TokenEvent
-    from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
-    from trt_kvcache.runtime.generation.masks import Grammar, TokenMask
-    from trt_kvcache.runtime.generation.settings import Settings
-    from trt_kvcache.runtime.generation.speculation import SpeculationStats
-    from trt_kvcache.runtime.prefix import PrefixStats
-    from trt_kvcache.runtime.requests import EmbedsAll, Generation, Given, GivenAll, PositionsAll, Prompt
+    from trt_kvcache.runtime.generation.config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.structured import Grammars
-    from trt_kvcache.verify import (
-        Divergence,
-        OutputDifference,
-        VerifyOptions,
-        VerifyReport,
-        VerifyStep,
-        verify_model,
-    )
+    from trt_kvcache.verify import VerifyOptions, verify_model
 
-_HOMES = {
-    "trt_kvcache.runtime.prefix": ("PrefixStats",),
-    "trt_kvcache.engine.build": (
-        "ProgressEvent",
-        "build_engine",
-    ),
-    "trt_kvcache.engine.doctor": (
-        "BackendStatus",
-        "Diagnosis",
-        "Gpu",
-        "PackageStatus",
-        "RouteStatus",
-        "diagnose",
-    ),
-    "trt_kvcache.engine.inspect": (
-        "EngineReport",
-        "EngineTensor",
-        "EngineView",
-        "inspect_engine",
-    ),
-    "trt_kvcache.engine.manifest": (
-        "FileIdentity",
-        "Manifest",
-        "Profile",
-        "ShapeRange",
-        "load_manifest",
-    ),
-    "trt_kvcache.engine.options": ("BuildOptions",),
-    "trt_kvcache.errors": (
-        "AmbiguousRoleError",
-        "BackendError",
-        "BuildError",
-        "CacheFileError",
-        "CapacityError",
-        "InvalidModelError",
-        "ManifestError",
-        "ModelError",
-        "OptionError",
-        "OutputError",
-        "PromptError",
-        "SessionError",
-        "SlotError",
-        "TrtKvCacheError",
-        "UnsupportedModelError",
-        "VerificationError",
-    ),
-    "trt_kvcache.importer": (
-        "plan_model",
-        "rewrite_model",
-    ),
-    "trt_kvcache.importer.plan": (
-        "AttentionKind",
-        "AttentionPlan",
-        "CacheDtype",
-        "CacheLayout",
-        "CachePlan",
-        "CacheUpdate",
-        "Dim",
-        "Fallback",
-        "InterfaceChange",
-        "LatentAttention",
-        "LogitPositions",
-        "LogitsSpan",
-        "MaskGeometry",
-        "OriginalRole",
-        "OriginalTensor",
-        "PhysicalLayout",
-        "PlanOptions",
-        "Role",
-        "Route",
-        "Sliding",
-        "SpanInput",
-        "Stack",
-        "StackPart",
-        "StateUpdate",
-        "Target",
-        "TensorRole",
-        "UpdateContract",
-        "UpdateForm",
-        "UpdateMode",
-    ),
-    "trt_kvcache.runtime.cache": ("KVCache",),
-    "trt_kvcache.runtime.calibration": ("calibrate_caches",),
-    "trt_kvcache.runtime.embeddings": ("GivenEmbeddings",),
-    "trt_kvcache.runtime.encoders.encoder": ("Source",),
-    "trt_kvcache.runtime.events": (
-        "FinishReason",
-        "TokenEvent",
-    ),
-    "trt_kvcache.runtime.generation.config": (
-        "GenerationConfig",
-        "LogitsProcessor",
-    ),
-    "trt_kvcache.runtime.generation.settings": ("Settings",),
-    "trt_kvcache.runtime.generation.speculation": ("SpeculationStats",),
-    "trt_kvcache.runtime.requests": (
-        "EmbedsAll",
-        "Generation",
-        "Given",
-        "GivenAll",
-        "PositionsAll",
-        "Prompt",
-    ),
-    "trt_kvcache.runtime.session": ("DecodeSession",),
-    "trt_kvcache.runtime.generation.masks": ("Grammar", "TokenMask"),
-    "trt_kvcache.runtime.structured": ("Grammars",),
-    "trt_kvcache.verify": (
-        "Divergence",
-        "OutputDifference",
-        "VerifyOptions",
-        "VerifyReport",
-        "VerifyStep",
-        "verify_model",
-    ),
+_HOME_OF = {
+    "BuildOptions": "trt_kvcache.engine.options",
+    "CachePlan": "trt_kvcache.importer.plan",
+    "DecodeSession": "trt_kvcache.runtime.session",
+    "GenerationConfig": "trt_kvcache.runtime.generation.config",
+    "Grammars": "trt_kvcache.runtime.structured",
+    "Manifest": "trt_kvcache.engine.manifest",
+    "PlanOptions": "trt_kvcache.importer.plan",
+    "TrtKvCacheError": "trt_kvcache.errors",
+    "VerifyOptions": "trt_kvcache.verify",
+    "build_engine": "trt_kvcache.engine.build",
+    "calibrate_caches": "trt_kvcache.runtime.calibration",
+    "diagnose": "trt_kvcache.engine.doctor",
+    "inspect_engine": "trt_kvcache.engine.inspect",
+    "load_manifest": "trt_kvcache.engine.manifest",
+    "plan_model": "trt_kvcache.importer",
+    "rewrite_model": "trt_kvcache.importer",
+    "verify_model": "trt_kvcache.verify",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_PARTS = ("errors", "plan", "reports", "decoding")
+"""Modules with all other public names. Up to 0.1 these were here, too."""
 
 __all__ = [
-    "AmbiguousRoleError",
-    "AttentionKind",
-    "AttentionPlan",
-    "BackendError",
-    "BackendStatus",
-    "BuildError",
     "BuildOptions",
-    "CacheDtype",
-    "CacheFileError",
-    "CacheLayout",
     "CachePlan",
-    "CacheUpdate",
-    "CapacityError",
     "DecodeSession",
-    "Diagnosis",
-    "Dim",
-    "Divergence",
-    "EmbedsAll",
-    "EngineReport",
-    "EngineTensor",
-    "EngineView",
-    "Fallback",
-    "FileIdentity",
-    "FinishReason",
-    "Generation",
     "GenerationConfig",
-    "Given",
-    "GivenAll",
-    "GivenEmbeddings",
-    "Gpu",
-    "Grammar",
     "Grammars",
-    "InterfaceChange",
-    "InvalidModelError",
-    "KVCache",
-    "LatentAttention",
-    "LogitPositions",
-    "LogitsProcessor",
-    "LogitsSpan",
     "Manifest",
-    "ManifestError",
-    "MaskGeometry",
-    "ModelError",
-    "OptionError",
-    "OriginalRole",
-    "OriginalTensor",
-    "OutputDifference",
-    "OutputError",
-    "PackageStatus",
-    "PhysicalLayout",
     "PlanOptions",
-    "PositionsAll",
-    "PrefixStats",
-    "Profile",
-    "ProgressEvent",
-    "Prompt",
-    "PromptError",
-    "Role",
-    "Route",
-    "RouteStatus",
-    "SessionError",
-    "Settings",
-    "ShapeRange",
-    "Sliding",
-    "SlotError",
-    "Source",
-    "SpanInput",
-    "SpeculationStats",
-    "Stack",
-    "StackPart",
-    "StateUpdate",
-    "Target",
-    "TensorRole",
-    "TokenEvent",
-    "TokenMask",
     "TrtKvCacheError",
-    "UnsupportedModelError",
-    "UpdateContract",
-    "UpdateForm",
-    "UpdateMode",
-    "VerificationError",
     "VerifyOptions",
-    "VerifyReport",
-    "VerifyStep",
     "__version__",
     "build_engine",
     "calibrate_caches",
@@ -318,11 +87,18 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+    if name in _HOME_OF:
+        value: object = getattr(import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
+    if name[:1].isupper():  # no module
+        for part in _PARTS:
+            module = import_module(f"{__name__}.{part}")
+            if name in module.__all__:
+                new = f"from trt_kvcache.{part} import {name}"
+                warnings.warn(f"trt_kvcache.{name} will go with the next release: {new}", DeprecationWarning, 2)
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,25 @@ from __future__ import annotations
 
 from trt_kvcache.words import as_arguments
 
+__all__ = [
+    "AmbiguousRoleError",
+    "BackendError",
+    "BuildError",
+    "CacheFileError",
+    "CapacityError",
+    "InvalidModelError",
+    "ManifestError",
+    "ModelError",
+    "OptionError",
+    "OutputError",
+    "PromptError",
+    "SessionError",
+    "SlotError",
+    "TrtKvCacheError",
+    "UnsupportedModelError",
+    "VerificationError",
+]
+
 
 class TrtKvCacheError(Exception):
     """Base of every error that this package raises on purpose.

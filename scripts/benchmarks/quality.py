@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import Report
-from trt_kvcache import DecodeSession, PlanOptions, Target, calibrate_caches
+from trt_kvcache import DecodeSession, PlanOptions, calibrate_caches
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.export.run import export_checkpoint
+from trt_kvcache.plan import Target
 
 Array = NDArray[Any]
 

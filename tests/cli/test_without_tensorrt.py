@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from decoders import DecoderConfig, write_decoder
 
-from trt_kvcache import BackendError
+from trt_kvcache.errors import BackendError
 from trt_kvcache.runtime.trt.load import load_tensorrt
 
 BLOCKER = "import sys\nfor name in ('tensorrt', 'tensorrt_rtx'):\n    sys.modules[name] = None\n"

@@ -10,20 +10,12 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 from typer.testing import CliRunner
 
-from trt_kvcache import (
-    DecodeSession,
-    GenerationConfig,
-    ManifestError,
-    OptionError,
-    OutputError,
-    build_engine,
-    inspect_engine,
-    load_manifest,
-)
+from trt_kvcache import DecodeSession, GenerationConfig, build_engine, inspect_engine, load_manifest
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine import build as building
 from trt_kvcache.engine.backend import driver_present
 from trt_kvcache.engine.folder import ENGINE, copy_texts, engine_in, is_model, output_engine
+from trt_kvcache.errors import ManifestError, OptionError, OutputError
 
 TEXTS = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": 7}', "chat_template.jinja": "{{ a }}"}
 

@@ -16,9 +16,9 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from typer.testing import CliRunner
 
-from trt_kvcache import InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine.folder import is_checkpoint
+from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.export import grade
 from trt_kvcache.export import run as exporting
 from trt_kvcache.export.grade import shortfalls

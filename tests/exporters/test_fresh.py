@@ -11,7 +11,9 @@ import pytest
 from exporters.checkpoints import ARCHITECTURES
 from exporters.exports import CAPACITY, EXPORTERS, UNAVAILABLE, export, missing
 
-from trt_kvcache import BuildOptions, PlanOptions, Route, UnsupportedModelError, build_engine, plan_model, verify_model
+from trt_kvcache import BuildOptions, PlanOptions, build_engine, plan_model, verify_model
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.plan import Route
 
 REFUSED: dict[tuple[str, str], str] = {
     ("transformers-static-op20", "t5"): "relative position bias beside the caller's own mask",

@@ -9,7 +9,8 @@ import net
 import numpy as np
 import pytest
 
-from trt_kvcache import DecodeSession, GenerationConfig, OptionError, PlanOptions, plan_model
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import import_model
 
 MODELS = Path(__file__).parents[1] / "models"

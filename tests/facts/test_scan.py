@@ -12,7 +12,8 @@ import trt
 from onnx import TensorProto
 from scan_graphs import REPEATS, STEPS, decoder, scan
 
-from trt_kvcache import BuildError, BuildOptions, build_engine
+from trt_kvcache import BuildOptions, build_engine
+from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.graph import Emitter, export_inferred
 from trt_kvcache.importer.plan import AttentionKind
 from trt_kvcache.importer.planning import attention

@@ -16,12 +16,8 @@ from harness import run
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from verify.mistakes import verify_with
 
-from trt_kvcache import (
-    DecodeSession,
-    PlanOptions,
-    UnsupportedModelError,
-    rewrite_model,
-)
+from trt_kvcache import DecodeSession, PlanOptions, rewrite_model
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.verify import VerifyReport

@@ -12,13 +12,8 @@ import pytest
 from decoders import DecoderConfig, make_decoder
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache import (
-    OutputError,
-    PlanOptions,
-    build_engine,
-    rewrite_model,
-    verify_model,
-)
+from trt_kvcache import PlanOptions, build_engine, rewrite_model, verify_model
+from trt_kvcache.errors import OutputError
 from trt_kvcache.importer import import_model
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "llama_cpu_int4"

@@ -21,12 +21,12 @@ from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, ManifestError, OptionError, VerificationError
+from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine import marked
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
 from trt_kvcache.engine.protocol import Done, Job
-from trt_kvcache.errors import BackendError, TrtKvCacheError
+from trt_kvcache.errors import BackendError, ManifestError, OptionError, TrtKvCacheError, VerificationError
 from trt_kvcache.files import identify
 from trt_kvcache.proof import check as checking
 from trt_kvcache.proof import contents

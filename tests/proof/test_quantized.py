@@ -10,7 +10,8 @@ from decoders import DecoderConfig, write_decoder
 from proof.test_check import Gpu, one_row_late, wrong_scale
 from proof_engines import recorded, write_proved
 
-from trt_kvcache import DecodeSession, VerificationError
+from trt_kvcache import DecodeSession
+from trt_kvcache.errors import VerificationError
 from trt_kvcache.importer.plan import CacheDtype, PlanOptions
 from trt_kvcache.proof.schedule import DRAWN
 

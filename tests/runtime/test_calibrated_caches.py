@@ -20,27 +20,21 @@ from runtime.families import Twin, turned
 from typer.testing import CliRunner
 
 from trt_kvcache import (
-    CacheDtype,
-    CacheFileError,
     CachePlan,
-    CapacityError,
     DecodeSession,
-    Fallback,
     GenerationConfig,
-    OptionError,
     PlanOptions,
-    PromptError,
-    Target,
-    VerificationError,
     VerifyOptions,
-    VerifyReport,
     calibrate_caches,
     plan_model,
     rewrite_model,
     verify_model,
 )
 from trt_kvcache.cli.app import app
+from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, PromptError, VerificationError
 from trt_kvcache.importer import import_model, quantize_caches
+from trt_kvcache.plan import CacheDtype, Fallback, Target
+from trt_kvcache.reports import VerifyReport
 from trt_kvcache.runtime.ort import runner as ort_runner
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.verify import verify_quantized

@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 from runtime.families import CASES, FAMILIES, PROMPTS, Corpus, Text
 
-from trt_kvcache import (
-    BuildOptions,
-    DecodeSession,
-    FinishReason,
-    GenerationConfig,
-    PlanOptions,
-    build_engine,
-    verify_model,
-)
+from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, build_engine, verify_model
+from trt_kvcache.decoding import FinishReason
 
 EACH = pytest.mark.parametrize(("name", "device"), CASES, ids=lambda value: value)
 

@@ -27,8 +27,10 @@ from serve.models import write_served
 from typer.testing import CliRunner
 
 import trt_kvcache
-from trt_kvcache import DecodeSession, GenerationConfig, OptionError, PromptError, Settings
+from trt_kvcache import DecodeSession, GenerationConfig, decoding, errors, plan, reports
 from trt_kvcache.cli.app import app
+from trt_kvcache.decoding import Settings
+from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.runtime.generation.settings import SYNONYMS
 
@@ -200,10 +202,11 @@ INTERNAL = {"Encoder", "Guard", "Slot", "Constants"}
 
 
 def test_names_in_annotations_are_public() -> None:
-    public = set(trt_kvcache.__all__)
-    assert dir(trt_kvcache) == sorted(public)
+    modules = (trt_kvcache, decoding, errors, plan, reports)
+    public = {name for module in modules for name in module.__all__}
+    assert dir(trt_kvcache) == sorted(trt_kvcache.__all__)
     missing = set()
-    for kind in (getattr(trt_kvcache, name) for name in public):
+    for kind in (getattr(module, name) for module in modules for name in module.__all__):
         if not (inspect.isclass(kind) or inspect.isfunction(kind)):
             continue
         module = sys.modules[kind.__module__]

@@ -12,10 +12,11 @@ from decoders import DecoderConfig, write_decoder
 from runtime.families import Twin
 from typer.testing import CliRunner
 
-from trt_kvcache import CacheDtype, DecodeSession, PlanOptions, calibrate_caches
+from trt_kvcache import DecodeSession, PlanOptions, calibrate_caches
 from trt_kvcache.cli.app import app
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.steps.element_types import has_bfloat16
+from trt_kvcache.plan import CacheDtype
 from trt_kvcache.runtime.ort.bfloat16 import NOTE, in_float32
 
 BASE = DecoderConfig(layers=2, capacity=64, vocab=128, dtype="bfloat16", form="heads-major")

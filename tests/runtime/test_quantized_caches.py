@@ -19,23 +19,20 @@ from runtime.families import turned
 
 from trt_kvcache import (
     BuildOptions,
-    CacheDtype,
     DecodeSession,
-    Fallback,
-    OptionError,
     PlanOptions,
-    Target,
-    VerificationError,
     VerifyOptions,
-    VerifyReport,
     build_engine,
     load_manifest,
     plan_model,
     rewrite_model,
     verify_model,
 )
+from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.importer import import_model, quantize_caches
 from trt_kvcache.importer.plan import Route
+from trt_kvcache.plan import CacheDtype, Fallback, Target
+from trt_kvcache.reports import VerifyReport
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.verify import verify_quantized
 from trt_kvcache.verify.divergence import divergence_of

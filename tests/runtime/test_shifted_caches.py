@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from shifted_graphs import LONG, ROWS, Shifted, make_shifted
 
-from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, UnsupportedModelError, plan_model
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import UpdateMode
 

@@ -21,7 +21,8 @@ from serve.asgi import Reply, ask
 from serve.models import write_said, write_served
 from tokenizers import decoders
 
-from trt_kvcache import DecodeSession, GenerationConfig, OptionError, SessionError
+from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.core import ServingCore, Work
 

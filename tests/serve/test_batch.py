@@ -18,8 +18,10 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from typer.testing import CliRunner
 
-from trt_kvcache import CacheDtype, DecodeSession, OptionError, OutputError, PlanOptions, SessionError
+from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.cli.app import app
+from trt_kvcache.errors import OptionError, OutputError, SessionError
+from trt_kvcache.plan import CacheDtype
 from trt_kvcache.serve.batch import Answered, BatchDone, RowRunner, run_batch
 from trt_kvcache.serve.journal import Journal
 from trt_kvcache.serve.rows import Row

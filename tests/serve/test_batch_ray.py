@@ -21,7 +21,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from decoders import DecoderConfig, write_decoder
 
-from trt_kvcache import OptionError
+from trt_kvcache.errors import OptionError
 
 pytestmark = [
     pytest.mark.slow,  # Ray takes many seconds to start

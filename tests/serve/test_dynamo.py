@@ -21,8 +21,9 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 from serve.models import TEMPLATE
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, OptionError
+from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
+from trt_kvcache.errors import OptionError
 
 
 class InvalidArgument(Exception):  # noqa: N818 - Dynamo's name

@@ -23,7 +23,8 @@ from pydantic import BaseModel, Field
 from serve.asgi import Reply, ask
 from serve.models import write_served
 
-from trt_kvcache import DecodeSession, Grammars, OptionError
+from trt_kvcache import DecodeSession, Grammars
+from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.masks import Grammar
 from trt_kvcache.runtime.text.chat import Chat, render
 from trt_kvcache.serve.app import Service

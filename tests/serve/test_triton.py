@@ -21,8 +21,9 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 import numpy as np
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, OptionError, OutputError
+from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
+from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.serve.repository import write_repository
 
 FINAL = 1

@@ -169,8 +169,9 @@ class BuildFlags:
         Raises:
             OptionError: a value is illegal.
         """
-        from trt_kvcache import BuildOptions, OptionError
+        from trt_kvcache import BuildOptions
         from trt_kvcache.engine.options import parse_shapes
+        from trt_kvcache.errors import OptionError
 
         if self.decode_weights is DecodeWeights.OWN and self.max_batch is not None and self.max_batch > 1:
             raise OptionError(

@@ -64,7 +64,8 @@ def plugins(
 
 def _kernels(model: Path, flags: TensorRTPlanFlags) -> Sequence[Kernels]:
     """Return the kernels of a model for full TensorRT, or of an engine, which carries its updates."""
-    from trt_kvcache import Target, load_manifest
+    from trt_kvcache import load_manifest
+    from trt_kvcache.plan import Target
 
     options = flags.options_for_file(model)
     updates: Sequence[Kernels] = ()

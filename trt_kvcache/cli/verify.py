@@ -54,7 +54,8 @@ class VerifyFlags:
         Raises:
             OptionError: a value is illegal.
         """
-        from trt_kvcache import OptionError, VerifyOptions
+        from trt_kvcache import VerifyOptions
+        from trt_kvcache.errors import OptionError
 
         try:
             chunks = tuple(int(chunk) for chunk in self.chunks.split(",") if chunk.strip())

@@ -22,7 +22,6 @@ from trt_kvcache.runtime.generation.masks import Grammar
 
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
-_TOP_K = 50
 
 LogitsProcessor = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """A rule of the caller's: the tokens so far ``[T]``, prompt included, and scores ``[V]`` give new scores ``[V]``."""
@@ -91,7 +90,7 @@ class GenerationConfig:
     min_length: int = 0
     do_sample: bool = False
     temperature: float = 1.0
-    top_k: int = _TOP_K
+    top_k: int = 50
     top_p: float = 1.0
     min_p: float | None = None
     repetition_penalty: float = 1.0
@@ -315,7 +314,7 @@ class GenerationConfig:
 
 
 _IDLE: dict[str, dict[str, object]] = {
-    "do_sample=True": {"temperature": 1.0, "top_k": _TOP_K, "top_p": 1.0, "min_p": None},
+    "do_sample=True": {"temperature": 1.0, "top_k": GenerationConfig.top_k, "top_p": 1.0, "min_p": None},
     "output_logprobs=True": {"top_logprobs": 0},
     "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
 }

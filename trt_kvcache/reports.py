@@ -1,0 +1,49 @@
+"""What builds, inspections, verifications and diagnoses report: ``from trt_kvcache.reports import VerifyReport``."""
+
+from __future__ import annotations
+
+from trt_kvcache.engine.build import (
+    ProgressEvent,
+)
+from trt_kvcache.engine.doctor import (
+    BackendStatus,
+    Diagnosis,
+    Gpu,
+    PackageStatus,
+    RouteStatus,
+)
+from trt_kvcache.engine.inspect import (
+    EngineReport,
+    EngineTensor,
+    EngineView,
+)
+from trt_kvcache.engine.manifest import (
+    FileIdentity,
+    Profile,
+    ShapeRange,
+)
+from trt_kvcache.verify import (
+    Divergence,
+    OutputDifference,
+    VerifyReport,
+    VerifyStep,
+)
+
+__all__ = [
+    "BackendStatus",
+    "Diagnosis",
+    "Divergence",
+    "EngineReport",
+    "EngineTensor",
+    "EngineView",
+    "FileIdentity",
+    "Gpu",
+    "OutputDifference",
+    "PackageStatus",
+    "Profile",
+    "ProgressEvent",
+    "RouteStatus",
+    "ShapeRange",
+    "VerifyReport",
+    "VerifyStep",
+]
