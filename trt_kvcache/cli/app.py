@@ -27,6 +27,7 @@ from trt_kvcache.cli.options import with_flags
 from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
 from trt_kvcache.cli.plugins import plugins
+from trt_kvcache.cli.report import report
 from trt_kvcache.cli.rewrite import rewrite
 from trt_kvcache.cli.serve import serve
 from trt_kvcache.cli.signals import last_words
@@ -102,7 +103,7 @@ def _root(
 
 _COMMANDS = (
     export, plan, rewrite, build, verify, generate, chat, serve, batch, worker, deploy,
-    bench, inspect, check, plugins, doctor,
+    bench, inspect, check, plugins, doctor, report,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command(cls=Command)(with_flags(_command))

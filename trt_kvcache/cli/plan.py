@@ -19,16 +19,25 @@ def plan(
 ) -> None:
     """Show what a build will do to every cache and every attention, without doing it."""
     options = flags.options_for(model)
+    from contextlib import ExitStack
+
     from trt_kvcache import plan_model
     from trt_kvcache.cli.output import console, print_json, print_warnings
     from trt_kvcache.cli.plan_view import batch_of, plan_data, print_plan
     from trt_kvcache.cli.summary import chosen_capacity, next_line, plan_lines, print_lines, print_next
     from trt_kvcache.files import check_output
+    from trt_kvcache.importer.files.stripped import is_report, recorded_options, unpacked
     from trt_kvcache.runtime.usable import why_no_session
 
     if html is not None:
         check_output(html)
-    made = plan_model(model, options)
+    reported = is_report(model)
+    with ExitStack() as files:
+        if reported:
+            options = recorded_options(model) if flags == PlanFlags() else options
+            made = plan_model(files.enter_context(unpacked(model)), options)
+        else:
+            made = plan_model(model, options)
     batch, name = batch_of(made, max_batch), model.absolute().name
     tensorrt = made.options.target.value == "tensorrt"
     no_session, chosen = why_no_session(made), chosen_capacity(made.options.capacity, flags)
@@ -54,5 +63,6 @@ def plan(
             title = f"{name}: {made.in_place_text} (opset {made.opset}, target {made.options.target.value})"
             lines = plan_lines(made, batch, chosen=chosen)
             print_lines(out, title, [*lines, ("sessions", f"none: {no_session}")] if no_session else lines)
-        print_next(out, command)
+        if not reported:  # there is nothing to build of a report
+            print_next(out, command)
     print_warnings(made.warnings)

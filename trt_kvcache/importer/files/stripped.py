@@ -1,0 +1,239 @@
+"""A model without its weights and without names of its own, small enough to be sent, and to be planned again.
+
+    report.zip
+    ├── model.onnx      weights are references to files that are not there; names are numbers
+    ├── config.json     numbers and switches of the exporter's, without any text
+    └── report.json     what became of the model
+
+`unpacked` makes files of random numbers for the weights. Weights of one type share a file, each from its own place on,
+so that no two are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
+
+from trt_kvcache.errors import InvalidModelError, TrtKvCacheError
+from trt_kvcache.files import atomic_file, read_object
+from trt_kvcache.importer.files.source import SourceModel
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.protos import byte_size, copied, cut_squares, dtype_name, iter_scopes, iter_tensors
+
+__all__ = ["is_report", "pack", "recorded_options", "strip", "unpacked"]
+
+_MODEL, _CONFIG, _REPORT = "model.onnx", "config.json", "report.json"
+_FEW = 16
+"""Elements; fewer are settings, such as an epsilon, and no weights."""
+_TABLE = 1 << 14
+"""Elements of a table of floats that may keep its contents, such as rotary factors."""
+_CODES = 1 << 16
+"""Elements of int32; more may be quantized weights."""
+_STEP, _FILLED, _LARGEST = 64, 1 << 26, 1 << 36
+"""Bytes: between two weights, of random numbers in a file, of a file."""
+_PLACE = re.compile(r"weights\.[a-z0-9]+")
+_EXACT = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
+_KEPT_TEXTS = ("model_type",)
+
+
+def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
+    """Return a model without weights and names, the new names by the old ones, and how many tables of floats are kept.
+
+    Names of inputs and outputs stay, since roles are found by them; so do the names of functions and custom operators.
+
+    Args:
+        source: the model as read; it is not changed.
+        keep_tables: floats that are few, or masks, keep their contents: recognizers read rotary factors and biases.
+    """
+    model = copied(source.proto)
+    tables, kept = cut_squares(model.graph) if keep_tables else frozenset(), 0
+    places: dict[str, int] = {}
+    for tensor in iter_tensors(model):
+        size = int(np.prod(tensor.dims, dtype=np.int64))
+        external = tensor.data_location == TensorProto.EXTERNAL
+        exact = tensor.data_type in _EXACT and not (tensor.data_type == TensorProto.INT32 and size > _CODES)
+        if not external and (size <= _FEW or exact):
+            continue
+        if keep_tables and not external and (size <= _TABLE or tensor.name in tables):
+            kept += 1
+            continue
+        _empty(tensor, places)
+    return model, _rename(model), kept
+
+
+def _empty(tensor: TensorProto, places: dict[str, int]) -> None:
+    kind = dtype_name(tensor.data_type)
+    place, length = places.get(kind, 0), byte_size(tensor) or 0
+    places[kind] = place + _STEP
+    new = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    new.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": f"weights.{kind}", "offset": place, "length": length}.items():
+        new.external_data.add(key=key, value=str(value))
+    tensor.CopyFrom(new)
+
+
+def _rename(model: ModelProto) -> dict[str, str]:
+    """Give nodes and tensors numbers for names, and drop texts; returns new names by old ones."""
+    graph = model.graph
+    names: dict[str, str] = {value.name: value.name for value in (*graph.input, *graph.output)} | {"": ""}
+    weights = {tensor.name for tensor in graph.initializer}
+
+    def new(old: str) -> str:
+        if old not in names:
+            names[old] = f"{'w' if old in weights else 't'}{len(names)}"
+        return names[old]
+
+    count = 0
+    model.doc_string = graph.doc_string = ""
+    graph.name = "graph"
+    del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:], graph.quantization_annotation[:]
+    for scope in iter_scopes(model):
+        scope.doc_string = ""
+        del scope.metadata_props[:], scope.value_info[:]
+        if isinstance(scope, FunctionProto):
+            scope.input[:], scope.output[:] = map(new, scope.input), map(new, scope.output)
+        else:
+            for value in (*scope.input, *scope.output):
+                value.name, value.doc_string = new(value.name), ""
+                del value.metadata_props[:]
+            for tensor in (*scope.initializer, *(sparse.values for sparse in scope.sparse_initializer)):
+                tensor.name, tensor.doc_string = new(tensor.name), ""
+        for node in scope.node:
+            count += 1
+            _rename_node(node, f"n{count}_{node.op_type}", names, new)
+    return names
+
+
+def _rename_node(node: NodeProto, name: str, names: dict[str, str], new: Any) -> None:
+    if node.name:
+        names.setdefault(node.name, name)
+    node.name, node.doc_string = name, ""
+    node.input[:], node.output[:] = map(new, node.input), map(new, node.output)
+    del node.metadata_props[:]
+    for attribute in node.attribute:
+        attribute.doc_string = ""
+        if attribute.HasField("t"):
+            attribute.t.name = attribute.t.doc_string = ""
+
+
+def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any]) -> None:
+    """Write a report.
+
+    Args:
+        path: of the zip file.
+        model: of `strip`.
+        folder: with the exporter's ``config.json``, or without.
+        report: as JSON.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        config = _plain(read_object(folder / _CONFIG))
+    except (OSError, ValueError):
+        config = None
+    with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_MODEL, model.SerializeToString())
+        if config is not None:
+            archive.writestr(_CONFIG, json.dumps(config, indent=1))
+        archive.writestr(_REPORT, json.dumps(report, indent=1))
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found[name] = _plain(value)
+        elif isinstance(value, (bool, int, float)) or name in _KEPT_TEXTS:
+            found[name] = value
+    return found
+
+
+def is_report(path: Path) -> bool:
+    """Return True for a file that `pack` wrote."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return {_MODEL, _REPORT} <= set(archive.namelist())
+
+
+def recorded_options(path: Path) -> PlanOptions:
+    """Return the options with which the model of a report was planned.
+
+    Raises:
+        InvalidModelError: it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return msgspec.json.decode(archive.read(_REPORT), type=_Recorded).options
+    except (OSError, KeyError, ValueError, TrtKvCacheError, zipfile.BadZipFile) as error:
+        raise InvalidModelError(f"{path}: no report that can be read: {error}; write it again") from None
+
+
+class _Recorded(msgspec.Struct):
+    options: PlanOptions
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """Yield the model of a report, with random numbers for its weights, in a folder that goes at the end.
+
+    Raises:
+        InvalidModelError: the report cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="trt-kvcache-report-") as name:
+        folder = Path(name)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                for member in {_MODEL, _CONFIG} & set(archive.namelist()):  # no other name is written
+                    (folder / member).write_bytes(archive.read(member))
+            model = ModelProto.FromString((folder / _MODEL).read_bytes())
+        except (OSError, zipfile.BadZipFile, ValueError) as error:
+            raise InvalidModelError(f"{path}: no report that can be read: {error}; write it again") from None
+        write_stand_ins(model, folder, path)
+        yield folder / _MODEL
+
+
+def write_stand_ins(model: ModelProto, folder: Path, path: Path) -> None:
+    """Write files of random numbers, as large as a stripped model's weights need.
+
+    Raises:
+        InvalidModelError: the model refers to other files.
+    """
+    sizes: dict[str, tuple[int, int]] = {}
+    for tensor in iter_tensors(model):
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        place, end = entries.get("location", ""), int(entries.get("offset", 0)) + int(entries.get("length", 0))
+        if not _PLACE.fullmatch(place) or end > _LARGEST:
+            raise InvalidModelError(f"{path}: no report of trt-kvcache: its model refers to {place[:60]!r}")
+        sizes[place] = (tensor.data_type, max(end, sizes.get(place, (0, 0))[1]))
+    for place, (kind, size) in sizes.items():
+        with open(folder / place, "wb") as file:
+            file.write(_random(kind, min(size, _FILLED)))
+            file.truncate(size)
+
+
+def _random(kind: int, size: int) -> bytes:
+    generator = np.random.default_rng(0)
+    name = dtype_name(kind)
+    if kind in _EXACT:
+        return bytes(size)
+    if name in ("float", "float16", "bfloat16", "double"):
+        dtype = helper.tensor_dtype_to_np_dtype(kind)
+        numbers = generator.standard_normal(size // dtype.itemsize + 1, np.float32) * np.float32(0.05)
+        return numbers.astype(dtype).tobytes()[:size]
+    if name.startswith("float8"):
+        return generator.integers(0x28, 0x38, size, np.uint8).tobytes()  # no NaN
+    return generator.integers(0, 256, size, np.uint8).tobytes()
