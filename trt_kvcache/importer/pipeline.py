@@ -71,6 +71,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
     plan = _noted(plan, _check(source, options, prepared, plan, rewritten))
+    plan = _adapt(source, prepared, plan, rewritten)
     extensions.check_roundings(rewritten, source.path.parent)
     return _quantize(plan, rewritten)[0]
 
@@ -236,10 +237,20 @@ def _noted(plan: CachePlan, notes: tuple[str, ...]) -> CachePlan:
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:
-    """With the weights in the place of their stand-ins, and caches in the type that is asked for."""
+    """With the weights in the place of their stand-ins, adapters, and caches in the type that is asked for."""
+    plan = _adapt(source, prepared, plan, rewritten)
     attach_weights(rewritten, prepared.weights)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
     return quantize_caches(ImportedModel(source, plan, rewritten))
+
+
+def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> CachePlan:
+    """Let a rewritten model take adapters, where the options ask for them; edited in place."""
+    if plan.options.lora_rank is None:
+        return plan
+    add = extensions.load("adapters").add_adapters
+    adapted: CachePlan = add(rewritten, plan, source.proto, source.path.parent, prepared.weights)
+    return adapted
 
 
 def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:

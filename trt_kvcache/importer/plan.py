@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
+from trt_kvcache.importer.plan_adapters import AdapterPart as AdapterPart
+from trt_kvcache.importer.plan_adapters import AdapterPlan as AdapterPlan
+from trt_kvcache.importer.plan_adapters import AdapterProduct as AdapterProduct
 from trt_kvcache.importer.plan_interface import Dim as Dim
 from trt_kvcache.importer.plan_interface import InterfaceChange as InterfaceChange
 from trt_kvcache.importer.plan_interface import OriginalRole as OriginalRole
@@ -99,6 +102,10 @@ class Role(str, Enum):
     """Given once per sequence and only read: the output of an encoder, its keys and values, its mask."""
     ZEROS = "zeros"
     """Always 0, such as the token types of a text that has one kind."""
+    ADAPTER = "adapter"
+    """The slot of each sequence's adapter; 0: none."""
+    ADAPTER_WEIGHTS = "adapter_weights"
+    """The factors A or B of one product's adapters, of all slots."""
     LOGITS = "logits"
     OTHER = "other"
 
@@ -302,6 +309,7 @@ class CachePlan:
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
         stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
         whole_prompts: tokens of one step see each other, so that a prompt must come in one step.
+        adapters: what adapters (LoRA) change; None: the model takes none.
     """
 
     options: PlanOptions
@@ -320,6 +328,7 @@ class CachePlan:
     logits_span: LogitsSpan | None = None
     stacks: tuple[Stack, ...] = ()
     whole_prompts: bool = False
+    adapters: AdapterPlan | None = None
     schema_version: int = field(default=1)
 
     def __repr__(self) -> str:
@@ -343,6 +352,11 @@ class CachePlan:
         """Bytes of all carried caches and states for `batch` sequences; what is not in place counts twice."""
         caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
         return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
+
+    def adapter_bytes(self) -> int:
+        """Bytes of the weights of one adapter, as an engine holds them; of all: times its slots and one."""
+        products = () if self.adapters is None else self.adapters.products
+        return sum((p.inputs + p.outputs) * p.rank * _BITS[p.dtype] // 8 for p in products)
 
     @property
     def double_buffered(self) -> dict[str, str]:

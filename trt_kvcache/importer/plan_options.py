@@ -99,6 +99,12 @@ class PlanOptions:
         cache_ranges: the largest magnitude in the rotated rows of each cache, by the name of its input, as
             `calibrate_caches` finds it: one scale for the cache follows, and larger numbers become it. None: each row
             has its own scale.
+        lora_rank: the largest rank of adapters (LoRA), which the model then takes as inputs; None: it takes none.
+        lora_slots: adapters that it holds at a time.
+        lora_targets: last parts of the names of the modules that adapters change, such as ``"q_proj"``; ``"all"``: all
+            linear modules of the layers.
+        checkpoint: folder of the checkpoint that the model was exported from: its weights say which product is which
+            module, where the names in the model do not. None: the model's own folder, if it holds one.
         check_seconds: the most time that the comparison of the rewritten model with the original may take.
         check_memory: GiB of address space that it may use.
         recheck: compare again what an earlier comparison found equal.
@@ -120,6 +126,10 @@ class PlanOptions:
     logits: LogitPositions = LogitPositions.LAST
     cache_dtype: CacheDtype | None = None
     cache_ranges: Mapping[str, float] | None = None
+    lora_rank: int | None = None
+    lora_slots: int = 8
+    lora_targets: tuple[str, ...] = ("all",)
+    checkpoint: str | None = None
     check_seconds: int = 120
     check_memory: int = 8
     recheck: bool = False
@@ -140,12 +150,27 @@ class PlanOptions:
             object.__setattr__(self, name, given_whole(getattr(self, name), name, f" of {unit}"))
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self._check_adapters()
         for name in ("attention_span", "packed_native", "recheck"):
             given_switch(getattr(self, name), name)
         if self.config is not None:
             object.__setattr__(self, "config", str(given_path(self.config, "config")))
         if self.cache_ranges is not None:
             object.__setattr__(self, "cache_ranges", _given_ranges(self.cache_ranges, self.cache_dtype))
+
+    def _check_adapters(self) -> None:
+        for name in ("lora_rank", "lora_slots"):
+            if self.lora_rank is not None or name != "lora_rank":
+                object.__setattr__(self, name, given_whole(getattr(self, name), name))
+                if not 1 <= getattr(self, name) <= _MOST_ADAPTERS:
+                    raise OptionError(f"{name} is {getattr(self, name)}; it must be 1 to {_MOST_ADAPTERS}")
+        targets: object = self.lora_targets
+        targets = tuple(targets.split(",")) if isinstance(targets, str) else targets
+        if not isinstance(targets, (tuple, list)) or not targets or not all(t and isinstance(t, str) for t in targets):
+            raise OptionError(f"lora_targets is {shown(targets)}; give names of modules, such as q_proj,v_proj, or all")
+        object.__setattr__(self, "lora_targets", tuple(targets))
+        if self.checkpoint is not None:
+            object.__setattr__(self, "checkpoint", str(given_path(self.checkpoint, "checkpoint")))
 
     def unquantized(self) -> PlanOptions:
         """The same with the caches that the model has."""
@@ -166,6 +191,7 @@ def _given_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float]:
     return {str(name): float(value) for name, value in ranges.items()}
 
 
+_MOST_ADAPTERS = 4096
 _LEAST, _MOST = 1e-30, 3e38  # their scales are normal numbers in float32
 
 

@@ -1,0 +1,421 @@
+"""Adapters (LoRA) as inputs of a rewritten model, as ``--lora-rank`` asks for.
+
+    y = x W                                                  x [B, S, inputs]
+becomes
+    y = x W + (x A[slot]) B[slot]                            A [slots + 1, inputs, rank], B [slots + 1, rank, outputs]
+
+`slot` is an input ``[B]``: each sequence of a batch chooses its adapter. Slot 0 holds zeros, and is the model itself.
+W stays as it is, quantized or not. It is an edit of a model that was checked without adapters: nothing of that changes,
+and what is added is the definition of LoRA.
+
+Which module of the checkpoint a product is, names in the model say (`names`), or its weights, compared with those of the
+checkpoint (`contents`). Several modules may be fused into one product: each has columns of its own in A and B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.adapters.contents import Contents
+from trt_kvcache.importer.extensions.adapters.names import module_names
+from trt_kvcache.importer.graph import free_name
+from trt_kvcache.importer.plan import (
+    AdapterPart,
+    AdapterPlan,
+    AdapterProduct,
+    CachePlan,
+    Dim,
+    InterfaceChange,
+    Role,
+    TensorRole,
+)
+from trt_kvcache.importer.protos import FLOATS, constants_of, dtype_name, is_op, readers_of, replace_field, shape_of
+from trt_kvcache.importer.simplify import infer_shapes
+from trt_kvcache.lora import list_names, module_key
+
+__all__ = ["add_adapters"]
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+"""Modules that onnxruntime-genai makes one product of, by the name that it gives the product."""
+_KEEPS_ROWS = {
+    "Add", "Cast", "Div", "Erf", "Gelu", "Identity", "LayerNormalization", "MatMul", "Mul", "Neg", "Pow",
+    "RMSNormalization", "Reciprocal", "ReduceMean", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where",
+}  # fmt: skip
+"""Operators whose result has the first axis of an operand of the same rank, whatever that is."""
+_OF_WEIGHTS = {"Cast", "DequantizeLinear", "Identity", "Reshape", "Transpose"}
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product with a weight.
+
+    Attributes:
+        x: what is multiplied, ``[B, S, inputs]``; the node itself may read it with one axis for the first two.
+        root: the initializer that its weight is made of.
+        turned: the initializer is ``[outputs, inputs]``.
+    """
+
+    node: NodeProto
+    x: str
+    root: str
+    turned: bool
+    inputs: int
+    outputs: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A product, and the modules that it is."""
+
+    product: _Product
+    parts: tuple[AdapterPart, ...]
+    whole: str | None
+    found_by: str
+
+
+def add_adapters(
+    model: ModelProto,
+    plan: CachePlan,
+    source: ModelProto,
+    folder: Path,
+    weights: Mapping[str, TensorProto],
+) -> CachePlan:
+    """Edit, in place, a rewritten model whose plan asks for adapters; returns the plan that it has now.
+
+    Args:
+        model: rewritten; its large weights may be stand-ins.
+        plan: of it.
+        source: as exported, for names.
+        folder: of the external data.
+        weights: that stand-ins stand for.
+
+    Raises:
+        UnsupportedModelError: a target is not found, or nothing says which rows of a product are a sequence's.
+        OptionError: the checkpoint cannot be read.
+    """
+    options = plan.options
+    assert options.lora_rank is not None
+    graph = _Graph(model, plan)
+    products = [*graph.products()]
+    found = [_parts(one, graph) for one in _named(products, source)]
+    contents = Contents.beside(options.checkpoint, folder)
+    if contents is not None and (options.checkpoint is not None or not _covers(found, options.lora_targets)):
+        found = _merged(found, _compared(products, contents, graph, folder, weights))
+    chosen = [*_targets(found, options.lora_targets)]
+    _check_found(chosen, found, options.lora_targets, compared=contents is not None)
+    for one in chosen:
+        graph.check_rows(one.product, one.parts[0].module)
+    taken = set(graph.shapes) | {v.name for v in (*model.graph.input, *model.graph.output)}
+    index = free_name("adapter", taken)
+    planned = tuple(_planned(one, options.lora_rank, options.lora_targets, taken) for one in chosen)
+    adapters = AdapterPlan(options.lora_rank, options.lora_slots, index, planned)
+    _insert(model, adapters, [one.product for one in chosen], graph.batch)
+    roles = [TensorRole(index, "input", Role.ADAPTER, "int64", (graph.batch,), "added", (_axis(graph.batch),))]
+    for product in planned:
+        for name, shape in _shapes(product, options.lora_slots):
+            role = TensorRole(name, "input", Role.ADAPTER_WEIGHTS, product.dtype, shape, "added", ("", "", ""))
+            roles.append(role)
+    changes = (
+        InterfaceChange("input", "", f"{index} [B]", "slot of each sequence's adapter; 0: none"),
+        InterfaceChange(
+            "input", "", f"lora.MODULE.a, lora.MODULE.b ({len(planned)} of each)",
+            "the factors of the adapters, in slots; zeros in slot 0",
+        ),
+    )  # fmt: skip
+    return replace(
+        plan, tensors=(*plan.tensors, *roles), changes=(*plan.changes, *changes) if plan.changes else plan.changes,
+        adapters=adapters,
+    )  # fmt: skip
+
+
+class _Graph:
+    """The products of a rewritten model, and what is known of their operands."""
+
+    def __init__(self, model: ModelProto, plan: CachePlan) -> None:
+        inferred = infer_shapes(model)
+        values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
+        self.shapes = {value.name: shape_of(value) for value in values}
+        self._types = {value.name: value.type.tensor_type.elem_type for value in values}
+        self.constants = constants_of(model.graph)
+        self.shapes |= {name: tuple(tensor.dims) for name, tensor in self.constants.items()}
+        self._makes = {name: node for node in model.graph.node for name in node.output}
+        self._nodes = model.graph.node
+        self.readers = readers_of(model.graph.node)
+        tokens = plan.tensor(Role.TOKENS)
+        caches = [c.physical_shape[0] for c in plan.caches if c.carried]
+        packed = tokens is not None and "tokens" in tokens.axes
+        if packed or not caches:
+            raise UnsupportedModelError(
+                "adapters are chosen for each sequence, and the model takes the tokens of all sequences in one axis: "
+                "export it with tokens [batch, sequence]"
+            )
+        self.batch: Dim = caches[0]
+        if tokens is not None and "batch" in tokens.axes:
+            self.batch = tokens.shape[tokens.axes.index("batch")]
+        self._rows: dict[str, bool] = {}
+
+    def products(self) -> Iterator[_Product]:
+        """All products of rows with a weight."""
+        for node in self._nodes:
+            if not is_op(node, "MatMul") and not is_op(node, "Gemm"):
+                continue
+            attributes = {a.name: a for a in node.attribute}
+            if "transA" in attributes and attributes["transA"].i:
+                continue
+            turned = "transB" in attributes and bool(attributes["transB"].i)
+            shape = self.shapes.get(node.input[1])
+            root, flips = self._root(node.input[1])
+            if root is None or shape is None or len(shape) != 2 or not all(isinstance(d, int) for d in shape):
+                continue
+            inputs, outputs = map(int, reversed(shape) if turned else shape)
+            x = self._with_rows(node.input[0])
+            dtype = self._types.get(node.input[0], 0) or self._types.get(node.output[0], 0)
+            if x is not None and dtype in FLOATS:
+                yield _Product(node, x, root, turned ^ flips, inputs, outputs, dtype_name(dtype))
+
+    def _root(self, name: str) -> tuple[str | None, bool]:
+        """The initializer that a weight is made of, and whether it was turned; None: it is no weight."""
+        turned = False
+        while name not in self.constants:
+            node = self._makes.get(name)
+            if node is None or node.op_type not in _OF_WEIGHTS:
+                return None, False
+            turned ^= node.op_type == "Transpose"
+            name = node.input[0]
+        return name, turned
+
+    def _with_rows(self, name: str) -> str | None:
+        """A tensor of three axes with the same contents, or None."""
+        while (shape := self.shapes.get(name)) is not None and len(shape) == 2:
+            node = self._makes.get(name)
+            if node is None or node.op_type not in ("Reshape", "Cast"):
+                return None
+            name = node.input[0]
+        return name if shape is not None and len(shape) == 3 else None
+
+    def check_rows(self, product: _Product, module: str) -> None:
+        """Refuse a product of which nothing says that the first axis is that of the sequences."""
+        if not self._by_sequence(product.x) and not self._meets_sequences(product.node.output[0]):
+            raise UnsupportedModelError(
+                f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.x}' "
+                f"{list(self.shapes.get(product.x) or ())}, and nothing says that its first axis is the batch, "
+                f"'{self.batch}', so no adapter can be chosen there: leave the module out of lora_targets"
+            )
+
+    def _by_sequence(self, name: str) -> bool:
+        """True if the first axis of a tensor of three axes is the batch."""
+        pending, seen = [name], {name}
+        while pending:
+            name = pending.pop()
+            shape = self.shapes.get(name)
+            if shape is not None and len(shape) == 3 and shape[0] == self.batch:
+                return True
+            node = self._makes.get(name)
+            if node is None or not (node.op_type in _KEEPS_ROWS or self._is_cut_elsewhere(node)):
+                continue
+            operands = node.input[:1] if node.op_type in ("MatMul", "ReduceMean", "Slice") else node.input
+            new = [o for o in operands if o not in seen and len(self.shapes.get(o) or ()) == 3]
+            pending += new
+            seen.update(new)
+        return False
+
+    def _is_cut_elsewhere(self, node: NodeProto) -> bool:
+        """True for a Slice of other axes than the first."""
+        axes = self.constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) > 3 else None
+        return axes is not None and 0 < min(onnx.numpy_helper.to_array(axes).tolist(), default=0)
+
+    def _meets_sequences(self, name: str) -> bool:
+        """True if a result is added to a tensor whose first axis is the batch, behind a bias at most."""
+        for _ in range(3):
+            readers = self.readers.get(name, [])
+            if len(readers) != 1 or readers[0].op_type not in ("Add", "Cast", "Identity"):
+                return False
+            (node,) = readers
+            if any(self._by_sequence(other) for other in node.input if other != name):
+                return True
+            name = node.output[0]
+        return False
+
+    def split_of(self, product: _Product) -> list[int] | None:
+        """The sizes that a product is split into at once, behind a bias at most; None: it is not."""
+        name = product.node.output[0]
+        for _ in range(3):
+            readers = self.readers.get(name, [])
+            if len(readers) != 1:
+                return None
+            (node,) = readers
+            if node.op_type == "Split" and len(node.input) > 1 and node.input[1] in self.constants:
+                sizes = onnx.numpy_helper.to_array(self.constants[node.input[1]]).tolist()
+                return sizes if sum(sizes) == product.outputs else None
+            if node.op_type not in ("Add", "Sub"):
+                return None
+            name = node.output[0]
+        return None
+
+
+def _named(products: Sequence[_Product], source: ModelProto) -> list[_Found]:
+    """The products whose names say which module they are; of several of one name that with the most inputs."""
+    names = module_names(source)
+    best: dict[str, list[_Product]] = {}
+    said: dict[str, str] = {}
+    for product in products:
+        found = names.of(product.root, product.node.name)
+        if found is not None:
+            module, by = found
+            said[module] = by
+            others = best.get(module, [])
+            widest = max([product, *others], key=lambda p: p.inputs).inputs
+            best[module] = [p for p in (*others, product) if p.inputs == widest]
+    return [_Found(many[0], (AdapterPart(module, 0, many[0].outputs),), None, said[module])
+            for module, many in best.items() if len(many) == 1]  # fmt: skip
+
+
+def _compared(
+    products: Sequence[_Product], contents: Contents, graph: _Graph, folder: Path, weights: Mapping[str, TensorProto]
+) -> list[_Found]:
+    """The products whose weights are those of a checkpoint."""
+    found = []
+    for product in products:
+        parts = contents.parts_of(graph.constants[product.root], product.turned, folder, weights)
+        if parts:
+            planned = tuple(AdapterPart(*part) for part in parts)
+            found.append(_Found(product, planned, None, f"weights of {contents.name}"))
+    return found
+
+
+def _merged(named: Sequence[_Found], compared: Sequence[_Found]) -> list[_Found]:
+    """What weights say, and names for other products."""
+    known = {one.product.node.output[0] for one in compared}
+    keys = {module_key(part.module) for one in compared for part in one.parts}
+    others = [
+        one for one in named
+        if one.product.node.output[0] not in known and all(module_key(p.module) not in keys for p in one.parts)
+    ]  # fmt: skip
+    return [*compared, *others]
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _parts(one: _Found, graph: _Graph) -> _Found:
+    """The same with the modules that an exporter fused under a name of its own."""
+    module = one.parts[0].module
+    names = _FUSED.get(_last(module))
+    sizes = graph.split_of(one.product) if names and len(one.parts) == 1 else None
+    if names is None or sizes is None or len(sizes) != len(names):
+        return one
+    stem, stops = module.removesuffix(_last(module)), [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = tuple(
+        AdapterPart(stem + name, stop - size, stop) for name, size, stop in zip(names, sizes, stops, strict=True)
+    )
+    return replace(one, parts=parts, whole=module)
+
+
+def _is_wanted(module: str, targets: Sequence[str]) -> bool:
+    key = module_key(module)
+    return _last(module) in targets or ("all" in targets and key is not None and len(key) > 1)
+
+
+def _covers(found: Sequence[_Found], targets: Sequence[str]) -> bool:
+    """True if every target has a product by its name."""
+    names = {_last(p.module) for one in found for p in one.parts}
+    names |= {part for name in names for part in _FUSED.get(name, ())}
+    return "all" not in targets and names >= set(targets)
+
+
+def _targets(found: Sequence[_Found], targets: Sequence[str]) -> Iterator[_Found]:
+    for one in found:
+        if any(_is_wanted(module, targets) for module in (*(p.module for p in one.parts), one.whole) if module):
+            yield one
+
+
+def _check_found(chosen: Sequence[_Found], found: Sequence[_Found], targets: Sequence[str], *, compared: bool) -> None:
+    """Refuse targets that no product is, and modules that several are."""
+    last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
+    known = sorted({_last(m) for one in found for m in (*(p.module for p in one.parts), one.whole) if m})
+    missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
+    if missing:
+        near = get_close_matches(missing[0], known, 3, 0.5) or known
+        names = f"there are {list_names(near)}" if near else "no product of the model has the name of a module"
+        advice = "" if compared else "; give --checkpoint, the checkpoint that it was exported from, to compare weights"
+        raise UnsupportedModelError(f"no product of the model is a module '{missing[0]}': {names}{advice}")
+    keys: dict[object, str] = {}
+    for part in (part for one in chosen for part in one.parts):
+        key = module_key(part.module)
+        if key is None:
+            raise UnsupportedModelError(f"module '{part.module}' is not one of a decoder; leave it out of lora_targets")
+        if key in keys:
+            raise UnsupportedModelError(
+                f"several products are taken for module '{part.module}': its adapter cannot be placed; leave it out of "
+                "lora_targets"
+            )
+        keys[key] = part.module
+
+
+def _planned(one: _Found, rank: int, targets: Sequence[str], taken: set[str]) -> AdapterProduct:
+    module = one.whole or (one.parts[0].module if len(one.parts) == 1 else "+".join(p.module for p in one.parts))
+    names = []
+    for side in "ab":
+        names.append(free_name(f"lora.{module}.{side}", taken))
+        taken.add(names[-1])
+    wanted = sum(_is_wanted(part.module, targets) for part in one.parts)
+    product = one.product
+    return AdapterProduct(
+        *names, product.dtype, rank * max(1, wanted), product.inputs, product.outputs, one.parts, one.whole, one.found_by
+    )
+
+
+def _shapes(product: AdapterProduct, slots: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return (
+        (product.a, (slots + 1, product.inputs, product.rank)),
+        (product.b, (slots + 1, product.rank, product.outputs)),
+    )
+
+
+def _axis(batch: Dim) -> str:
+    return "" if isinstance(batch, int) else "batch"
+
+
+def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[_Product], batch: Dim) -> None:
+    graph = model.graph
+    added = {product.node.output[0]: (product, planned) for product, planned in zip(products, plan.products, strict=True)}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        nodes.append(node)
+        if node.output and node.output[0] in added:
+            product, planned = added[node.output[0]]
+            nodes += _nodes(node, product, planned, plan.index)
+    replace_field(graph.node, nodes)
+    graph.input.append(helper.make_tensor_value_info(plan.index, TensorProto.INT64, [batch]))
+    for planned in plan.products:
+        kind = getattr(TensorProto, planned.dtype.upper())
+        for name, shape in _shapes(planned, plan.slots):
+            graph.input.append(helper.make_tensor_value_info(name, kind, shape))
+
+
+def _nodes(node: NodeProto, product: _Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
+    """What comes after a product, whose own result gets another name."""
+    result, stem = node.output[0], planned.a.removesuffix(".a")
+    own, low, change = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change"
+    node.output[0] = own
+    made = [
+        helper.make_node("Gather", [planned.a, index], [f"{stem}/a"], f"{stem}/Gather_a", axis=0),
+        helper.make_node("Gather", [planned.b, index], [f"{stem}/b"], f"{stem}/Gather_b", axis=0),
+        helper.make_node("MatMul", [product.x, f"{stem}/a"], [low], f"{stem}/MatMul_a"),
+        helper.make_node("MatMul", [low, f"{stem}/b"], [change], f"{stem}/MatMul_b"),
+    ]
+    if product.x != node.input[0]:  # which has one axis for sequences and tokens
+        made.append(helper.make_node("Shape", [own], [f"{stem}/shape"], f"{stem}/Shape"))
+        made.append(helper.make_node("Reshape", [change, f"{stem}/shape"], [f"{stem}/flat"], f"{stem}/Reshape"))
+        change = f"{stem}/flat"
+    return [*made, helper.make_node("Add", [own, change], [result], f"{stem}/Add")]
+

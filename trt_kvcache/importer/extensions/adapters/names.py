@@ -1,0 +1,66 @@
+"""The modules of a checkpoint that products are, from names that exporters keep.
+
+    weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
+    nodes      /model/layers.0/self_attn/q_proj/MatMul
+    metadata   torch's exporter writes the path of modules at each node
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnx import ModelProto
+
+__all__ = ["ModuleNames", "module_names"]
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_NO_MODULE = re.compile(
+    r"(?:q?weight\w*|MatMul\w*|Gemm\w*|output_\d+|kernel|linear|matmul|addmm|t|[a-z]+_\d+|node_\w+|Transpose\w*|u?int\d+\[.*)?"
+)
+"""The last parts of a name that say how a product is computed, and not which module it is."""
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Names of modules, by what nodes are called."""
+
+    scopes: Mapping[str, str]
+
+    def of(self, weight: str, node: str) -> tuple[str, str] | None:
+        """The module that a product is, and what says so."""
+        for name, by in ((weight, "its weight's name"), (node, "its node's name")):
+            if (module := _module(name)) is not None:
+                return module, by
+        return (self.scopes[node], "torch's metadata") if node in self.scopes else None
+
+
+def module_names(source: ModelProto) -> ModuleNames:
+    """The names in a model as exported."""
+    scopes = {}
+    for node in source.graph.node:
+        text = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
+        if text and (module := _in_scopes(text)) is not None:
+            scopes[node.name] = module
+    return ModuleNames(scopes)
+
+
+def _module(name: str) -> str | None:
+    """A module's name in that of a weight or a node."""
+    parts = [part for part in re.split(r"[./]+", name.removeprefix("trt_kvcache/")) if part]
+    while parts and _NO_MODULE.fullmatch(parts[-1]):
+        parts.pop()
+    layered = any(part.isdecimal() for part in parts[1:-1])
+    return ".".join(parts) if layered or parts[-1:] == ["lm_head"] else None
+
+
+def _in_scopes(text: str) -> str | None:
+    """The innermost module of a list of them, each with the path to it."""
+    try:
+        scopes = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    names = [scope for scope in scopes if isinstance(scope, str)] if isinstance(scopes, list) else []
+    return next((found for name in reversed(names[:-1]) if (found := _module(name)) is not None), None)

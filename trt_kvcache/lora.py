@@ -1,0 +1,214 @@
+"""Adapters (LoRA) as peft writes them: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+A module ``y = x W`` of the checkpoint becomes ``y = x W + scale * (x A) B``. The scale is ``lora_alpha / r``, or with
+``use_rslora`` ``lora_alpha / sqrt(r)``; `rank_pattern` and `alpha_pattern` name modules that have others. Which modules
+there are, the tensors say; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.files import read_object
+from trt_kvcache.given import given_path, is_number, is_whole, shown
+from trt_kvcache.stored_tensors import StoredTensors
+
+__all__ = ["LoraFolder", "LoraModule", "module_key", "open_lora"]
+
+Array = npt.NDArray[Any]
+
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"}
+_MEANINGLESS = {  # in inference, or said by the tensors
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to begin a training that leave the weights of the model as they are."""
+
+_MODULE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
+_ATTENTION = {"self_attn": "attn", "self_attention": "attn", "attention": "attn"}
+_WRAPPERS = {"", "base_model", "decoder", "gpt_neox", "language_model", "model", "text_model", "transformer"}
+_ENDS = 4  # names in a message
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """The change of one module.
+
+    Attributes:
+        name: of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
+        rank: columns of A, and rows of B.
+        inputs, outputs: of the module.
+        scale: of the product.
+    """
+
+    name: str
+    rank: int
+    inputs: int
+    outputs: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class LoraFolder:
+    """An adapter in its folder, checked.
+
+    Attributes:
+        modules: in the order of their names.
+        digest: of all that it computes with.
+    """
+
+    path: Path
+    modules: tuple[LoraModule, ...]
+    digest: str
+    _tensors: StoredTensors
+    _names: Mapping[str, tuple[str, str]]
+
+    @property
+    def rank(self) -> int:
+        """The largest of all modules."""
+        return max(module.rank for module in self.modules)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The last parts of the modules' names, each once."""
+        return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
+
+    def read(self, module: LoraModule) -> tuple[Array, Array]:
+        """A ``[inputs, rank]`` and B ``[rank, outputs]`` with the scale in it, both float32."""
+        a, b = (self._tensors.read(name) for name in self._names[module.name])
+        return a.astype(np.float32).T, b.astype(np.float32).T * np.float32(module.scale)
+
+
+def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
+    """Read what an adapter is, and check that it is one that can be computed.
+
+    Raises:
+        OptionError: the folder holds none, a file is damaged, or the adapter is of a kind that is not supported.
+    """
+    path = given_path(folder, "folder")
+    config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
+    if not config.is_file():
+        raise OptionError(f"{path}: no adapter: there is no adapter_config.json; give a folder that peft wrote")
+    if not weights.is_file():
+        pickled = (path / "adapter_model.bin").exists()
+        why = "adapter_model.bin is a pickle, which runs code when it is read" if pickled else "there are no weights"
+        raise OptionError(f"{path}: {why}; save the adapter as adapter_model.safetensors (safe_serialization=True)")
+    settings = read_object(config)
+    _check(settings, config)
+    tensors = StoredTensors(weights)
+    names = _pairs(tensors, path)
+    modules = tuple(_module(name, names[name], tensors, settings, path) for name in sorted(names))
+    return LoraFolder(path, modules, _digest(modules, names, tensors), tensors, names)
+
+
+def module_key(name: str) -> tuple[str, ...] | None:
+    """The place of a module in a decoder, equal for all spellings of it; None: it is no module of a decoder.
+
+    ``"model.layers.3.self_attn.q_proj"``, ``"model.model.layers.3.attn.q_proj"`` -> ``("3", "attn", "q_proj")``.
+    """
+    parts = [part for part in name.split(".") if part]
+    first = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    if first is None:
+        outside = [part for part in parts[:-1] if part not in _WRAPPERS]
+        return None if outside or not parts else (parts[-1],)
+    outside = [part for part in parts[: max(first - 1, 0)] if part not in _WRAPPERS]
+    return None if outside else tuple(_ATTENTION.get(part, part) for part in parts[first:])
+
+
+def _check(settings: Mapping[str, Any], path: Path) -> None:
+    """Refuse what changes the numbers in ways that are not supported."""
+    if settings.get("peft_type") != "LORA":
+        raise OptionError(f"{path}: an adapter of kind {shown(settings.get('peft_type'))}; supported is LORA")
+    if settings.get("bias") not in (None, "none"):
+        raise OptionError(f"{path}: bias is {shown(settings['bias'])}: trained biases are not supported; train with none")
+    if not any(settings.get("init_lora_weights", True) is known or settings.get("init_lora_weights") == known
+               for known in _INITIAL):  # fmt: skip
+        raise OptionError(
+            f"{path}: init_lora_weights is {shown(settings['init_lora_weights'])}, which changes the model's own "
+            "weights; save the adapter converted to a plain one (path_initial_model_for_weight_conversion)"
+        )
+    for name in sorted(settings.keys() - _READ - _MEANINGLESS):
+        if settings[name] not in (None, False, "none", [], {}):
+            raise OptionError(f"{path}: {name} is {shown(settings[name])}, which is not supported; train without it")
+
+
+def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
+    """Names of the tensors A and B, by module."""
+    sides: dict[str, dict[str, str]] = {}
+    for tensor in tensors:
+        found = _MODULE.fullmatch(tensor)
+        if found is None:
+            raise OptionError(
+                f"{path}: tensor '{tensor}' is no A or B of a linear module; biases, embeddings, magnitudes (DoRA) and "
+                "modules that were saved whole are not supported: train without them"
+            )
+        sides.setdefault(found["module"], {})[found["side"]] = tensor
+    if not sides:
+        raise OptionError(f"{path}: the adapter has no tensors")
+    for module, pair in sides.items():
+        if len(pair) != 2:
+            raise OptionError(f"{path}: module '{module}' has only {next(iter(pair.values()))}; copy the file again")
+    return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
+
+
+def _module(
+    name: str, pair: tuple[str, str], tensors: StoredTensors, settings: Mapping[str, Any], path: Path
+) -> LoraModule:
+    a, b = (tensors.shapes[tensor] for tensor in pair)
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or min(*a, *b) < 1:
+        raise OptionError(f"{path}: module '{name}' has A {list(a)} and B {list(b)}, which is no product")
+    rank = _of_module("rank_pattern", "r", name, settings, path)
+    alpha = _of_module("alpha_pattern", "lora_alpha", name, settings, path)
+    if rank != a[0]:
+        raise OptionError(f"{path}: module '{name}' has a rank of {a[0]}, and adapter_config.json says {rank}")
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return LoraModule(name, a[0], a[1], b[0], scale)
+
+
+def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any], path: Path) -> float:
+    """A number of the config for one module: that of the first pattern that fits its name, as in peft, or of all."""
+    import re2
+
+    given = settings.get(pattern) or {}
+    value = settings.get(default)
+    for key in given if isinstance(given, dict) else ():
+        try:
+            fits = re2.fullmatch(rf"(?:.*\.)?(?:{key})", name)
+        except re2.error as error:
+            raise OptionError(f"{path}: {pattern} has {shown(key)}, which cannot be read: {error}") from None
+        if fits:
+            value = given[key]
+            break
+    if not is_number(value) or not math.isfinite(value) or (default == "r" and not is_whole(value)):
+        raise OptionError(f"{path}: {default} of module '{name}' is {shown(value)}, which is no number")
+    return value
+
+
+def _digest(modules: tuple[LoraModule, ...], names: Mapping[str, tuple[str, str]], tensors: StoredTensors) -> str:
+    digest = blake3(max_threads=blake3.AUTO)
+    for module in modules:
+        digest.update(repr(module).encode())
+        for name in names[module.name]:
+            data = tensors.read(name)
+            digest.update(f"{data.dtype}{data.shape}".encode())
+            digest.update(np.ascontiguousarray(data).view(np.uint8).data if data.size else b"")
+    return digest.hexdigest()
+
+
+def list_names(names: list[str]) -> str:
+    """Some names for a message."""
+    more = f" and {len(names) - _ENDS} more" if len(names) > _ENDS else ""
+    return ", ".join(f"'{name}'" for name in names[:_ENDS]) + more

@@ -1,0 +1,89 @@
+"""Tensors of safetensors files as NumPy reads them where they lie, bfloat16 included: nothing is loaded but what is read.
+
+The file: 8 bytes with the length of a JSON header, the header, and the data. Format:
+https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.files import open_regular
+
+__all__ = ["FLOATS", "StoredTensors"]
+
+FLOATS = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+"""Types that weights come in, by the names that the format has for them."""
+
+_HEADER = 100_000_000  # bytes at most, as the format says
+
+
+class StoredTensors:
+    """The tensors of floats of one file.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        shapes: of all tensors, by name.
+
+    Raises:
+        OptionError: it cannot be read, or is cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open_regular(path) as file:
+                size = path.stat().st_size
+                length = int.from_bytes(file.read(8), "little")
+                if not 1 < length <= min(_HEADER, size - 8):
+                    raise OptionError(f"{path}: no safetensors file, or one that was cut: {size} bytes")
+                header = json.loads(file.read(length))
+            self._data: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r", 8 + length) if size > 8 + length else _NONE
+        except (OSError, ValueError, RecursionError) as error:
+            raise OptionError(f"{path}: cannot be read as safetensors: {error}") from None
+        self._entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        try:
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    start, stop = map(int, entry["data_offsets"])
+                    self._entries[str(name)] = str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise OptionError(f"{path}: its header is none of a safetensors file") from None
+        for name, (_, _, start, stop) in self._entries.items():
+            if not 0 <= start <= stop <= self._data.size:
+                raise OptionError(
+                    f"{path}: cut short: tensor '{name}' ends at byte {stop} of the data, and there are "
+                    f"{self._data.size}; copy the file again"
+                )
+        self.shapes = {name: shape for name, (_, shape, _, _) in self._entries.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """A view of a tensor in the file.
+
+        Raises:
+            OptionError: it is of no float type that is supported, or its size is not that of its shape.
+        """
+        kind, shape, start, stop = self._entries[name]
+        dtype = FLOATS.get(kind)
+        if dtype is None:
+            raise OptionError(f"{self.path}: tensor '{name}' is {kind}; supported are {', '.join(FLOATS)}")
+        if min(shape, default=1) < 0 or prod(shape) * dtype.itemsize != stop - start:
+            raise OptionError(f"{self.path}: tensor '{name}' {list(shape)} has {stop - start} bytes; copy the file again")
+        return np.frombuffer(self._data[start:stop], dtype).reshape(shape)
+
+
+_NONE: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
