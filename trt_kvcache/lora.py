@@ -24,7 +24,7 @@ from trt_kvcache.files import read_object
 from trt_kvcache.given import given_path, is_number, is_whole, shown
 from trt_kvcache.stored_tensors import StoredTensors
 
-__all__ = ["LoraFolder", "LoraModule", "module_key", "open_lora"]
+__all__ = ["LoraFolder", "LoraModule", "list_names", "module_key", "open_lora"]
 
 Array = npt.NDArray[Any]
 
@@ -133,7 +133,9 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
     if settings.get("peft_type") != "LORA":
         raise OptionError(f"{path}: an adapter of kind {shown(settings.get('peft_type'))}; supported is LORA")
     if settings.get("bias") not in (None, "none"):
-        raise OptionError(f"{path}: bias is {shown(settings['bias'])}: trained biases are not supported; train with none")
+        raise OptionError(
+            f"{path}: bias is {shown(settings['bias'])}: trained biases are not supported; train with none"
+        )
     if not any(settings.get("init_lora_weights", True) is known or settings.get("init_lora_weights") == known
                for known in _INITIAL):  # fmt: skip
         raise OptionError(

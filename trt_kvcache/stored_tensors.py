@@ -1,4 +1,4 @@
-"""Tensors of safetensors files as NumPy reads them where they lie, bfloat16 included: nothing is loaded but what is read.
+"""Tensors of safetensors files as NumPy reads them where they lie, bfloat16 included: what is not read stays there.
 
 The file: 8 bytes with the length of a JSON header, the header, and the data. Format:
 https://huggingface.co/docs/safetensors
@@ -49,7 +49,9 @@ class StoredTensors:
                 if not 1 < length <= min(_HEADER, size - 8):
                     raise OptionError(f"{path}: no safetensors file, or one that was cut: {size} bytes")
                 header = json.loads(file.read(length))
-            self._data: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r", 8 + length) if size > 8 + length else _NONE
+            self._data: npt.NDArray[np.uint8] = (
+                np.memmap(path, np.uint8, "r", 8 + length) if size > 8 + length else _NONE
+            )
         except (OSError, ValueError, RecursionError) as error:
             raise OptionError(f"{path}: cannot be read as safetensors: {error}") from None
         self._entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
@@ -82,7 +84,9 @@ class StoredTensors:
         if dtype is None:
             raise OptionError(f"{self.path}: tensor '{name}' is {kind}; supported are {', '.join(FLOATS)}")
         if min(shape, default=1) < 0 or prod(shape) * dtype.itemsize != stop - start:
-            raise OptionError(f"{self.path}: tensor '{name}' {list(shape)} has {stop - start} bytes; copy the file again")
+            raise OptionError(
+                f"{self.path}: tensor '{name}' {list(shape)} has {stop - start} bytes; copy the file again"
+            )
         return np.frombuffer(self._data[start:stop], dtype).reshape(shape)
 
 

@@ -14,6 +14,7 @@ _ORDER = {
     Role.POSITIONS: ("batch", "sequence"),
     Role.WRITE_INDICES: ("batch",),
     Role.VALID_LENGTHS: ("batch",),
+    Role.ADAPTER: ("batch",),
     Role.LOGITS: ("batch", "sequence"),
 }
 """The axes of a tensor, in order; one that has fewer lacks the first or the last."""

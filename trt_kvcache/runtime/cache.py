@@ -15,6 +15,7 @@ from trt_kvcache.errors import CapacityError, OptionError, SlotError
 from trt_kvcache.given import given_list, given_whole, is_whole, shown
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.page import Html, table, tag
+from trt_kvcache.runtime.adapters import Adapter, Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.crop import check_crop
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
@@ -43,10 +44,12 @@ class KVCache:
         runner: owns the buffers.
         guard: of the session.
         prefix_cache: bytes for rows that sequences with the same beginning share; None: none.
+        adapters: of the session; None: there are none.
         max_sequences: most slots, which take turns in the rows; None: as many as rows, besides what is offloaded.
 
     Attributes:
         limits: how long a sequence may become.
+        adapters: of the session.
 
     Raises:
         OptionError, SessionError: see `PrefixCache`.
@@ -59,9 +62,11 @@ class KVCache:
         *,
         max_sequences: int | None = None,
         prefix_cache: int | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._runner, self._max_sequences = runner, max_sequences
         self._guard = guard or Guard()
+        self.adapters = adapters or Adapters(runner.plan, self._guard)
         self._caches = carried_caches(runner.plan)
         self._rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
         self.limits = SequenceLimits(runner)
@@ -200,20 +205,27 @@ class KVCache:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
         return found
 
-    def acquire(self, tokens: Iterable[int] = (), constants: Mapping[str, Array] | Constants | None = None) -> int:
+    def acquire(
+        self,
+        tokens: Iterable[int] = (),
+        constants: Mapping[str, Array] | Constants | None = None,
+        adapter: str | Adapter | None = None,
+    ) -> int:
         """A new slot, in a zeroed row once it is written. The tokens wait: nothing is written yet.
 
         Args:
             tokens: ids.
             constants: of a model that is given something once per sequence: an array ``[1, ...]`` for each input.
+            adapter: name of the one that the sequence is computed with; None: none.
 
         Raises:
             SlotError: none is `free`.
             PromptError: `tokens` are no ids of the model's, or `constants` are not what it takes.
+            OptionError: there is no such adapter.
         """
         taken: list[int] = []
         try:
-            return self.take(taken, tokens, constants)
+            return self.take(taken, tokens, constants, adapter)
         except BaseException:
             self.give_back(taken)
             raise
@@ -237,14 +249,14 @@ class KVCache:
             self._drop(slot)
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: no tokens, and zeros in its row of every cache. Its constants stay.
+        """Empty a slot: no tokens, and zeros in its row of every cache. Its constants and its adapter stay.
 
         Raises:
             SlotError: see `idle`.
         """
         with self._guard.lock, self._guard.idle:
             found = self.idle(slot)
-            self._slots[slot] = Slot(found.row, constants=found.constants, used=found.used)
+            self._slots[slot] = Slot(found.row, constants=found.constants, adapter=found.adapter, used=found.used)
             if found.row >= 0:
                 self._rows.clean(found.row, 0)
             _close(found)
@@ -406,7 +418,8 @@ class KVCache:
         if self._prefixes is None or found.length or not found.pending:
             return
         most = max(0, len(found.tokens) - max(keep, 1))
-        blocks = self._prefixes.find(found.tokens, most if found.by_ids is None else min(most, found.by_ids))
+        most = most if found.by_ids is None else min(most, found.by_ids)
+        blocks = self._prefixes.find(found.tokens, most, _digest(found))
         length = len(blocks) * BLOCK
         self._rows.touch(found.row, length)
         self._prefixes.fill(found.row, blocks)
@@ -420,7 +433,7 @@ class KVCache:
             return
         length = found.length if found.by_ids is None else min(found.length, found.by_ids)
         if length // BLOCK > found.remembered // BLOCK:
-            self._prefixes.add(found.row, found.tokens, length // BLOCK)
+            self._prefixes.add(found.row, found.tokens, length // BLOCK, _digest(found))
             found.remembered = length
 
     # --- files
@@ -458,7 +471,7 @@ class KVCache:
 
         taken: list[int] = []
         try:
-            with self._guard.lock, self._guard.idle, open_slots(path, self._runner) as saved:
+            with self._guard.lock, self._guard.idle, open_slots(path, self._runner, self.adapters) as saved:
                 if len(saved.slots) > self.free:
                     raise SlotError(
                         f"{path} holds {len(saved.slots)} sequence(s), and there is room for {self.free} of "
@@ -466,7 +479,7 @@ class KVCache:
                         "max_sequences"
                     )
                 for old, slot in saved.slots.items():
-                    name = self.take(taken, constants=slot.constants)
+                    name = self.take(taken, constants=slot.constants, adapter=slot.adapter)
                     row = self._with_row(name).row
                     self._rows.touch(row, slot.written)
                     saved.read(old, row)
@@ -484,6 +497,7 @@ class KVCache:
         taken: list[int],
         tokens: Iterable[int] = (),
         constants: Mapping[str, Array] | Constants | None = None,
+        adapter: str | Adapter | None = None,
         *,
         queue: bool = False,
     ) -> int:
@@ -493,12 +507,14 @@ class KVCache:
             taken: gets the name before there is a slot of it.
             tokens: see `acquire`.
             constants: see `acquire`.
+            adapter: see `acquire`; one that a sequence has may have lost its name.
             queue: the slot gets its row later, where sequences run in all of them and nothing limits their number.
 
         Raises:
-            SlotError, PromptError: see `acquire`.
+            SlotError, PromptError, OptionError: see `acquire`.
         """
         with self._guard.lock, self._guard.idle:
+            found = adapter if isinstance(adapter, Adapter) else self.adapters.find(adapter)
             ids = read_ids(tokens, self._runner.vocab)
             given = self.read_constants(constants)
             row = self._rows.free(self._used())
@@ -509,7 +525,7 @@ class KVCache:
             row = None if ahead else row  # others wait, and come first
             if row is not None:
                 self._rows.clean(row, 0)
-            return self._name(Slot(-1 if row is None else row, ids, constants=given), taken)
+            return self._name(Slot(-1 if row is None else row, ids, constants=given, adapter=found), taken)
 
     def give_back(self, taken: Sequence[int]) -> None:
         """Give up those of these slots that there are. A step that continues one ends it."""
@@ -639,6 +655,11 @@ class KVCache:
             f"there are {len(self._slots)} sequences, and max_sequences is {self._max_sequences}; remove one, or open "
             "the session with a larger max_sequences"
         )
+
+
+def _digest(slot: Slot) -> bytes:
+    """The name of what the rows of a slot depend on beside its tokens."""
+    return b"" if slot.adapter is None else bytes.fromhex(slot.adapter.digest)
 
 
 def _close(slot: Slot) -> None:

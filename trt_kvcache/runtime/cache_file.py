@@ -4,6 +4,7 @@ Tensors are ``<slot>/tokens`` (int64) and ``<slot>/<past>``: the cache rows in u
 state as a whole, and ``<slot>/<input>``: what the sequence was given once. Format 2 adds, for slots that have any, what
 they were given for their tokens: ``<slot>/given_positions`` (int64 ``[planes, K]``), ``<slot>/given_embeds``
 ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``) of those that wait. Without any, a file is of format 1.
+Format 3 says as well which adapter each slot has, by its digest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from trt_kvcache.errors import CacheFileError, OutputError, PromptError
 from trt_kvcache.files import check_output, open_regular, publish, sync, temporary_file
 from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.runtime.adapters import Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import embedded_input
@@ -39,6 +41,7 @@ __all__ = ["SavedSlots", "open_slots", "save_slots"]
 
 _FORMAT = "trt_kvcache.cache.1"
 _GIVEN_FORMAT = "trt_kvcache.cache.2"
+_ADAPTED_FORMAT = "trt_kvcache.cache.3"
 _PLAIN = ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool")
 
 
@@ -48,10 +51,12 @@ class SavedSlots:
 
     Attributes:
         slots: by their former names; their rows mean nothing.
+        adapters: digests of those of the slots that have one.
         digest: of all that was saved; None of a file that lacks it.
     """
 
     slots: dict[int, Slot]
+    adapters: dict[int, str]
     digest: str | None
     _file: _Tensors
     _runner: Runner
@@ -79,7 +84,7 @@ class SavedSlots:
         Raises:
             CacheFileError: it is something else.
         """
-        if self.digest != _digest_of(self._file.digests, self.slots):
+        if self.digest != _digest_of(self._file.digests, self.slots, self.adapters):
             raise CacheFileError(f"{self._file.path}: not what was saved: the file is damaged; save the cache again")
 
 
@@ -136,15 +141,18 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
             tensors[f"{name}/given_embeds"] = np.ascontiguousarray(_plain(slot.embeds.rows))
     digests = {name: _digest(data) for name, data in tensors.items()}
     given = any(slot.positions or len(slot.embeds.at) for slot in slots.values())
+    adapters = {int(name): slot.adapter.digest for name, slot in slots.items() if slot.adapter is not None}
     lengths = {str(name): (slot.length, slot.written) for name, slot in slots.items()}
-    digest = _digest_of(digests, slots)
+    digest = _digest_of(digests, slots, adapters)
     metadata = {
-        "format": _GIVEN_FORMAT if given else _FORMAT,
+        "format": _ADAPTED_FORMAT if adapters else _GIVEN_FORMAT if given else _FORMAT,
         "model": runner.identity(),
         "caches": _layout(runner),
         "slots": msgspec.json.encode(lengths).decode(),
         "digest": digest,
     }
+    if adapters:
+        metadata["adapters"] = msgspec.json.encode(adapters).decode()
     with temporary_file(final) as temporary:
         try:
             save_file(tensors, temporary, metadata)
@@ -167,8 +175,13 @@ def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
 
 
 @contextmanager
-def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSlots]:
+def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters | None) -> Iterator[SavedSlots]:
     """Open a file for this runner's model.
+
+    Args:
+        path: of the file.
+        runner: of the model.
+        adapters: that slots may have; None: nobody asks which.
 
     Raises:
         CacheFileError: it is unreadable, or of another model, or of caches of another kind.
@@ -181,10 +194,10 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
         raise CacheFileError(f"{path}: not a saved cache: {error}") from error
     with file:
         metadata: dict[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
-        if metadata.get("format") not in (_FORMAT, _GIVEN_FORMAT):
+        if metadata.get("format") not in (_FORMAT, _GIVEN_FORMAT, _ADAPTED_FORMAT):
             raise CacheFileError(
                 f"{path}: not a cache that this version saved (format {metadata.get('format')!r}, known are "
-                f"{_FORMAT!r} and {_GIVEN_FORMAT!r})"
+                f"{_FORMAT!r} to {_ADAPTED_FORMAT!r})"
             )
         identity = runner.identity()
         if metadata.get("model") != identity:
@@ -198,7 +211,11 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
                 "the options (capacity, cache layout, calibration) that it was saved with"
             )
         tensors = _Tensors(file, path)
-        yield SavedSlots(_slots(tensors, metadata, runner), metadata.get("digest"), tensors, runner)
+        slots = _slots(tensors, metadata, runner)
+        digests = _adapters(path, metadata)
+        if adapters is not None:
+            _find_adapters(path, slots, digests, adapters)
+        yield SavedSlots(slots, digests, metadata.get("digest"), tensors, runner)
 
 
 def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[int, Slot]:
@@ -225,6 +242,25 @@ def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[
         if slots[name].positions or embedded_input(runner.plan) is not None:
             slots[name].by_ids = 0  # a file does not say of which tokens embeddings were given
     return slots
+
+
+def _adapters(path: Path, metadata: Mapping[str, str]) -> dict[int, str]:
+    try:
+        return msgspec.json.decode(metadata.get("adapters", "{}"), type=dict[int, str])
+    except msgspec.MsgspecError as error:
+        raise CacheFileError(f"{path}: its list of adapters cannot be read: {error}") from error
+
+
+def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, str], adapters: Adapters) -> None:
+    """Give each slot the adapter that it was computed with."""
+    for name, digest in digests.items():
+        if name in slots:
+            slots[name].adapter = adapters.with_digest(digest)
+            if slots[name].adapter is None:
+                raise CacheFileError(
+                    f"{path}: slot {name} was computed with an adapter that is not loaded ({digest[:16]}...); load it "
+                    "first, under any name"
+                )
 
 
 def _read_given(file: _Tensors, slot: Slot, name: int, runner: Runner) -> None:
@@ -262,10 +298,11 @@ def _digest(data: Array) -> bytes:
     return digest
 
 
-def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot]) -> str:
+def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters: Mapping[int, str]) -> str:
     """Of a file, from those of its tensors."""
     lengths = [(int(name), slot.length, slot.written) for name, slot in sorted(slots.items())]
-    return blake3(msgspec.json.encode([sorted(tensors.items()), lengths])).hexdigest()
+    said = [lengths, sorted(adapters.items())] if adapters else [lengths]
+    return blake3(msgspec.json.encode([sorted(tensors.items()), *said])).hexdigest()
 
 
 def _layout(runner: Runner) -> str:

@@ -49,9 +49,10 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
         embeds = np.pad(embeds, (*beside, (0, 0)))
     if positions is not None:  # of some token in the step: all rows agree where the model takes one for all
         positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
+    adapters = None if batch.adapters is None else np.pad(batch.adapters, beside[0])
     whole = replace(
         batch, first_row=first, tokens=tokens, starts=starts, constants=tuple(constants), keep=keep, embeds=embeds,
-        positions=positions, masks=_whole_masks(batch, rows, keep, taking_part),
+        positions=positions, adapters=adapters, masks=_whole_masks(batch, rows, keep, taking_part),
     )  # fmt: skip
     idle = [row for row in range(first, first + rows) if not 0 <= row - batch.first_row < batch.rows]
     names = [buffer.past for buffer in carried_buffers(runner.plan)]

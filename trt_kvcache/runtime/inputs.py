@@ -30,7 +30,7 @@ __all__ = [
 SPAN_BUCKET = 256
 """Spans are multiples of this many cache rows, so that a CUDA graph or a set of bindings serves many steps."""
 
-_GIVEN = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN)  # by others than `StepInputs.fill`
+_GIVEN = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # by others than `StepInputs.fill`
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
 
 
@@ -199,6 +199,9 @@ class StepInputs:
                 values, names = np.minimum(batch.starts + batch.length, self._reach[tensor.name]), ("batch",)
             case Role.UPDATE_LENGTHS:
                 values, names = np.arange(batch.rows + 1) * batch.length, ("batch+1",)
+            case Role.ADAPTER:
+                slots = batch.adapters
+                values, names = np.zeros(batch.rows, np.int64) if slots is None else slots, ("batch",)
             case Role.ZEROS:
                 return np.zeros([1] * len(tensor.shape), self._dtypes[tensor.name])
             case _:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import CapacityError, SessionError, TrtKvCacheError
+from trt_kvcache.runtime.adapters import AdapterSlots
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import Embeddings, embed_step
@@ -106,7 +107,7 @@ class DecodeLoop:
     ) -> None:
         self._runner, self._draft = runner, draft
         self._embeddings = embeddings
-        self._cache = cache
+        self._cache, self._adapters = cache, AdapterSlots(runner)
         self._runs: dict[int, Run] = {}
         self._turns: dict[Hashable, int] = {}  # of clients: when one came, or got a row last
         self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written, and the next token is not chosen yet
@@ -179,7 +180,7 @@ class DecodeLoop:
         for run in [run for run in self._runs.values() if self._is_told(run)]:
             self._let_go(run.slot)
         self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
-        seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
+        seated = self._with_adapters()
         for run in seated:
             self._cache.recall(run.slot)
         guesses = self._guess(seated)
@@ -198,6 +199,12 @@ class DecodeLoop:
             self._unchosen.extend((p, scores[len(scores) - p.keep :]) for p, scores in zip(group, logits, strict=True))
             self._choose_all()
 
+    def _with_adapters(self) -> list[Run]:
+        """Sequences in rows whose adapters have slots, or none; those that came first keep theirs, others wait."""
+        seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
+        placed = self._adapters.reserve(self._cache.slot(run.slot).adapter for run in seated)
+        return [run for run in seated if self._cache.slot(run.slot).adapter in placed]
+
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
         """Append tokens to slots that do not run and write them, in as many steps as that takes.
 
@@ -207,6 +214,7 @@ class DecodeLoop:
         Raises:
             TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow.
         """
+        self._with_adapters()
         before = {name: self._cache.slot(name).copy(-1) for name in tokens}
         found: dict[int, list[npt.NDArray[np.float32]]] = {name: [] for name in tokens}
         try:
@@ -357,6 +365,7 @@ class DecodeLoop:
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
+        adapters = self._adapters.place([slot.adapter for slot in slots])
         embeds = None
         if self._embeddings is not None:
             embeds = embed_step(self._embeddings, tokens, starts, [slot.embeds for slot in slots])
@@ -370,6 +379,7 @@ class DecodeLoop:
             positions=stack_positions([slot.positions for slot in slots], starts, tokens.shape[1]),
             highest=highest,
             masks=masks,
+            adapters=adapters,
         )
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)

@@ -109,7 +109,7 @@ class FileRows:
         """See `Offloaded`; and `fill` for what it raises."""
         from trt_kvcache.runtime.cache_file import open_slots
 
-        with open_slots(self._path, self._runner) as saved:
+        with open_slots(self._path, self._runner, None) as saved:
             if saved.digest != self._digest:
                 raise CacheFileError(
                     f"{self._path}: another cache was written to this file since slot {self._name} was offloaded to "

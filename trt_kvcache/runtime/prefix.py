@@ -45,7 +45,7 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Copies of cache rows that depend on the ids of the tokens up to theirs, and on nothing else.
+    """Copies of cache rows that depend on the ids of the tokens up to theirs, on the adapter, and on nothing else.
 
     A block goes when another needs its place: the one that was used longest ago, of one text the last first. So a block
     is never held for long without those before it, without which it cannot be found.
@@ -82,17 +82,18 @@ class PrefixCache:
         self._free = list(range(count))
         self.stats = PrefixStats()
 
-    def find(self, tokens: Sequence[int], most: int) -> list[bytes]:
+    def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
         """The blocks that a text begins with, as far as they are held.
 
         Args:
             tokens: of the text.
             most: so many of them may be found.
+            adapter: digest of the one that rows are computed with; empty: none.
 
         Returns:
             Their names, for `fill`.
         """
-        found = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK)))
+        found = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(found)
         self.stats.lookups += 1
         self.stats.hits += bool(found)
@@ -104,9 +105,9 @@ class PrefixCache:
         for at, name in enumerate(blocks):
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 
-    def add(self, row: int, tokens: Sequence[int], blocks: int) -> None:
+    def add(self, row: int, tokens: Sequence[int], blocks: int, adapter: bytes = b"") -> None:
         """Copy the first blocks of a text from a row of every cache, unless they are held."""
-        names = _names(tokens, blocks)
+        names = _names(tokens, blocks, adapter)
         for at, name in enumerate(names):
             if name in self._places:
                 continue
@@ -137,9 +138,9 @@ class PrefixCache:
         return self._data[place * self._size : (place + 1) * self._size]
 
 
-def _names(tokens: Sequence[int], blocks: int) -> list[bytes]:
-    """Of the first blocks of a text: each a digest of all tokens up to its end."""
-    names, name = [], b""
+def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
+    """Of the first blocks of a text: each a digest of the adapter and of all tokens up to its end."""
+    names, name = [], adapter
     for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
         name = blake3(name + block.tobytes()).digest()
         names.append(name)

@@ -57,6 +57,7 @@ class StepBatch:
         highest: the caller looks at so many of the highest scores of each position, and at those that equal the last of
             them; of 1 at the first alone; of 0 at all scores.
         masks: the tokens that may be among the `highest`; None: all. Best called after the step has begun.
+        adapters: int64 ``[R]``, the slot of each row's adapter, 0 for none; None: all 0.
     """
 
     first_row: int
@@ -68,6 +69,7 @@ class StepBatch:
     positions: npt.NDArray[np.int64] | None = None
     highest: int = 0
     masks: Masks | None = None
+    adapters: npt.NDArray[np.int64] | None = None
 
     @cached_property
     def rows(self) -> int:
@@ -99,6 +101,7 @@ class StepBatch:
                 self, first_row=self.first_row + i, tokens=self.tokens[one], starts=self.starts[one],
                 constants=self.constants[one], embeds=None if self.embeds is None else self.embeds[one],
                 positions=None if self.positions is None else self.positions[one],
+                adapters=None if self.adapters is None else self.adapters[one],
             )  # fmt: skip
 
 
@@ -193,6 +196,16 @@ class Runner(Protocol):
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """Overwrite the first cache rows of a batch row with what `read_row` gave."""
+        ...
+
+    def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
+        """Fill one slot of an input that holds factors of adapters; steps that use the slot read it from then on.
+
+        Args:
+            name: of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
+            slot: from 1 on; slot 0 stays zero.
+            data: in the input's dtype, of this rank or a smaller one: what is left of the slot becomes 0. None: all.
+        """
         ...
 
     def host_memory(self, size: int) -> HostMemory:

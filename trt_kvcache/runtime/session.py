@@ -13,11 +13,13 @@ from typing import Any, Unpack, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.engine.folder import engine_in
+from trt_kvcache.engine.folder import engine_in, is_model
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.given import given_list, given_path, given_switch, given_whole, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.lora import LoraFolder
 from trt_kvcache.page import Html, tag
+from trt_kvcache.runtime.adapters import Adapters, for_adapters, given_adapters
 from trt_kvcache.runtime.beside import Unread, default_config, default_sampling
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
@@ -72,12 +74,14 @@ class DecodeSession:
         config: how to generate where nothing else is said.
         max_sequences: see `open`.
         prefix_cache: see `open`.
+        adapters: see `open`.
         draft: guesses tokens; the session closes it.
         prefill_budget: see `open`.
         sampling: see the attribute.
 
     Attributes:
         cache: the caches, and what may be done to them.
+        adapters: those that sequences may be computed with (LoRA): load and unload them at any time.
         config: how a generation runs that is given none: greedy, ended by the model's own tokens. A `GenerationConfig`
             that names no ``eos_token_id`` gets that of this one; ``eos_token_id=()`` is none.
         sampling: settings with which the makers of the model would draw its tokens, from its
@@ -94,6 +98,7 @@ class DecodeSession:
         *,
         max_sequences: int | None = None,
         prefix_cache: int | None = None,
+        adapters: Mapping[str, str | os.PathLike[str] | LoraFolder] | None = None,
         draft: DraftModel | None = None,
         prefill_budget: int | None = None,
         sampling: Mapping[str, Any] | None = None,
@@ -122,7 +127,12 @@ class DecodeSession:
         self._runner = runner
         self._tokenizer = tokenizer
         self.config, self.sampling = config, dict(sampling or {})
-        self.cache = KVCache(runner, self._guard, max_sequences=max_sequences, prefix_cache=prefix_cache)
+        self.adapters = Adapters(runner.plan, self._guard)
+        for name, folder in (adapters or {}).items():
+            self.adapters.load(name, folder)
+        self.cache = KVCache(
+            runner, self._guard, max_sequences=max_sequences, prefix_cache=prefix_cache, adapters=self.adapters
+        )
         made = open_embeddings(embeddings, runner.plan, runner.vocab)
         self._reader = PromptReader(runner, self.cache, made, tokenizer, why)
         self._loop = DecodeLoop(runner, self.cache, made, draft, prefill_budget)
@@ -143,6 +153,7 @@ class DecodeSession:
         prefill_budget: int | None = None,
         max_sequences: int | None = None,
         prefix_cache: int | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         draft: str | os.PathLike[str] | None = None,
         capacity: int | None = None,
         default_capacity: int | None = None,
@@ -176,6 +187,9 @@ class DecodeSession:
             prefix_cache: bytes of host memory for cache rows of texts that came before: a text that begins as one of
                 them does is not computed again as far as they agree, in blocks of 32 tokens. `cache.prefix_stats` says
                 how much that saved. None: none.
+            adapters: folders of adapters (LoRA) that peft wrote, by the names that `GenerationConfig.adapter` has for
+                them. An engine takes those that it was built for; a model is planned for these, unless `plan_options`
+                has a ``lora_rank``.
             draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
                 several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
@@ -210,6 +224,9 @@ class DecodeSession:
         }  # fmt: skip
         if default_capacity is not None and given_whole(default_capacity, "default_capacity") < 1:
             raise OptionError(f"default_capacity is {default_capacity}; it must be at least 1 token")
+        folders = given_adapters(adapters)
+        if is_model(model) and folders:
+            options["plan_options"] = for_adapters(plan_options, folders)
         reader = open_tokenizer(tokenizer, model)
         guesser: DraftModel | None = None
         runner = open_runner(model, device, options, check, default_capacity=default_capacity)
@@ -222,7 +239,7 @@ class DecodeSession:
                 guesser = open_draft(given_path(draft, "draft"), runner, check, options)
             return cls(
                 runner, reader, embeddings, encode, config,
-                max_sequences=max_sequences, prefix_cache=prefix_cache, draft=guesser,
+                max_sequences=max_sequences, prefix_cache=prefix_cache, adapters=folders, draft=guesser,
                 prefill_budget=prefill_budget, sampling=default_sampling(model),
             )  # fmt: skip
         except BaseException:
@@ -530,9 +547,13 @@ class DecodeSession:
             with self._guard.lock, self._guard.idle:
                 new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
                 name = -1 if slot is None else int(slot)
+                if slot is not None:
+                    self._check_adapter(int(slot), config)
                 continuation = Continuation(name, after.tokens, config, self._tokenizer, index=index)
                 if slot is None:
-                    name = continuation.sequence = self.cache.take(taken, constants=constants, queue=True)
+                    name = continuation.sequence = self.cache.take(
+                        taken, constants=constants, adapter=config.adapter, queue=True
+                    )
                 else:
                     self.cache.seat(name)
                 new.append_to(self.cache.slot(name))
@@ -646,7 +667,16 @@ class DecodeSession:
             if made.eos_token_id is None and self.config.eos_token_ids:
                 made = replace(made, eos_token_id=self.config.eos_token_id)
             check_config(made, self.plan, draft=self._draft is not None)
+            self.adapters.find(made.adapter)
             return made
+
+    def _check_adapter(self, slot: int, config: GenerationConfig) -> None:
+        held = self.cache.slot(slot).adapter
+        if config.adapter is not None and (held is None or held is not self.adapters.find(config.adapter)):
+            raise OptionError(
+                f"adapter is {shown(config.adapter)}, and slot {slot} was computed with "
+                f"{'none' if held is None else shown(held.name)}; leave it out, or begin a new sequence"
+            )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *given: Any) -> tuple[list[ReadPrompt], bool]:
         """All that is given, checked; and whether it is one prompt, not a list of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from trt_kvcache.runtime.adapters import Adapter
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.given import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
 from trt_kvcache.runtime.offload import Offloaded
@@ -24,6 +25,7 @@ class Slot:
             overwritten.
         running: the decode loop continues it: only the loop may change it.
         constants: what it was given beside its text.
+        adapter: that its text is computed with; None: none.
         embeds: of tokens that wait and were given as embeddings.
         positions: where its tokens stand.
         offloaded: what the cache held, of a slot without a row; None where it held nothing.
@@ -38,6 +40,7 @@ class Slot:
     written: int = 0
     running: bool = False
     constants: Constants = NO_CONSTANTS
+    adapter: Adapter | None = None
     embeds: Embeds = NO_EMBEDS
     positions: Positions = IN_ORDER
     offloaded: Offloaded | None = None

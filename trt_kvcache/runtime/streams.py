@@ -101,7 +101,7 @@ class Streams:
         try:
             while waiting and self._cache.free:
                 continuation, prompt = waiting.popleft()
-                slot = self._cache.acquire(constants=prompt.constants)
+                slot = self._cache.acquire(constants=prompt.constants, adapter=continuation.config.adapter)
                 prompt.append_to(self._cache.slot(slot))
                 mine.add(slot)
                 self._loop.add(slot, continuation, mailbox, keep_slot=False)

@@ -15,11 +15,12 @@ with a function of that name for each.
     apart(model, plan)          gives each cache an input and an output of its own   -> another model
 
 `folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route, and the
-pipeline for `quantized_caches` with ``--cache-dtype``, and for `adapters` with ``--lora-rank``. Five families have no record, since no cheap test tells: a build
-and a session ask for `encoders` where there is an encoder beside the decoder; `normalize` asks for `latent_attention`
-where no attention reads a cache as it is, or tokens meet what is made of positions, for `position_biases` where more
-than a mask is added to scores, for `rounded_attention` where a decoder has QuantizeLinear, and for `ring_windows` with
-``--sliding circular`` or where a model writes a circular cache or shifts the rows of one.
+pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. Five families have no
+record, since no cheap test tells: a build and a session ask for `encoders` where there is an encoder beside the
+decoder; `normalize` asks for `latent_attention` where no attention reads a cache as it is, or tokens meet what is made
+of positions, for `position_biases` where more than a mask is added to scores, for `rounded_attention` where a decoder
+has QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache or
+shifts the rows of one.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         slots: list[int] = []
         try:
             for _ in range(config.num_beams):
-                _acquire(session, config.num_beams, slots, prompt.constants)
+                _acquire(session, config, slots, prompt.constants)
             prompt.append_to(session.cache.slot(slots[0]))
             logits = session.update({slots[0]: []})[slots[0]][-1]
             room = session.cache.room(slots[0])
@@ -79,12 +79,12 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)
 
 
-def _acquire(session: _Updater, beams: int, slots: list[int], given: Constants) -> None:
+def _acquire(session: _Updater, config: GenerationConfig, slots: list[int], given: Constants) -> None:
     have = len(slots)
     try:
-        session.cache.take(slots, constants=given)
+        session.cache.take(slots, constants=given, adapter=config.adapter)
     except SlotError:
-        raise SlotError(_few_rows(session.cache, beams, have)) from None
+        raise SlotError(_few_rows(session.cache, config.num_beams, have)) from None
 
 
 def _few_rows(cache: KVCache, beams: int, free: int) -> str:

@@ -80,6 +80,8 @@ class GenerationConfig:
         max_matching_ngram_size: longest n-gram that prompt lookup looks up.
         num_assistant_tokens: how many tokens the session's draft model guesses at a time, with the same result; 0: it
             does not. None: 4, where there is one and prompt lookup is off.
+        adapter: name of the adapter (LoRA) that the sequence is computed with, see `DecodeSession.adapters`; None: the
+            model itself.
 
     Raises:
         OptionError: a value is out of range, or two contradict each other.
@@ -118,6 +120,7 @@ class GenerationConfig:
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2
     num_assistant_tokens: int | None = None
+    adapter: str | None = None
 
     def __repr__(self) -> str:
         """Only settings that differ from the default: it is in every signature that has one."""

@@ -54,6 +54,7 @@ class Settings(TypedDict, total=False):
     prompt_lookup_num_tokens: int | None
     max_matching_ngram_size: int
     num_assistant_tokens: int | None
+    adapter: str | None
 
 
 def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
@@ -87,6 +88,7 @@ def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 SYNONYMS = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "n_predict": "max_new_tokens",
     "min_tokens": "min_new_tokens", "stop": "stop_strings", "logit_bias": "sequence_bias", "best_of": "num_beams",
+    "lora": "adapter", "adapter_name": "adapter", "lora_request": "adapter",
     "beam_width": "num_beams", "sample": "do_sample", "logprobs": "output_logprobs", "random_seed": "seed",
     "temp": "temperature",
     "stop_token_ids": "eos_token_id", "token_mask": "grammar", "response_format": "grammar", "end_id": "eos_token_id",

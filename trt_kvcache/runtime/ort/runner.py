@@ -16,12 +16,13 @@ from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.files import identify, stamp
 from trt_kvcache.given import given_whole
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
-from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions
+from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.machine import allow_memory, memory
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
@@ -130,6 +131,8 @@ class OnnxRuntimeRunner:
         # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
+        weights = [t for t in imported.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
+        self._adapters = {t.name: np.zeros(tuple(map(int, t.shape)), array_dtype(t.dtype)) for t in weights}
         if imported.plan.logits_span is not None:
             self._spans[imported.plan.logits_span.name] = np.arange(self._inputs.fixed_length or self._max_chunk)
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
@@ -245,6 +248,13 @@ class OnnxRuntimeRunner:
         axis = self._carried[name].axis
         self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
 
+    def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
+        """See `Runner.write_adapter`."""
+        held = self._adapters[name][slot]
+        held[...] = 0
+        if data is not None:
+            held[: data.shape[0], : data.shape[1]] = data
+
     def host_memory(self, size: int) -> HostMemory:
         """See `Runner.host_memory`."""
         try:
@@ -269,7 +279,7 @@ class OnnxRuntimeRunner:
     def close(self) -> None:
         """Free session and caches."""
         self._bindings.clear()
-        self._past, self._present = {}, {}
+        self._past, self._present, self._adapters = {}, {}, {}
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
@@ -296,7 +306,7 @@ class OnnxRuntimeRunner:
         if self._inputs.constants.tensors:
             return 0  # nothing to give it yet
         spans = {n: self._spans[n][:size] for n, size in self._inputs.span_sizes(batch).items()}
-        feeds = self._inputs.arrays(batch) | spans | {n: a[:rows] for n, a in self._past.items()}
+        feeds = self._inputs.arrays(batch) | spans | self._adapters | {n: a[:rows] for n, a in self._past.items()}
         (logits,) = session.run([self._logits.name], feeds)
         return int(logits.shape[-1])
 
@@ -312,6 +322,8 @@ class OnnxRuntimeRunner:
         held = batch.constants[0].arrays if batch.constants else {}
         given = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in held.items()}
         for name, array in (inputs | given | {n: self._spans[n][:size] for n, size in spans.items()}).items():
+            bind(binding.bind_input, name, array)
+        for name, array in self._adapters.items():
             bind(binding.bind_input, name, array)
         rows = slice(batch.first_row, batch.first_row + batch.rows)
         for name, buffer in self._carried.items():

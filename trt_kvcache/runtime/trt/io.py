@@ -77,11 +77,14 @@ class StepBuffers:
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
-            if tensor.io == "input" and name not in self._spans and tensor.role is not Role.CONSTANT:
+            if tensor.role is Role.ADAPTER_WEIGHTS:
+                self._cuda.zero_rows(self.addresses[name], self._size(name), self._size(name), 1)
+            elif tensor.io == "input" and name not in self._spans and tensor.role is not Role.CONSTANT:
                 self._inputs[name] = _Input(self.addresses[name], offset, self._size(name))
                 offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
         longest = max((self._size(name) for name in self._spans), default=0)
-        given = _CONSTANT_STAGING if any(t.role is Role.CONSTANT for t in self._tensors.values()) else 0
+        large = (Role.CONSTANT, Role.ADAPTER_WEIGHTS)
+        given = _CONSTANT_STAGING if any(t.role in large for t in self._tensors.values()) else 0
         self._staging = self._cuda.allocate_pinned(max(offset, longest, given))
         self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
         for name in self._spans:
@@ -111,6 +114,14 @@ class StepBuffers:
                     self._upload(address, array.reshape(-1).view(np.uint8))
                 address += array.nbytes
         self._given = constants
+
+    def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
+        """See `Runner.write_adapter`."""
+        shape = self._largest[name][1:]
+        padded = np.zeros(shape, array_dtype(self._tensors[name].dtype))
+        if data is not None:
+            padded[: data.shape[0], : data.shape[1]] = data
+        self._upload(self.addresses[name] + slot * padded.nbytes, padded.reshape(-1).view(np.uint8))
 
     def _upload(self, address: int, data: Array) -> None:
         """Copy bytes to the GPU, as many at a time as fit into pinned memory."""

@@ -266,6 +266,11 @@ class TensorRTRunner:
         with self.running():
             self._caches.write_row(name, row, data)
 
+    def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
+        """See `Runner.write_adapter`."""
+        with self.running():
+            self._buffers.write_adapter(name, slot, data)
+
     def host_memory(self, size: int) -> HostMemory:
         """See `Runner.host_memory`."""
         with self.running():

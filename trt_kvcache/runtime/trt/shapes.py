@@ -8,6 +8,7 @@ import numpy as np
 
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, UnsupportedModelError
+from trt_kvcache.importer.plan import Role
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.inputs import StepInputs
@@ -35,6 +36,8 @@ class StepShapes:
         self._manifest = manifest
         self._inputs = inputs
         self._buffers = buffers
+        weights = [t for t in manifest.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
+        self._adapters: dict[str, Shape] = {t.name: tuple(map(int, t.shape)) for t in weights}
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
@@ -99,7 +102,7 @@ class StepShapes:
     def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
         """Of every input in a step."""
         caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._buffers.items()}
-        return self._inputs.shapes(batch) | caches
+        return self._inputs.shapes(batch) | caches | self._adapters
 
     def _largest_constants(self) -> Constants:
         """As large as the profiles allow; without contents."""

@@ -8,8 +8,8 @@ becomes
 W stays as it is, quantized or not. It is an edit of a model that was checked without adapters: nothing of that changes,
 and what is added is the definition of LoRA.
 
-Which module of the checkpoint a product is, names in the model say (`names`), or its weights, compared with those of the
-checkpoint (`contents`). Several modules may be fused into one product: each has columns of its own in A and B.
+Names in the model say which module of the checkpoint a product is (`names`), or its weights do, compared with those of
+the checkpoint (`contents`). Several modules may be fused into one product: each has columns of its own in A and B.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 """Modules that onnxruntime-genai makes one product of, by the name that it gives the product."""
 _KEEPS_ROWS = {
     "Add", "Cast", "Div", "Erf", "Gelu", "Identity", "LayerNormalization", "MatMul", "Mul", "Neg", "Pow",
-    "RMSNormalization", "Reciprocal", "ReduceMean", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where",
+    "RMSNormalization", "Reciprocal", "ReduceMean", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
+    "Where",
 }  # fmt: skip
 """Operators whose result has the first axis of an operand of the same rank, whatever that is."""
 _OF_WEIGHTS = {"Cast", "DequantizeLinear", "Identity", "Reshape", "Transpose"}
@@ -230,7 +231,7 @@ class _Graph:
     def _is_cut_elsewhere(self, node: NodeProto) -> bool:
         """True for a Slice of other axes than the first."""
         axes = self.constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) > 3 else None
-        return axes is not None and 0 < min(onnx.numpy_helper.to_array(axes).tolist(), default=0)
+        return axes is not None and min(onnx.numpy_helper.to_array(axes).tolist(), default=0) > 0
 
     def _meets_sequences(self, name: str) -> bool:
         """True if a result is added to a tensor whose first axis is the batch, behind a bias at most."""
@@ -368,10 +369,9 @@ def _planned(one: _Found, rank: int, targets: Sequence[str], taken: set[str]) ->
         names.append(free_name(f"lora.{module}.{side}", taken))
         taken.add(names[-1])
     wanted = sum(_is_wanted(part.module, targets) for part in one.parts)
-    product = one.product
-    return AdapterProduct(
-        *names, product.dtype, rank * max(1, wanted), product.inputs, product.outputs, one.parts, one.whole, one.found_by
-    )
+    product, (a, b), rank = one.product, names, rank * max(1, wanted)
+    sizes = product.inputs, product.outputs
+    return AdapterProduct(a, b, product.dtype, rank, *sizes, one.parts, one.whole, one.found_by)
 
 
 def _shapes(product: AdapterProduct, slots: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -387,7 +387,8 @@ def _axis(batch: Dim) -> str:
 
 def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[_Product], batch: Dim) -> None:
     graph = model.graph
-    added = {product.node.output[0]: (product, planned) for product, planned in zip(products, plan.products, strict=True)}
+    pairs = zip(products, plan.products, strict=True)
+    added = {product.node.output[0]: (product, planned) for product, planned in pairs}
     nodes: list[NodeProto] = []
     for node in graph.node:
         nodes.append(node)
@@ -418,4 +419,3 @@ def _nodes(node: NodeProto, product: _Product, planned: AdapterProduct, index: s
         made.append(helper.make_node("Reshape", [change, f"{stem}/shape"], [f"{stem}/flat"], f"{stem}/Reshape"))
         change = f"{stem}/flat"
     return [*made, helper.make_node("Add", [own, change], [result], f"{stem}/Add")]
-

@@ -89,7 +89,7 @@ class Contents:
             return []
         data = _array(tensor, folder, weights)
         data = data.T if turned else data
-        inputs, outputs = data.shape
+        outputs = data.shape[1]
         index = self._by_beginning(data.dtype)
         found: list[tuple[str, int, int]] = []
         at = 0

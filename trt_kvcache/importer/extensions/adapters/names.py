@@ -1,8 +1,8 @@
 """The modules of a checkpoint that products are, from names that exporters keep.
 
-    weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
-    nodes      /model/layers.0/self_attn/q_proj/MatMul
-    metadata   torch's exporter writes the path of modules at each node
+weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
+nodes      /model/layers.0/self_attn/q_proj/MatMul
+metadata   torch's exporter writes the path of modules at each node
 """
 
 from __future__ import annotations

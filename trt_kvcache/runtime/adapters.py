@@ -1,0 +1,284 @@
+"""Adapters (LoRA) of a session: by name in host memory, and in the slots of the runner as sequences need them.
+
+A name may be given away while sequences run with its adapter: they keep that one to their end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError, SlotError
+from trt_kvcache.given import shown
+from trt_kvcache.importer.plan import AdapterPlan, AdapterProduct, CachePlan, PlanOptions
+from trt_kvcache.lora import LoraFolder, LoraModule, list_names, module_key, open_lora
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.guard import Guard
+from trt_kvcache.runtime.runner import Array, Runner
+
+__all__ = ["Adapter", "AdapterSlots", "Adapters"]
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter in host memory. Two are equal if they are the same object.
+
+    Attributes:
+        name: that it was loaded under.
+        rank: the largest of its modules.
+        digest: of what it computes with: rows of a cache belong to the model and this.
+        arrays: A ``[inputs, rank]`` and B ``[rank, outputs]`` by input of the model, in its dtype; those that the
+            adapter does not change are left out.
+    """
+
+    name: str
+    rank: int
+    digest: str
+    arrays: Mapping[str, Array]
+
+    @property
+    def bytes(self) -> int:
+        """Of host memory."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class Adapters(Mapping[str, int]):
+    """The adapters of a session: ranks by name. All methods may be called from several threads, while sequences run.
+
+    Args:
+        plan: of the model.
+        guard: of the session.
+    """
+
+    def __init__(self, plan: CachePlan, guard: Guard) -> None:
+        self._plan, self._guard = plan.adapters, guard
+        self._known: dict[str, Adapter] = {}
+
+    def __getitem__(self, name: str) -> int:
+        return self._known[name].rank
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._known))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __repr__(self) -> str:
+        slots = "the model takes none" if self._plan is None else f"{self._plan.slots} slots of rank {self._plan.rank}"
+        return f"<Adapters: {', '.join(self._known) or 'none'}; {slots}>"
+
+    def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:
+        """Read an adapter that peft wrote, and give it a name. One that had the name goes, but for what runs with it.
+
+        Args:
+            name: of the adapter in `GenerationConfig.adapter`.
+            folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+        Raises:
+            OptionError: the model takes no adapters; or the adapter is damaged, of a kind that is not supported, of
+                another model, or of a larger rank than the model takes. Nothing has changed.
+            SessionError: the session is closed.
+        """
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise OptionError(f"the name of an adapter is {shown(name)}; give a text")
+        opened = folder if isinstance(folder, LoraFolder) else open_lora(folder)
+        made = read_adapter(name, opened, self._plan)
+        with self._guard.lock, self._guard.open:
+            self._known[name] = made
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; sequences that have it keep it.
+
+        Raises:
+            OptionError: there is none of this name.
+            SessionError: the session is closed.
+        """
+        with self._guard.lock, self._guard.open:
+            self.find(name)
+            del self._known[name]
+
+    def find(self, name: str | None) -> Adapter | None:
+        """The adapter of a name; None for none.
+
+        Raises:
+            OptionError: there is none of this name.
+        """
+        if name is None:
+            return None
+        found = self._known.get(name) if isinstance(name, str) else None
+        if found is None:
+            known = [*self._known]
+            near = get_close_matches(name, known, 1) if isinstance(name, str) else []
+            names = f"did you mean '{near[0]}'?" if near else f"there are {list_names(known) if known else 'none'}"
+            raise OptionError(f"there is no adapter {shown(name)}; {names}")
+        return found
+
+    def with_digest(self, digest: str) -> Adapter | None:
+        """The adapter that computes with what this digest is of; None where none was loaded."""
+        return next((adapter for adapter in self._known.values() if adapter.digest == digest), None)
+
+
+def given_adapters(adapters: object) -> dict[str, LoraFolder]:
+    """The folders that a caller gave by name, read.
+
+    Raises:
+        OptionError: they are no mapping, or one of them holds no adapter.
+    """
+    if adapters is None:
+        return {}
+    if not isinstance(adapters, Mapping):
+        raise OptionError(f"adapters is {shown(adapters)}; give a mapping from names to folders")
+    return {name: open_lora(folder) for name, folder in adapters.items()}
+
+
+def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder]) -> PlanOptions:
+    """The options that plan a model for these adapters, unless they ask for adapters already."""
+    options = options or PlanOptions()
+    if options.lora_rank is not None or not folders:
+        return options
+    targets = sorted({target for folder in folders.values() for target in folder.targets})
+    rank = max(folder.rank for folder in folders.values())
+    return replace(options, lora_rank=rank, lora_targets=tuple(targets))
+
+
+class AdapterSlots:
+    """The adapters in the slots of a runner. Where one needs a slot, that which was used longest ago leaves its own.
+
+    Args:
+        runner: of the model.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._plan = runner, runner.plan.adapters
+        self._held: OrderedDict[Adapter, int] = OrderedDict()  # first the one that was used longest ago
+        self._needed: set[Adapter] = set()
+
+    def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
+        """Say what sequences run with, first those that come first.
+
+        Returns:
+            The adapters that have a slot or get one, and None: as many as there are slots. Others wait.
+        """
+        most = 0 if self._plan is None else self._plan.slots
+        self._needed = set()
+        for adapter in adapters:
+            if adapter is not None and len(self._needed) < most:
+                self._needed.add(adapter)
+        return {None, *self._needed}
+
+    def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
+        """Bring the adapters of a step to slots; returns the slot of each, 0 for None. None where no row has any.
+
+        Raises:
+            SlotError: all slots hold adapters that sequences run with.
+        """
+        asked = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
+        if not asked:
+            return None
+        for adapter in asked:
+            if adapter not in self._held:
+                self._write(adapter, self._free(set(asked)))
+            self._held.move_to_end(adapter)
+        return np.array([0 if adapter is None else self._held[adapter] for adapter in adapters], np.int64)
+
+    def _free(self, asked: set[Adapter]) -> int:
+        assert self._plan is not None
+        if len(self._held) < self._plan.slots:
+            return next(slot for slot in range(1, self._plan.slots + 1) if slot not in self._held.values())
+        oldest = next((adapter for adapter in self._held if adapter not in asked | self._needed), None)
+        if oldest is None:
+            raise SlotError(
+                f"all {self._plan.slots} slots hold adapters that are in use; wait for the end of a sequence, or plan "
+                "the model with more lora_slots"
+            )
+        return self._held.pop(oldest)
+
+    def _write(self, adapter: Adapter, slot: int) -> None:
+        assert self._plan is not None
+        for product in self._plan.products:
+            self._runner.write_adapter(product.a, slot, adapter.arrays.get(product.a))
+            self._runner.write_adapter(product.b, slot, adapter.arrays.get(product.b))
+        self._held[adapter] = slot  # last: what an interrupt leaves half is nobody's
+
+
+def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
+    """Bring an adapter into the form that a model takes.
+
+    Raises:
+        OptionError: the model takes no adapters, or not this one.
+    """
+    if plan is None:
+        raise OptionError(
+            f"adapter '{name}': the model takes none; plan it with lora_rank={folder.rank} or more (build --lora-rank)"
+        )
+    if folder.rank > plan.rank:
+        raise OptionError(
+            f"adapter '{name}' ({folder.path}) has a rank of {folder.rank}, and the model takes up to {plan.rank}; "
+            f"plan it with lora_rank={folder.rank}"
+        )
+    places = {key: product for product in plan.products for key in _keys(product)}
+    changes: dict[AdapterProduct, list[LoraModule]] = {}
+    for module in folder.modules:
+        key = module_key(module.name)
+        if key is None or key not in places:
+            known = sorted({part.module for product in plan.products for part in product.parts})
+            near = get_close_matches(module.name, known, 2, 0.4) or known[:2]
+            raise OptionError(
+                f"adapter '{name}' ({folder.path}) changes module '{module.name}', and in this model adapters "
+                f"change others, such as {list_names(near)}; give an adapter of this model, or plan it with other "
+                "lora_targets"
+            )
+        changes.setdefault(places[key], []).append(module)
+    arrays: dict[str, Array] = {}
+    for product, modules in changes.items():
+        arrays[product.a], arrays[product.b] = _factors(name, product, modules, folder)
+    return Adapter(name, folder.rank, folder.digest, arrays)
+
+
+def _keys(product: AdapterProduct) -> list[tuple[str, ...]]:
+    names = [part.module for part in product.parts] + ([product.whole] if product.whole else [])
+    return [key for key in map(module_key, names) if key is not None]
+
+
+def _factors(
+    name: str, product: AdapterProduct, modules: Sequence[LoraModule], folder: LoraFolder
+) -> tuple[Array, Array]:
+    """A and B of one product: modules that were fused have ranks of their own, one after the other."""
+    rank = sum(module.rank for module in modules)
+    if rank > product.rank:
+        raise OptionError(
+            f"adapter '{name}' ({folder.path}) changes {list_names([m.name for m in modules])}, which are one product "
+            f"in this model, with a rank of {rank} together, and it takes {product.rank}; plan it with a larger "
+            "lora_rank, or with more lora_targets"
+        )
+    a = np.zeros((product.inputs, rank), np.float32)
+    b = np.zeros((rank, product.outputs), np.float32)
+    columns = {module_key(part.module): (part.start, part.stop) for part in product.parts}
+    at, taken = 0, set()
+    for module in modules:
+        key = module_key(module.name)
+        start, stop = columns.get(key, (0, product.outputs))
+        if (module.inputs, module.outputs) != (product.inputs, stop - start) or key in taken:
+            raise OptionError(
+                f"adapter '{name}' ({folder.path}) changes module '{module.name}' as one of {module.inputs} inputs and "
+                f"{module.outputs} outputs, and in this model it has {product.inputs} and {stop - start}; give an "
+                "adapter of this model"
+            )
+        taken.add(key)
+        a[:, at : at + module.rank], b[at : at + module.rank, start:stop] = folder.read(module)
+        at += module.rank
+    dtype = array_dtype(product.dtype)
+    with np.errstate(over="ignore"):  # and is found below
+        made = a.astype(dtype), b.astype(dtype)
+    if not all(np.isfinite(array).all() for array in made):
+        raise OptionError(
+            f"adapter '{name}' ({folder.path}): module '{modules[0].name}' has NaN, infinity or numbers that {dtype}, "
+            "in which the model computes, does not hold"
+        )
+    return made
