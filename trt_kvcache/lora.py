@@ -24,7 +24,7 @@ from trt_kvcache.files import read_object
 from trt_kvcache.given import given_path, is_number, is_whole, shown
 from trt_kvcache.stored_tensors import StoredTensors
 
-__all__ = ["LoraFolder", "LoraModule", "list_names", "module_key", "open_lora"]
+__all__ = ["FUSED", "LoraFolder", "LoraModule", "list_names", "module_key", "open_lora"]
 
 Array = npt.NDArray[Any]
 
@@ -36,6 +36,9 @@ _MEANINGLESS = {  # in inference, or said by the tensors
 }  # fmt: skip
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a training that leave the weights of the model as they are."""
+
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
+"""Modules that are several side by side: exporters fuse these, or take that one apart."""
 
 _MODULE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
 _ATTENTION = {"self_attn": "attn", "self_attention": "attn", "attention": "attn"}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError, SlotError
 from trt_kvcache.given import shown
 from trt_kvcache.importer.plan import AdapterPlan, AdapterProduct, CachePlan, PlanOptions
-from trt_kvcache.lora import LoraFolder, LoraModule, list_names, module_key, open_lora
+from trt_kvcache.lora import FUSED, LoraFolder, LoraModule, list_names, module_key, open_lora
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.runner import Array, Runner
@@ -222,63 +222,97 @@ def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Ada
             f"adapter '{name}' ({folder.path}) has a rank of {folder.rank}, and the model takes up to {plan.rank}; "
             f"plan it with lora_rank={folder.rank}"
         )
-    places = {key: product for product in plan.products for key in _keys(product)}
-    changes: dict[AdapterProduct, list[LoraModule]] = {}
+    places = {key: product for product in plan.products for key in _columns(product)}
+    changes: dict[AdapterProduct, list[_Piece]] = {}
     for module in folder.modules:
-        key = module_key(module.name)
-        if key is None or key not in places:
-            known = sorted({part.module for product in plan.products for part in product.parts})
-            near = get_close_matches(module.name, known, 2, 0.4) or known[:2]
-            raise OptionError(
-                f"adapter '{name}' ({folder.path}) changes module '{module.name}', and in this model adapters "
-                f"change others, such as {list_names(near)}; give an adapter of this model, or plan it with other "
-                "lora_targets"
-            )
-        changes.setdefault(places[key], []).append(module)
+        for piece in _pieces(module, places, name, folder):
+            changes.setdefault(places[piece.key], []).append(piece)
     arrays: dict[str, Array] = {}
-    for product, modules in changes.items():
-        arrays[product.a], arrays[product.b] = _factors(name, product, modules, folder)
+    for product, pieces in changes.items():
+        arrays[product.a], arrays[product.b] = _factors(name, product, pieces, folder)
     return Adapter(name, folder.rank, folder.digest, arrays)
 
 
-def _keys(product: AdapterProduct) -> list[tuple[str, ...]]:
-    names = [part.module for part in product.parts] + ([product.whole] if product.whole else [])
-    return [key for key in map(module_key, names) if key is not None]
+_Key = tuple[str, ...]
 
 
-def _factors(
-    name: str, product: AdapterProduct, modules: Sequence[LoraModule], folder: LoraFolder
-) -> tuple[Array, Array]:
-    """A and B of one product: modules that were fused have ranks of their own, one after the other."""
-    rank = sum(module.rank for module in modules)
-    if rank > product.rank:
+@dataclass(frozen=True)
+class _Piece:
+    """Columns `start` to `stop` of a module, which are those of `key` in the model."""
+
+    module: LoraModule
+    key: _Key
+    start: int
+    stop: int
+
+
+def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
+    """The columns of each module of a product, and of that which they are together."""
+    made = {module_key(part.module): (part.start, part.stop) for part in product.parts}
+    if product.whole is not None:
+        made[module_key(product.whole)] = 0, product.outputs
+    return {key: columns for key, columns in made.items() if key is not None}
+
+
+def _pieces(
+    module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
+) -> Iterator[_Piece]:
+    """A module as the model has it: whole, or taken apart."""
+    key = module_key(module.name)
+    parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
+    if key is not None and key in places:
+        yield _Piece(module, key, 0, module.outputs)
+    elif parts and all(part in places for part in parts):
+        at = 0
+        for part in parts:
+            start, stop = _columns(places[part])[part]
+            yield _Piece(module, part, at, at + stop - start)
+            at += stop - start
+        if at != module.outputs:
+            raise _of_another_model(name, folder, module, module.inputs, at)
+    else:
+        known = sorted({part.module for product in places.values() for part in product.parts})
+        near = get_close_matches(module.name, known, 2, 0.4) or known[:2]
         raise OptionError(
-            f"adapter '{name}' ({folder.path}) changes {list_names([m.name for m in modules])}, which are one product "
-            f"in this model, with a rank of {rank} together, and it takes {product.rank}; plan it with a larger "
-            "lora_rank, or with more lora_targets"
+            f"adapter '{name}' ({folder.path}) changes module '{module.name}', and in this model adapters change "
+            f"others, such as {list_names(near)}; give an adapter of this model, or plan it with other lora_targets"
+        )
+
+
+def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs: int, outputs: int) -> OptionError:
+    return OptionError(
+        f"adapter '{name}' ({folder.path}) changes module '{module.name}' as one of {module.inputs} inputs and "
+        f"{module.outputs} outputs, and in this model it has {inputs} and {outputs}; give an adapter of this model"
+    )
+
+
+def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
+    """A and B of one product: modules that were fused have ranks of their own, one after the other."""
+    rank = sum(piece.module.rank for piece in pieces)
+    names = [piece.module.name for piece in pieces]
+    if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):
+        raise OptionError(
+            f"adapter '{name}' ({folder.path}) changes {list_names(names)}, which are one product in this model, with "
+            f"a rank of {rank} together, and it takes {product.rank}; plan it with a larger lora_rank, or with more "
+            "lora_targets"
         )
     a = np.zeros((product.inputs, rank), np.float32)
     b = np.zeros((rank, product.outputs), np.float32)
-    columns = {module_key(part.module): (part.start, part.stop) for part in product.parts}
-    at, taken = 0, set()
-    for module in modules:
-        key = module_key(module.name)
-        start, stop = columns.get(key, (0, product.outputs))
-        if (module.inputs, module.outputs) != (product.inputs, stop - start) or key in taken:
-            raise OptionError(
-                f"adapter '{name}' ({folder.path}) changes module '{module.name}' as one of {module.inputs} inputs and "
-                f"{module.outputs} outputs, and in this model it has {product.inputs} and {stop - start}; give an "
-                "adapter of this model"
-            )
-        taken.add(key)
-        a[:, at : at + module.rank], b[at : at + module.rank, start:stop] = folder.read(module)
-        at += module.rank
+    at = 0
+    for piece in pieces:
+        module, (start, stop) = piece.module, _columns(product)[piece.key]
+        if (module.inputs, piece.stop - piece.start) != (product.inputs, stop - start):
+            raise _of_another_model(name, folder, module, product.inputs, stop - start)
+        next_ = at + module.rank
+        a[:, at:next_], whole = folder.read(module)
+        b[at:next_, start:stop] = whole[:, piece.start : piece.stop]
+        at = next_
     dtype = array_dtype(product.dtype)
     with np.errstate(over="ignore"):  # and is found below
         made = a.astype(dtype), b.astype(dtype)
     if not all(np.isfinite(array).all() for array in made):
         raise OptionError(
-            f"adapter '{name}' ({folder.path}): module '{modules[0].name}' has NaN, infinity or numbers that {dtype}, "
-            "in which the model computes, does not hold"
+            f"adapter '{name}' ({folder.path}): module '{names[0]}' has NaN, infinity or numbers that {dtype}, in "
+            "which the model computes, does not hold"
         )
     return made

@@ -46,6 +46,7 @@ class StepInputs:
         self._plan, self._limits, self._given, self._rng = plan, limits, given, rng
         self._twin, self._unknown, self._rings, self._plain = twin, unknown, rings, plain
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
+        self._adapters: dict[str, Array] = {}
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
     def shared(self, step: Step) -> dict[str, Array]:
@@ -85,13 +86,22 @@ class StepInputs:
                 values, names = np.arange(len(starts) + 1) * step.length, ("batch+1",)
             case Role.MASK:
                 return self._mask(tensor, step, shape, dtype)
-            case Role.ZEROS:
+            case Role.ZEROS | Role.ADAPTER:
                 return np.zeros(shape, dtype)
+            case Role.ADAPTER_WEIGHTS:
+                return self._other_adapters(tensor.name, shape, dtype)
             case _ if dtype.kind == "f":
                 return self._rng.normal(0, 0.5, shape).astype(dtype)
             case _:
                 return self._rng.integers(0, 2, shape).astype(dtype)
         return arrange(values, names, shape, tensor.axes).astype(dtype)
+
+    def _other_adapters(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Zeros in slot 0, which all sequences choose, and in the others what would show if one was read."""
+        if name not in self._adapters:
+            self._adapters[name] = np.full(shape, 10, dtype)
+            self._adapters[name][0] = 0
+        return self._adapters[name]
 
     def _size(self, tensor: TensorRole, axis: int, sizes: Mapping[str, int]) -> int:
         meaning = tensor.axes[axis]

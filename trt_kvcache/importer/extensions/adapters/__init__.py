@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-import onnx
-from onnx import ModelProto, NodeProto, TensorProto, helper
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.adapters.contents import Contents
@@ -38,12 +38,10 @@ from trt_kvcache.importer.plan import (
 )
 from trt_kvcache.importer.protos import FLOATS, constants_of, dtype_name, is_op, readers_of, replace_field, shape_of
 from trt_kvcache.importer.simplify import infer_shapes
-from trt_kvcache.lora import list_names, module_key
+from trt_kvcache.lora import FUSED, list_names, module_key
 
 __all__ = ["add_adapters"]
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-"""Modules that onnxruntime-genai makes one product of, by the name that it gives the product."""
 _KEEPS_ROWS = {
     "Add", "Cast", "Div", "Erf", "Gelu", "Identity", "LayerNormalization", "MatMul", "Mul", "Neg", "Pow",
     "RMSNormalization", "Reciprocal", "ReduceMean", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
@@ -58,13 +56,13 @@ class _Product:
     """A product with a weight.
 
     Attributes:
-        x: what is multiplied, ``[B, S, inputs]``; the node itself may read it with one axis for the first two.
+        rows: what is multiplied, ``[B, S, inputs]``, or what it was made of, where it has one axis for the first two.
         root: the initializer that its weight is made of.
         turned: the initializer is ``[outputs, inputs]``.
     """
 
     node: NodeProto
-    x: str
+    rows: str
     root: str
     turned: bool
     inputs: int
@@ -110,13 +108,14 @@ def add_adapters(
     contents = Contents.beside(options.checkpoint, folder)
     if contents is not None and (options.checkpoint is not None or not _covers(found, options.lora_targets)):
         found = _merged(found, _compared(products, contents, graph, folder, weights))
-    chosen = [*_targets(found, options.lora_targets)]
-    _check_found(chosen, found, options.lora_targets, compared=contents is not None)
+    targets = _apart(found, options.lora_targets)
+    chosen = [*_targets(found, targets)]
+    _check_found(chosen, found, targets, compared=contents is not None)
     for one in chosen:
         graph.check_rows(one.product, one.parts[0].module)
     taken = set(graph.shapes) | {v.name for v in (*model.graph.input, *model.graph.output)}
     index = free_name("adapter", taken)
-    planned = tuple(_planned(one, options.lora_rank, options.lora_targets, taken) for one in chosen)
+    planned = tuple(_planned(one, options.lora_rank, targets, taken) for one in chosen)
     adapters = AdapterPlan(options.lora_rank, options.lora_slots, index, planned)
     _insert(model, adapters, [one.product for one in chosen], graph.batch)
     roles = [TensorRole(index, "input", Role.ADAPTER, "int64", (graph.batch,), "added", (_axis(graph.batch),))]
@@ -177,10 +176,10 @@ class _Graph:
             if root is None or shape is None or len(shape) != 2 or not all(isinstance(d, int) for d in shape):
                 continue
             inputs, outputs = map(int, reversed(shape) if turned else shape)
-            x = self._with_rows(node.input[0])
+            rows = self._with_rows(node.input[0])
             dtype = self._types.get(node.input[0], 0) or self._types.get(node.output[0], 0)
-            if x is not None and dtype in FLOATS:
-                yield _Product(node, x, root, turned ^ flips, inputs, outputs, dtype_name(dtype))
+            if rows is not None and dtype in FLOATS:
+                yield _Product(node, rows, root, turned ^ flips, inputs, outputs, dtype_name(dtype))
 
     def _root(self, name: str) -> tuple[str | None, bool]:
         """The initializer that a weight is made of, and whether it was turned; None: it is no weight."""
@@ -194,36 +193,38 @@ class _Graph:
         return name, turned
 
     def _with_rows(self, name: str) -> str | None:
-        """A tensor of three axes with the same contents, or None."""
-        while (shape := self.shapes.get(name)) is not None and len(shape) == 2:
+        """A tensor of three axes; or of more, which a Reshape makes two of, so that rows lie sequence by sequence."""
+        most, shape = 3, self.shapes.get(name)
+        while shape is not None and len(shape) == 2:
             node = self._makes.get(name)
             if node is None or node.op_type not in ("Reshape", "Cast"):
                 return None
             name = node.input[0]
-        return name if shape is not None and len(shape) == 3 else None
+            most, shape = 5, self.shapes.get(name)
+        return name if shape is not None and 3 <= len(shape) <= most else None
 
     def check_rows(self, product: _Product, module: str) -> None:
         """Refuse a product of which nothing says that the first axis is that of the sequences."""
-        if not self._by_sequence(product.x) and not self._meets_sequences(product.node.output[0]):
+        if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
             raise UnsupportedModelError(
-                f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.x}' "
-                f"{list(self.shapes.get(product.x) or ())}, and nothing says that its first axis is the batch, "
+                f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
+                f"{list(self.shapes.get(product.rows) or ())}, and nothing says that its first axis is the batch, "
                 f"'{self.batch}', so no adapter can be chosen there: leave the module out of lora_targets"
             )
 
     def _by_sequence(self, name: str) -> bool:
-        """True if the first axis of a tensor of three axes is the batch."""
+        """True if the first axis of a tensor of three axes or more is the batch."""
         pending, seen = [name], {name}
         while pending:
             name = pending.pop()
             shape = self.shapes.get(name)
-            if shape is not None and len(shape) == 3 and shape[0] == self.batch:
+            if shape is not None and len(shape) > 2 and shape[0] == self.batch:
                 return True
             node = self._makes.get(name)
             if node is None or not (node.op_type in _KEEPS_ROWS or self._is_cut_elsewhere(node)):
                 continue
             operands = node.input[:1] if node.op_type in ("MatMul", "ReduceMean", "Slice") else node.input
-            new = [o for o in operands if o not in seen and len(self.shapes.get(o) or ()) == 3]
+            new = [o for o in operands if o not in seen and len(self.shapes.get(o) or ()) == len(shape or ())]
             pending += new
             seen.update(new)
         return False
@@ -231,7 +232,7 @@ class _Graph:
     def _is_cut_elsewhere(self, node: NodeProto) -> bool:
         """True for a Slice of other axes than the first."""
         axes = self.constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) > 3 else None
-        return axes is not None and min(onnx.numpy_helper.to_array(axes).tolist(), default=0) > 0
+        return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0
 
     def _meets_sequences(self, name: str) -> bool:
         """True if a result is added to a tensor whose first axis is the batch, behind a bias at most."""
@@ -254,7 +255,7 @@ class _Graph:
                 return None
             (node,) = readers
             if node.op_type == "Split" and len(node.input) > 1 and node.input[1] in self.constants:
-                sizes = onnx.numpy_helper.to_array(self.constants[node.input[1]]).tolist()
+                sizes = numpy_helper.to_array(self.constants[node.input[1]]).tolist()
                 return sizes if sum(sizes) == product.outputs else None
             if node.op_type not in ("Add", "Sub"):
                 return None
@@ -310,7 +311,7 @@ def _last(module: str) -> str:
 def _parts(one: _Found, graph: _Graph) -> _Found:
     """The same with the modules that an exporter fused under a name of its own."""
     module = one.parts[0].module
-    names = _FUSED.get(_last(module))
+    names = FUSED.get(_last(module))
     sizes = graph.split_of(one.product) if names and len(one.parts) == 1 else None
     if names is None or sizes is None or len(sizes) != len(names):
         return one
@@ -329,8 +330,18 @@ def _is_wanted(module: str, targets: Sequence[str]) -> bool:
 def _covers(found: Sequence[_Found], targets: Sequence[str]) -> bool:
     """True if every target has a product by its name."""
     names = {_last(p.module) for one in found for p in one.parts}
-    names |= {part for name in names for part in _FUSED.get(name, ())}
+    names |= {part for name in names for part in FUSED.get(name, ())}
     return "all" not in targets and names >= set(targets)
+
+
+def _apart(found: Sequence[_Found], targets: Sequence[str]) -> tuple[str, ...]:
+    """The targets, with its parts in the place of a module that an exporter took apart."""
+    known = {_last(m) for one in found for m in (*(p.module for p in one.parts), one.whole) if m}
+    made: dict[str, None] = {}
+    for target in targets:
+        parts = FUSED.get(target, ())
+        made |= dict.fromkeys(parts if parts and target not in known and known.issuperset(parts) else (target,))
+    return tuple(made)
 
 
 def _targets(found: Sequence[_Found], targets: Sequence[str]) -> Iterator[_Found]:
@@ -363,7 +374,11 @@ def _check_found(chosen: Sequence[_Found], found: Sequence[_Found], targets: Seq
 
 
 def _planned(one: _Found, rank: int, targets: Sequence[str], taken: set[str]) -> AdapterProduct:
-    module = one.whole or (one.parts[0].module if len(one.parts) == 1 else "+".join(p.module for p in one.parts))
+    module = one.whole or (
+        one.parts[0].module
+        if len(one.parts) == 1
+        else one.parts[0].module + "".join(f"+{_last(p.module)}" for p in one.parts[1:])
+    )
     names = []
     for side in "ab":
         names.append(free_name(f"lora.{module}.{side}", taken))
@@ -406,15 +421,28 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[_Product], 
 def _nodes(node: NodeProto, product: _Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
     """What comes after a product, whose own result gets another name."""
     result, stem = node.output[0], planned.a.removesuffix(".a")
-    own, low, change = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change"
+    own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
-    made = [
+    flat = product.rows != x  # one axis for sequences and tokens
+    made = []
+    if flat:
+        sizes = numpy_helper.from_array(np.array([-1, product.inputs]), f"{stem}/sizes")
+        made = [
+            helper.make_node("Constant", [], [f"{stem}/sizes"], f"{stem}/Constant", value=sizes),
+            helper.make_node("Shape", [index], [f"{stem}/batch"], f"{stem}/Shape_batch"),
+            helper.make_node(
+                "Concat", [f"{stem}/batch", f"{stem}/sizes"], [f"{stem}/by_sequence"], f"{stem}/Concat", axis=0
+            ),
+            helper.make_node("Reshape", [x, f"{stem}/by_sequence"], [f"{stem}/x"], f"{stem}/Reshape_x"),
+        ]
+        x = f"{stem}/x"
+    made += [
         helper.make_node("Gather", [planned.a, index], [f"{stem}/a"], f"{stem}/Gather_a", axis=0),
         helper.make_node("Gather", [planned.b, index], [f"{stem}/b"], f"{stem}/Gather_b", axis=0),
-        helper.make_node("MatMul", [product.x, f"{stem}/a"], [low], f"{stem}/MatMul_a"),
+        helper.make_node("MatMul", [x, f"{stem}/a"], [low], f"{stem}/MatMul_a"),
         helper.make_node("MatMul", [low, f"{stem}/b"], [change], f"{stem}/MatMul_b"),
     ]
-    if product.x != node.input[0]:  # which has one axis for sequences and tokens
+    if flat:
         made.append(helper.make_node("Shape", [own], [f"{stem}/shape"], f"{stem}/Shape"))
         made.append(helper.make_node("Reshape", [change, f"{stem}/shape"], [f"{stem}/flat"], f"{stem}/Reshape"))
         change = f"{stem}/flat"
