@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trt_kvcache.cli.generate import RunFlags
+from trt_kvcache.cli.generate import LoraFlags, RunFlags
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption, bounded_on_cpu
 from trt_kvcache.cli.prompts import json_object
 from trt_kvcache.errors import OptionError
@@ -33,6 +33,7 @@ def batch(
         Path, typer.Option("-o", "--output", metavar="FILE", help="The answers: JSONL or .parquet.", readable=False)
     ],
     running: RunFlags,
+    adapters: LoraFlags,
     planning: SessionPlanFlags,
     defaults: Annotated[
         str, typer.Option(metavar="JSON", help="Fields of rows that lack them, such as '{\"max_tokens\": 200}'.")
@@ -47,7 +48,7 @@ def batch(
     ] = None,
 ) -> None:
     """Answer a file of requests, in its order. Killed at any moment, the same command goes on where it was."""
-    options = {"tokenizer": tokenizer, **running.options(), **planning.session_options(model)}
+    options = {"tokenizer": tokenizer, **running.options(), **adapters.options(), **planning.session_options(model)}
     fields = json_object(defaults, "--defaults", '{"max_tokens": 200}')
     try:
         from trt_kvcache.serve.batch import RowRunner, run_batch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.generate import GenerationFlags, RunFlags
+from trt_kvcache.cli.generate import AdapterFlags, GenerationFlags, RunFlags
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_error, visible
 from trt_kvcache.cli.prompts import TemplateOption, template_values
@@ -44,6 +44,7 @@ def chat(
     model: RunnableArgument,
     generation: GenerationFlags,
     running: RunFlags,
+    adapters: AdapterFlags,
     planning: SessionPlanFlags,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     chat_template_kwargs: TemplateOption = None,
@@ -58,10 +59,12 @@ def chat(
     from trt_kvcache.runtime.conversation import Conversation
     from trt_kvcache.runtime.session import DecodeSession
 
-    with DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session:
+    with DecodeSession.open(
+        model, tokenizer=tokenizer, **running.options(), **adapters.options(), **options
+    ) as session:
         how: dict[str, Any] = {"values": values} if values else {}
         session.render_chat([{"role": "user", "content": ""}], **how)  # without a template no message is worth typing
-        config = generation.config(model, session.tokenizer)
+        config = adapters.config(generation.config(model, session.tokenizer))
         if generation.max_new_tokens is None and generation.generation_config is None:
             config = replace(config, max_new_tokens=_LONG)
         chat = _Chat(session, Conversation(session, system, values), config)

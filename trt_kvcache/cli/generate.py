@@ -20,6 +20,7 @@ from trt_kvcache.cli.options import (
     SessionPlanFlags,
     bounded_on_cpu,
     given_flags,
+    named_folders,
     run_flag,
 )
 from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode
@@ -192,12 +193,47 @@ class RunFlags:
         return given
 
 
+@dataclass(frozen=True)
+class AdapterFlags:
+    """The adapter of a text."""
+
+    adapter: Annotated[
+        str | None, run_flag(metavar="FOLDER", help="An adapter (LoRA) that peft wrote, to compute the text with.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `DecodeSession.open`."""
+        return {"adapters": named_folders([self.adapter], "--adapter")} if self.adapter else {}
+
+    def config(self, config: GenerationConfig) -> GenerationConfig:
+        """Return settings that choose the adapter."""
+        return replace(config, adapter=next(iter(self.options()["adapters"]))) if self.adapter else config
+
+
+@dataclass(frozen=True)
+class LoraFlags:
+    """The adapters of a server."""
+
+    lora: Annotated[
+        list[str] | None,
+        run_flag(
+            metavar="NAME=FOLDER",
+            help="An adapter (LoRA) that peft wrote; requests choose it as their model. Repeatable.",
+        ),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `DecodeSession.open`."""
+        return {"adapters": named_folders(self.lora, "--lora")} if self.lora else {}
+
+
 def generate(
     model: RunnableArgument,
     text: PromptFlags,
     encoded: SourceFlags,
     generation: GenerationFlags,
     running: RunFlags,
+    adapters: AdapterFlags,
     planning: SessionPlanFlags,
     json: JsonOption = False,
 ) -> None:
@@ -216,7 +252,7 @@ def generate(
         prompts = text.read(tokenizer, embedded)
     prompts = encoded.for_each(prompts, len(sources), constants=bool(text.constants))
     options = planning.session_options(model)
-    config = generation.config(model, tokenizer)
+    config = adapters.config(generation.config(model, tokenizer))
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # slow: after the checks of flags
     from trt_kvcache.importer.capacity import usual_capacity
     from trt_kvcache.runtime.session import DecodeSession
@@ -229,6 +265,7 @@ def generate(
         embeddings=text.embeddings,
         encoder=encoded.encoder,
         **running.options(),
+        **adapters.options(),
     )
 
     def open_session() -> DecodeSession:

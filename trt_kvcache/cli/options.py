@@ -178,6 +178,31 @@ class SessionPlanFlags:
         Path | None,
         _plan_flag(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", readable=False),
     ] = None
+    lora_rank: Annotated[
+        int | None,
+        _plan_flag(
+            min=1,
+            metavar="N",
+            help="Take adapters (LoRA) of up to this rank as inputs; each sequence chooses one. Default: that of the "
+            "adapters that are given.",
+        ),
+    ] = None
+    lora_slots: Annotated[int, _plan_flag(min=1, metavar="N", help="Adapters that a step may choose from.")] = (
+        PlanOptions().lora_slots
+    )
+    lora_targets: Annotated[
+        str,
+        _plan_flag(metavar="NAME,...|all", help="Modules that adapters may change, such as q_proj,v_proj."),
+    ] = "all"
+    checkpoint: Annotated[
+        Path | None,
+        _plan_flag(
+            metavar="FOLDER",
+            help="For adapters: the checkpoint that the model was exported from, where names in the model do not say "
+            "which product is which module.",
+            readable=False,
+        ),
+    ] = None
     check_seconds: Annotated[
         int,
         _plan_flag(min=1, metavar="SECONDS", help="Time limit for the check of the rewritten model."),
@@ -206,7 +231,8 @@ class SessionPlanFlags:
             raise OptionError(
                 f"--calibrate {self.calibrate} has no effect without --cache-dtype; add that, or leave --calibrate out"
             )
-        return PlanOptions(**{name: value for name, value in given_flags(self).items() if name != "calibrate"})
+        given = {name: value for name, value in given_flags(self).items() if name not in ("calibrate", "adapter")}
+        return PlanOptions(**given)
 
     def options_for(self, model: Path) -> PlanOptions:
         """Return the `PlanOptions` for a model. A missing file is an error here, before the slow imports.
@@ -272,6 +298,13 @@ class BuildPlanFlags(SessionPlanFlags):
     attention_span: Annotated[Switch, _plan_flag(help="Attend to the active rows only, not to the capacity.")] = (
         Switch.ON
     )
+    adapter: Annotated[
+        list[str] | None,
+        _plan_flag(
+            metavar="FOLDER",
+            help="Take adapters such as this one, which peft wrote: its rank and modules; repeatable.",
+        ),
+    ] = None
     fallback: Annotated[
         Fallback,
         _plan_flag(
@@ -279,6 +312,15 @@ class BuildPlanFlags(SessionPlanFlags):
             "crosses the end of the ring. functional: plain operators, not in place."
         ),
     ] = Fallback.AUTO
+
+    def options(self) -> PlanOptions:
+        """See `SessionPlanFlags.options`; adapters that are given say what the model has to take."""
+        options = super().options()
+        if not self.adapter:
+            return options
+        from trt_kvcache.runtime.adapters import for_adapters, given_adapters
+
+        return for_adapters(options, given_adapters(named_folders(self.adapter, "--adapter")))
 
 
 @dataclass(frozen=True)
@@ -293,6 +335,23 @@ class PlanFlags(TensorRTPlanFlags):
     """Flags that plan a model for a builder, which need not be installed."""
 
     target: Annotated[Target, _plan_flag(help="The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
+
+
+def named_folders(given: list[str], flag: str) -> dict[str, Path]:
+    """Return folders by name, of ``NAME=FOLDER`` or of a folder that says its name.
+
+    Raises:
+        OptionError: a name comes twice, or there is none.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, is_named, folder = text.partition("=")
+        path = Path(folder if is_named else text)
+        name = name if is_named else path.resolve().name
+        if not name or not str(path) or name in found:
+            raise OptionError(f"{flag} {text!r}: give NAME=FOLDER, and each name once")
+        found[name] = path
+    return found
 
 
 def given_flags(flags: Any) -> dict[str, Any]:

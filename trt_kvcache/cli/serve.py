@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.generate import RunFlags
+from trt_kvcache.cli.generate import LoraFlags, RunFlags
 from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
@@ -17,6 +17,7 @@ from trt_kvcache.errors import OptionError
 def serve(
     model: RunnableArgument,
     running: RunFlags,
+    adapters: LoraFlags,
     planning: SessionPlanFlags,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: a free one.")] = 8000,
@@ -30,6 +31,14 @@ def serve(
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Pages of this origin may ask, such as https://example.org; repeatable."),
+    ] = None,
+    lora_folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Let clients load adapters from this folder, and unload any: /v1/load_lora_adapter.",
+            readable=False,
+        ),
     ] = None,
     max_queue: QueueOption = 256,
     drain_timeout: Annotated[
@@ -56,12 +65,16 @@ def serve(
         )
     with (
         bind(host, port) as sock,
-        DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session,
+        DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **adapters.options(), **options) as session,
     ):
         if session.tokenizer is None:
             print_warnings(["there is no tokenizer: /v1/completions takes and gives token ids, and there are no chats"])
         named = name or model.resolve().name
-        service = Service(session, named, keys, max_queue=max_queue, origins=allow_origin or ())
+        if named in session.adapters:
+            raise OptionError(f"--lora {named}=...: the model has this name; give another one, or --name")
+        service = Service(
+            session, named, keys, max_queue=max_queue, origins=allow_origin or (), lora_folder=lora_folder
+        )
         address, actual = sock.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"

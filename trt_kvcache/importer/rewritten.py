@@ -111,7 +111,9 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
         raise InvalidModelError(f"{path}: its record of options cannot be read ({error}): rewrite it again") from None
     if made.config is not None and options.config is None:
         raise OptionError(f"{path}: was rewritten with a file of patterns for roles; give the same one (--config)")
-    own = {name: getattr(options, name) for name in ("config", "check_seconds", "check_memory", "recheck")}
+    own = {
+        name: getattr(options, name) for name in ("config", "checkpoint", "check_seconds", "check_memory", "recheck")
+    }
     made, default = dataclasses.replace(made, **own), PlanOptions()
     for field in dataclasses.fields(PlanOptions):
         wanted, had = getattr(options, field.name), getattr(made, field.name)

@@ -73,6 +73,11 @@ class Adapters(Mapping[str, int]):
         slots = "the model takes none" if self._plan is None else f"{self._plan.slots} slots of rank {self._plan.rank}"
         return f"<Adapters: {', '.join(self._known) or 'none'}; {slots}>"
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of what the adapters compute with, by name."""
+        return {name: self._known[name].digest for name in sorted(self._known)}
+
     def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:
         """Read an adapter that peft wrote, and give it a name. One that had the name goes, but for what runs with it.
 
@@ -195,7 +200,7 @@ class AdapterSlots:
         if oldest is None:
             raise SlotError(
                 f"all {self._plan.slots} slots hold adapters that are in use; wait for the end of a sequence, or plan "
-                "the model with more lora_slots"
+                f"the model with --lora-slots {self._plan.slots + 1} or more"
             )
         return self._held.pop(oldest)
 
@@ -215,12 +220,12 @@ def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Ada
     """
     if plan is None:
         raise OptionError(
-            f"adapter '{name}': the model takes none; plan it with lora_rank={folder.rank} or more (build --lora-rank)"
+            f"adapter '{name}': the model takes none; plan it for adapters, with --lora-rank {folder.rank} or more"
         )
     if folder.rank > plan.rank:
         raise OptionError(
             f"adapter '{name}' ({folder.path}) has a rank of {folder.rank}, and the model takes up to {plan.rank}; "
-            f"plan it with lora_rank={folder.rank}"
+            f"plan it with --lora-rank {folder.rank}"
         )
     places = {key: product for product in plan.products for key in _columns(product)}
     changes: dict[AdapterProduct, list[_Piece]] = {}
@@ -275,7 +280,7 @@ def _pieces(
         near = get_close_matches(module.name, known, 2, 0.4) or known[:2]
         raise OptionError(
             f"adapter '{name}' ({folder.path}) changes module '{module.name}', and in this model adapters change "
-            f"others, such as {list_names(near)}; give an adapter of this model, or plan it with other lora_targets"
+            f"others, such as {list_names(near)}; give an adapter of this model, or plan it with other --lora-targets"
         )
 
 
@@ -293,8 +298,8 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):
         raise OptionError(
             f"adapter '{name}' ({folder.path}) changes {list_names(names)}, which are one product in this model, with "
-            f"a rank of {rank} together, and it takes {product.rank}; plan it with a larger lora_rank, or with more "
-            "lora_targets"
+            f"a rank of {rank} together, and it takes {product.rank}; plan it with a larger --lora-rank, or with more "
+            "--lora-targets"
         )
     a = np.zeros((product.inputs, rank), np.float32)
     b = np.zeros((rank, product.outputs), np.float32)

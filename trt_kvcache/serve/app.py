@@ -35,8 +35,9 @@ from trt_kvcache.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     as_api,
-    check_name,
+    find_adapter,
     prepare,
+    read_adapter_request,
     read_request,
     too_many,
 )
@@ -62,6 +63,7 @@ class Service:
         name: of the model.
         keys: of which clients have to give one; none: they need none.
         max_queue: see `ServingCore`.
+        lora_folder: clients may load adapters from this folder, and unload any; None: they may not.
         origins: of pages of other servers that browsers let read the answers, such as ``https://example.org``; ``*``:
             all of them.
 
@@ -83,6 +85,7 @@ class Service:
         *,
         max_queue: int = 256,
         origins: Sequence[str] = (),
+        lora_folder: Path | None = None,
     ) -> None:
         for origin in origins:
             if not re.fullmatch(r"\*|https?://[^/\s?#@]+", origin):
@@ -109,6 +112,10 @@ class Service:
             Route("/v1/chat/completions", self._chats, methods=["POST"]),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
         ]
+        if lora_folder is not None:
+            self._lora_folder = lora_folder.resolve()
+            routes.append(Route("/v1/load_lora_adapter", self._load, methods=["POST"]))
+            routes.append(Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]))
         handlers: dict[Any, Any] = {
             TrtKvCacheError: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _failed,
         }  # fmt: skip
@@ -158,11 +165,28 @@ class Service:
         return _json({"version": __version__})
 
     async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card()]})
+        cards = [self._card(), *map(self._card, self._session.adapters)]
+        return _json({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
-        check_name(request.path_params["name"], self._name)
-        return _json(self._card())
+        return _json(self._card(find_adapter(request.path_params["name"], self._name, self._session.adapters)))
+
+    async def _load(self, request: Request) -> Response:
+        asked = read_adapter_request(await _body(request))
+        path = (self._lora_folder / (asked.lora_path or asked.lora_name)).resolve()
+        if asked.lora_name == self._name:
+            raise ApiError(400, f"{self._name!r} is the model itself; give another name", "lora_name")
+        if not path.is_relative_to(self._lora_folder):
+            raise ApiError(403, "lora_path: adapters come from the server's own folder; give a path in it", "lora_path")
+        await asyncio.to_thread(self._session.adapters.load, asked.lora_name, path)
+        return _json(self._card(asked.lora_name))
+
+    async def _unload(self, request: Request) -> Response:
+        name = read_adapter_request(await _body(request)).lora_name
+        if name not in self._session.adapters:
+            raise ApiError(404, f"there is no adapter {name[:100]!r}", "lora_name", "model_not_found")
+        self._session.adapters.unload(name)
+        return _json({"id": name, "object": "model", "deleted": True})
 
     async def _embeddings(self, request: Request) -> Response:
         raise ApiError(404, "embeddings are not served: the model makes text; use /v1/completions", code="unsupported")
@@ -177,17 +201,19 @@ class Service:
 
     async def _answer(self, http: Request, kind: type[_Kind]) -> Response:
         request = read_request(await _body(http), kind)
-        check_name(request.model, self._name)
-        asked = await asyncio.to_thread(prepare, self._session, request, self._most)
-        answer = Answer(asked, self._name, self._names)
+        adapter = find_adapter(request.model, self._name, self._session.adapters)
+        asked = await asyncio.to_thread(prepare, self._session, request, self._most, adapter)
+        answer = Answer(asked, adapter or self._name, self._names)
         events = self.core.events(asked.works, asked.config)
         if not request.stream:
             return _json(await _unless_gone(http, whole_answer(events, answer)))
         first = await _unless_gone(http, _first(events))  # what is refused now still has a status
         return _Stream(_lines(first, events, answer), media_type="text/event-stream", headers=_NO_CACHE)
 
-    def _card(self) -> dict[str, Any]:
-        card = {"id": self._name, "object": "model", "created": self._since, "owned_by": "trt-kvcache"}
+    def _card(self, adapter: str | None = None) -> dict[str, Any]:
+        card = {"id": adapter or self._name, "object": "model", "created": self._since, "owned_by": "trt-kvcache"}
+        if adapter is not None:
+            card["parent"] = self._name
         card |= {"max_model_len": self._session.cache.capacity, "max_num_seqs": self.core.rows}
         return card | {"sampling": self._session.sampling}
 

@@ -22,7 +22,7 @@ from trt_kvcache.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     as_api,
-    check_name,
+    find_adapter,
     prepare,
     read_request,
 )
@@ -66,6 +66,8 @@ class RowRunner:
         options = session.plan.options
         caches = f"{session.cache.capacity} {options.cache_dtype} {options.cache_ranges}"
         made = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r} {session.sampling}"
+        if session.adapters:
+            made += f" {session.adapters.digests}"
         self.model = blake3(made.encode()).hexdigest()
         self._ahead = 2 * session.max_batch
         self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)
@@ -114,9 +116,9 @@ class RowRunner:
             raise ApiError(400, f"row {row.number}: {row.error}", code="invalid_row")
         request: ChatRequest | CompletionRequest
         request = read_request(row.body, ChatRequest) if row.url == CHATS else read_request(row.body, CompletionRequest)
-        check_name(request.model, self._name)
-        asked = await asyncio.to_thread(prepare, self._session, request, _MOST)
-        answer = Answer(asked, self._name, self._names)
+        adapter = find_adapter(request.model, self._name, self._session.adapters)
+        asked = await asyncio.to_thread(prepare, self._session, request, _MOST, adapter)
+        answer = Answer(asked, adapter or self._name, self._names)
         return await whole_answer(self._core.events(asked.works, asked.config), answer)
 
 

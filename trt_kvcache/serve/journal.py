@@ -80,8 +80,8 @@ class Journal:
                 self._db.execute("INSERT INTO made VALUES (?)", (model,))
         if found is not None and found[0] != model:
             raise OutputError(
-                f"{self.path} holds answers of another model, capacity, type of caches or generation config; give that "
-                "one, or remove the file to begin again"
+                f"{self.path} holds answers of another model, capacity, type of caches, generation config or adapters; "
+                "give that one, or remove the file to begin again"
             )
 
     def put(self, number: int, digest: bytes, status: int, line: bytes) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -25,8 +27,9 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "as_api",
-    "check_name",
+    "find_adapter",
     "prepare",
+    "read_adapter_request",
     "read_request",
     "too_many",
 ]
@@ -36,6 +39,8 @@ LATER = {"Retry-After": "1"}
 
 _MOST_COMPLETION = 16
 """New tokens of a completion, where nothing is said; OpenAI's number."""
+_FEW = 8
+"""Names in a message."""
 _MOST_UNBOUNDED = 4096
 """New tokens of a chat, where nothing is said and the caches have no end."""
 
@@ -95,14 +100,18 @@ def too_many(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", headers=LATER)
 
 
-def check_name(given: str | None, name: str) -> None:
-    """Refuse a request for another model than the one that is served.
+def find_adapter(given: str | None, name: str, adapters: Collection[str]) -> str | None:
+    """Return the adapter that a request names as its model; None for the model itself.
 
     Raises:
-        ApiError: it names another one.
+        ApiError: it names another model than those that are served.
     """
-    if given is not None and given != name:
-        raise ApiError(404, f"there is no model {given[:100]!r}; this is {name!r}", "model", "model_not_found")
+    if given is None or given == name:
+        return None
+    if given in adapters:
+        return given
+    others = f", with adapters {', '.join(map(repr, sorted(adapters)[:_FEW]))}" if adapters else ""
+    raise ApiError(404, f"there is no model {given[:100]!r}; this is {name!r}{others}", "model", "model_not_found")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -199,6 +208,17 @@ class ChatRequest(_Request):
     continue_final_message: bool | None = None
 
 
+class AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Of the endpoints that load and unload adapters, as vLLM has them.
+
+    Attributes:
+        lora_path: in the server's folder of adapters; None: the name.
+    """
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: str | None = None
+
+
 _GUIDED = ("json", "regex", "choice", "grammar")
 _TOOLS = "former names of tools and tool_choice; use these"
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -259,6 +279,18 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
         raise ApiError(400, str(error).replace("Object ", "The request "), found and (found[1] or found[2])) from None
 
 
+def read_adapter_request(body: bytes) -> AdapterRequest:
+    """Return which adapter is asked for.
+
+    Raises:
+        ApiError: the body says something else.
+    """
+    try:
+        return msgspec.json.decode(body, type=AdapterRequest)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ApiError(400, str(error).replace("Object ", "The request ")) from None
+
+
 _NESTED: dict[str, Any] = {
     "messages": {"tool_calls": {"function": {}}, "content": {}},
     "tools": {"function": {}},
@@ -284,13 +316,16 @@ def _numbers(values: tuple[Any, ...]) -> list[Any]:
     return [*values, *(float(v) for v in values if type(v) is int)]
 
 
-def prepare(session: DecodeSession, request: CompletionRequest | ChatRequest, most: int) -> Asked:
+def prepare(
+    session: DecodeSession, request: CompletionRequest | ChatRequest, most: int, adapter: str | None = None
+) -> Asked:
     """Return what a request asks for, checked. It takes the time of a tokenizer and a chat template.
 
     Args:
         session: to run it.
         request: as read.
         most: sequences that one request may have.
+        adapter: that it is computed with.
 
     Raises:
         ApiError: it cannot be done.
@@ -308,7 +343,8 @@ def prepare(session: DecodeSession, request: CompletionRequest | ChatRequest, mo
     works = [Work(prompt, index) for prompt in tokens for index in range(count)]
     prompts = [text for text in texts for _ in range(count)]
     uses = _uses(session, request) if isinstance(request, ChatRequest) else None
-    return Asked(request, works, prompts, _config(session, request, limit, uses), uses)
+    config = replace(_config(session, request, limit, uses), adapter=adapter)
+    return Asked(request, works, prompts, config, uses)
 
 
 def _uses(session: DecodeSession, request: ChatRequest) -> ToolUse | None:

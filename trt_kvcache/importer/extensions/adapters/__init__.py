@@ -209,7 +209,7 @@ class _Graph:
             raise UnsupportedModelError(
                 f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
                 f"{list(self.shapes.get(product.rows) or ())}, and nothing says that its first axis is the batch, "
-                f"'{self.batch}', so no adapter can be chosen there: leave the module out of lora_targets"
+                f"'{self.batch}', so no adapter can be chosen there: leave the module out of --lora-targets"
             )
 
     def _by_sequence(self, name: str) -> bool:
@@ -364,11 +364,13 @@ def _check_found(chosen: Sequence[_Found], found: Sequence[_Found], targets: Seq
     for part in (part for one in chosen for part in one.parts):
         key = module_key(part.module)
         if key is None:
-            raise UnsupportedModelError(f"module '{part.module}' is not one of a decoder; leave it out of lora_targets")
+            raise UnsupportedModelError(
+                f"module '{part.module}' is not one of a decoder; leave it out of --lora-targets"
+            )
         if key in keys:
             raise UnsupportedModelError(
                 f"several products are taken for module '{part.module}': its adapter cannot be placed; leave it out of "
-                "lora_targets"
+                "--lora-targets"
             )
         keys[key] = part.module
 
