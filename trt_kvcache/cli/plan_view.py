@@ -42,6 +42,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int) -> None:
     _print_masks(out, plan)
     _print_spans(out, plan)
     _print_logits_span(out, plan)
+    _print_adapters(out, plan)
     _print_tensors(out, plan)
     if plan.caches:
         sequence, total = bytes_of(plan, batch)
@@ -56,6 +57,7 @@ def plan_data(plan: CachePlan, batch: int) -> dict[str, Any]:
     return {
         **msgspec.to_builtins(plan),
         "cache_bytes": {"per_sequence": sequence, "batch": batch, "total": total},
+        "adapter_bytes": plan.adapter_bytes(),
     }
 
 
@@ -211,6 +213,34 @@ def _print_logits_span(out: Console, plan: CachePlan) -> None:
             f"added input {span.name} [{span.symbol}] says of how many, from 1 (the next token) to all; its contents "
             "do not matter"
         )
+
+
+def adapters_text(plan: CachePlan) -> str:
+    """Return slots, rank, modules and bytes of the adapters that a model takes."""
+    adapters = plan.adapters
+    if adapters is None:
+        return "none"
+    names = {part.module.rpartition(".")[2]: None for product in adapters.products for part in product.parts}
+    one = plan.adapter_bytes()
+    return (
+        f"{adapters.slots} slots of rank {adapters.rank} beside the model itself, in {len(adapters.products)} products "
+        f"({', '.join(names)}): {human_bytes(one)} for each, {human_bytes(one * (adapters.slots + 1))} in all"
+    )
+
+
+def _print_adapters(out: Console, plan: CachePlan) -> None:
+    if plan.adapters is None:
+        return
+    products = [
+        (", ".join(part.module for part in p.parts), p.found_by, str(p.rank), f"{p.inputs} x {p.outputs}", p.dtype)
+        for p in plan.adapters.products
+    ]
+    grid = table("modules", "rank", "product", "dtype", "found by", title="Adapters")
+    for (modules, found_by, *cells), layers in group_rows(products, 2):
+        grid.add_row(modules, *cells[:2], cells[2] + (f" x{len(layers)}" if len(layers) > 1 else ""), found_by)
+    out.print()
+    out.print(grid)
+    out.print(f"  {adapters_text(plan)}")
 
 
 def _print_tensors(out: Console, plan: CachePlan) -> None:

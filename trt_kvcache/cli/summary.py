@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
-from trt_kvcache.cli.plan_view import bytes_of, shared_caches
+from trt_kvcache.cli.plan_view import adapters_text, bytes_of, shared_caches
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.engine.folder import is_model
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, Target, UpdateForm, UpdateMode
@@ -120,8 +120,9 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
     for field in fields(flags) if flags is not None else ():
         value = getattr(flags, field.name)
         if value != field.default and field.name not in leave:
-            words.append(f"--{field.name.replace('_', '-')}")
-            words += [] if value is True else [str(getattr(value, "value", value))]
+            for one in value if isinstance(value, list) else [value]:
+                words.append(f"--{field.name.replace('_', '-')}")
+                words += [] if one is True else [str(getattr(one, "value", one))]
     return shlex.join(words)
 
 
@@ -177,6 +178,8 @@ def plan_lines(plan: CachePlan, batch: int, *, built: bool = False, chosen: str 
         lines.append(("memory", _memory(plan, batch)))
     if chosen:
         lines.append(("capacity", chosen))
+    if plan.adapters is not None:
+        lines.append(("adapters", adapters_text(plan)))
     if not built:
         lines += _labelled("advice", advice(plan))
         lines.append(("refused", "nothing"))
