@@ -99,12 +99,14 @@ class Verification:
         original, rewritten: what runs on each side: the models themselves, or forms of them that engines here run.
         folder: of the external data of both, or one for each.
         twin: both are float32 twins of a bfloat16 model.
+        empty: start each sequence with empty caches, so that they hold what the model itself wrote.
     """
 
     def __init__(
         self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto,
-        folder: Path | tuple[Path, Path], *, twin: bool,
+        folder: Path | tuple[Path, Path], *, twin: bool, empty: bool = False,
     ) -> None:  # fmt: skip
+        self._empty = empty
         self.source = imported.source
         self.path = imported.source.path
         self.plan = imported.plan
@@ -176,7 +178,7 @@ class Verification:
         return growing & linear - set(self.texts)
 
     def _schedule(self, limits: Limits) -> Sequence[Episode]:
-        return plan_schedule(limits, self.verify)
+        return plan_schedule(limits, self.verify, empty=self._empty)
 
     def _episodes(self, limits: Limits) -> list[Episode]:
         """The schedule; in a ring made of a window all new tokens of a sequence count, or none."""

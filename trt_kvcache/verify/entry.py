@@ -105,13 +105,14 @@ def _verify(imported: ImportedModel, verify: VerifyOptions, folder: Path | None)
         exact_experts(),
     ):
 
-        def run(left: Side, right: Side, anywhere: bool) -> VerifyReport:
-            verification = Verification(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin)
+        def run(left: Side, right: Side, *, anywhere: bool = False, empty: bool = False) -> VerifyReport:
+            folders = left[1], right[1]
+            verification = Verification(imported, verify, left[0], right[0], folders, twin=twin, empty=empty)
             verification.anywhere = anywhere
             verification.notes += notes
             return verification.run()
 
-        report = run(original, rewritten, False)
+        report = run(original, rewritten)
         if twin or verify.tolerance is not None or report.passed:
             return report
         if original[1] != rewritten[1]:

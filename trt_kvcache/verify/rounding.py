@@ -5,10 +5,17 @@ Some models turn the last bit of a float16 into a large difference: they divide 
 gives other numbers, and that of the original may be ONNX Runtime's own: ``com.microsoft`` operators compute in float32
 on the inside, and so do functions of a model that have the name of one.
 
+Trained models do it after random cache contents, which are far from all that they know: SmolLM2-135M in float16 differs
+by 0.92 of the scale of its logits there, and by 0.016 after a text of its own.
+
 So a float16 model that fails runs again over the same tokens, computed in float32 between its float16 inputs and
 outputs:
 
     original      rewritten                          must agree: structure, masks, indices, layouts
+
+and then as it is, from empty caches on, which hold what the model itself wrote: there both must agree within the usual
+tolerance. If they do not, weights decide, moved at random:
+
     original      rewritten, its weights moved       must differ, by half as much as both did in float16
 
 Rounding to 8 bits (QuantizeLinear, DequantizeLinear) does the same in any type: a sum that another order moves over the
@@ -64,14 +71,14 @@ _PREFIX = "trt_kvcache.verify/float32/"
 
 
 def judge_rounding(
-    report: VerifyReport, run: Callable[[Side, Side, bool], VerifyReport], original: Side, rewritten: Side
+    report: VerifyReport, run: Callable[..., VerifyReport], original: Side, rewritten: Side
 ) -> VerifyReport:
     """The report of a model computed in a wider type, where rounding alone makes it fail in its own.
 
     Args:
         report: of both models as they are.
-        run: the same verification, of other forms of both, which the reference evaluator may run if ONNX Runtime
-            does not.
+        run: the same verification, of other forms of both; `anywhere`: the reference evaluator may run them if ONNX
+            Runtime does not; `empty`: from empty caches on.
         original: as in `report`.
         rewritten: as in `report`.
 
@@ -90,10 +97,14 @@ def judge_rounding(
         with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
             twins = TwinFolder(Path(name), original[1], kind, wide=wide)
             left, right = ((computed_wide(model, twins), twins.folder) for model, _ in (original, rewritten))
-            exact = run((unround(left[0])[0], left[1]), (unround(right[0])[0], right[1]), is_double)
+            exact = run((unround(left[0])[0], left[1]), (unround(right[0])[0], right[1]), anywhere=is_double)
+            own = run(original, rewritten, empty=True) if exact.passed and not steps else report
+            if own.passed:
+                note = _note_on_history(found[0], max(_differences(own) or (0.0,)), kind, wide)
+                return replace(exact, float32_twin=not is_double, notes=(*exact.notes, note))
             others = _narrow_and_wide(original, rewritten) if is_double else _as_is_and_moved(left, rewritten, kind)
             for sides in others if exact.passed else ():
-                moved = _differences(run(*sides, is_double))
+                moved = _differences(run(*sides, anywhere=is_double))
                 if moved is not None and found[0] <= _SIDES * moved[0] and found[1] <= _SIDES * moved[1]:
                     note = _note(found[0], moved[0], kind, wide, len(steps))
                     return replace(exact, float32_twin=not is_double, notes=(*exact.notes, note))
@@ -121,6 +132,15 @@ def _narrow_and_wide(original: Side, rewritten: Side) -> Iterator[tuple[Side, Si
             left, right = (narrow.twin(model) for model, _ in (original, rewritten))
             wide = TwinFolder(Path(other), narrow.folder, TensorProto.FLOAT, wide=TensorProto.DOUBLE)
             yield (left, narrow.folder), (computed_wide(right, wide), wide.folder)
+
+
+def _note_on_history(found: float, own: float, kind: int, wide: int) -> str:
+    name = numpy_name(kind)
+    return (
+        f"after random cache contents rounding decides the numbers of this model: in {name} both models differ by up "
+        f"to {found:.2g} of their outputs' scale there, and were compared computed in {numpy_name(wide)}; from empty "
+        f"caches on they differ by up to {own:.2g} in {name}"
+    )
 
 
 def _note(found: float, moved: float, kind: int, wide: int, steps: int) -> str:

@@ -40,9 +40,11 @@ def beyond_prompt(options: VerifyOptions, *, few: bool) -> VerifyOptions:
     return replace(options, chunks=(*options.chunks, tokens - _TOKENS), tokens=_TOKENS)
 
 
-def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]:
-    """All episodes of a verification."""
+def plan_schedule(limits: Limits, options: VerifyOptions, *, empty: bool = False) -> tuple[Episode, ...]:
+    """All episodes of a verification; `empty`: the one whose caches hold no random rows."""
     lengths = _fitting(limits, options)
+    if empty:
+        return (Episode("decode", consecutive(limits, lengths, (0,) * limits.batch)),)
     if not limits.indexed:
         return _from_row_zero(limits, lengths)
     total = sum(lengths)
