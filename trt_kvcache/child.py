@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
 import os
 import queue
 import subprocess
@@ -13,10 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 import trt_kvcache
 
-__all__ = ["NEWS", "Child", "ChildError", "is_broken", "limit_memory", "unless_ended"]
+__all__ = ["NEWS", "Begun", "Child", "ChildError", "is_broken", "limit_memory", "unless_ended"]
 
 if sys.platform == "win32":
     _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
@@ -25,6 +29,22 @@ else:
 _ROOT = Path(trt_kvcache.__file__).parents[1]
 NEWS = b"+"
 """The beginning of a line that is no answer yet."""
+
+
+_MOST, _SHORTEST = 5, 0.05
+"""Seconds of a clock for a second of processor time, at most, and a wait that is worth it."""
+
+
+class Begun(NamedTuple):
+    """The beginning of a request.
+
+    Attributes:
+        at: `time.monotonic`.
+        worked: processor time that the child had taken, in seconds.
+    """
+
+    at: float
+    worked: float
 
 
 class ChildError(Exception):
@@ -72,15 +92,16 @@ class Child:
         parts: Sequence[bytes],
         seconds: float,
         told: Callable[[bytes], None] = lambda _: None,
-        until: float | None = None,
+        begun: Begun | None = None,
     ) -> bytes:
         """Return the answer to a request, without its line break.
 
         Args:
             parts: of the request, one after the other.
-            seconds: the longest wait. After that the child is ended.
+            seconds: of processor time that the child may take; then it is ended. On a busy machine it gets fewer of
+                them: it is ended after five times as many seconds in any case.
             told: called with the news that come before the answer.
-            until: the end of these seconds (`time.monotonic`), where the request goes on with an earlier one.
+            begun: when the request began, if this one goes on with it.
 
         Raises:
             ChildError: it takes longer, or it died.
@@ -91,8 +112,7 @@ class Child:
                 for part in parts:
                     self._process.stdin.write(part)
                 self._process.stdin.flush()
-            until = time.monotonic() + seconds if until is None else until
-            while (line := self._answers.get(timeout=max(0.0, until - time.monotonic()))).startswith(NEWS):
+            while (line := self._next(seconds, begun or self.begin())).startswith(NEWS):
                 told(line.removeprefix(NEWS))
         except queue.Empty:
             self.end()
@@ -104,6 +124,30 @@ class Child:
             self.end()
             raise ChildError(f"ended with exit code {self._process.returncode}, as for want of memory")
         return line.rstrip(b"\n")
+
+    def begin(self) -> Begun:
+        """Return the state of the clocks at the beginning of a request."""
+        return Begun(time.monotonic(), self._worked())
+
+    def _next(self, seconds: float, begun: Begun) -> bytes:
+        """The next line of the child; queue.Empty: it took too long."""
+        wait = seconds - (time.monotonic() - begun.at)
+        while True:
+            try:
+                return self._answers.get(timeout=max(0.0, wait))
+            except queue.Empty:
+                left = _MOST * seconds - (time.monotonic() - begun.at)
+                wait = min(seconds - (self._worked() - begun.worked), left)
+                if wait < _SHORTEST:
+                    raise
+
+    def _worked(self) -> float:
+        """Processor time of the child in seconds; infinite if it has ended."""
+        try:
+            used = psutil.Process(self._process.pid).cpu_times()
+        except psutil.Error:
+            return math.inf
+        return float(used.user + used.system)
 
     def end(self) -> None:
         """End the process."""

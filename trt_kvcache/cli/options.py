@@ -205,7 +205,7 @@ class SessionPlanFlags:
     ] = None
     check_seconds: Annotated[
         int,
-        _plan_flag(min=1, metavar="SECONDS", help="Time limit for the check of the rewritten model."),
+        _plan_flag(min=1, metavar="SECONDS", help="Processor time for the check of the rewritten model."),
     ] = PlanOptions().check_seconds
     check_memory: Annotated[
         int,

@@ -105,7 +105,8 @@ class PlanOptions:
             linear modules of the layers.
         checkpoint: folder of the checkpoint that the model was exported from: its weights say which product is which
             module, where the names in the model do not. None: the model's own folder, if it holds one.
-        check_seconds: the most time that the comparison of the rewritten model with the original may take.
+        check_seconds: the most processor time that the comparison of the rewritten model with the original may take;
+            where other work leaves it less than a fifth of a core, five times as many seconds.
         check_memory: GiB of address space that it may use.
         recheck: compare again what an earlier comparison found equal.
 

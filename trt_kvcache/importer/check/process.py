@@ -6,7 +6,6 @@ One child process serves all checks of its parent, so that Python and ONNX Runti
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +136,9 @@ def check_in_process(
 
 def _ask(child: Child, parts: Sequence[bytes], weights: Mapping[str, TensorProto], seconds: float) -> Answer:
     """The answer to a request; the child gets the weights that it asks for meanwhile."""
-    until = time.monotonic() + seconds
+    begun = child.begin()
     while True:
-        line = child.ask(parts, seconds, _pass_on, until)
+        line = child.ask(parts, seconds, _pass_on, begun)
         answer = msgspec.json.decode(line, type=Answer)
         if not answer.wanted:
             return answer
