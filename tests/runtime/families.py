@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -164,7 +165,11 @@ class Corpus:
         family, made = FAMILIES[name], self.made(name)
         if device == "cpu":
             batch, chunk = family.max_batch, family.max_chunk
-            with patch.object(ort_runner, "import_model", lambda *_: copy.deepcopy(self._imported(name))):
+            with patch.object(
+                ort_runner,
+                "import_unchecked",
+                lambda *_, **__: (copy.deepcopy(self._imported(name)), SimpleNamespace(result=tuple)),
+            ):
                 runner = runner_on(device, made.model, max_batch=batch, max_chunk=chunk)
         else:
             backend = "tensorrt-rtx" if device == "gpu" else "tensorrt"

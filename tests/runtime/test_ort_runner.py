@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +19,9 @@ from onnx import TensorProto, helper
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer import pipeline
 from trt_kvcache.runtime.ort import memory
+from trt_kvcache.runtime.ort import runner as runner_module
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
@@ -45,6 +49,35 @@ def test_external_weights_are_read_by_onnx_runtime(tmp_path: Path, monkeypatch: 
     np.testing.assert_array_equal(runner.step(batch(0, TOKENS)), other.step(batch(0, TOKENS)))
     assert runner.identity() != other.identity()
     assert runner.identity() == OnnxRuntimeRunner(path).identity()
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_weights_are_loaded_beside_the_check_and_no_step_runs_before_its_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    """A refusal of the check comes before one of ONNX Runtime."""
+    opened, ran = threading.Event(), []
+    real = runner_module.open_on_cpu
+
+    def open_on_cpu(*given: Any, **options: Any) -> Any:
+        opened.set()
+        if not opens:
+            raise UnsupportedModelError("no kernel")
+        return real(*given, **options)
+
+    def check(*_: Any, **__: Any) -> tuple[str, ...]:
+        assert opened.wait(60)
+        ran.append(True)
+        raise UnsupportedModelError("another meaning")
+
+    monkeypatch.setattr(runner_module, "open_on_cpu", open_on_cpu)
+    monkeypatch.setattr(OnnxRuntimeRunner, "_look_for_vocabulary", lambda *_: ran and 64)
+    monkeypatch.setattr(pipeline, "check_rewrite", check)
+    with pytest.raises(UnsupportedModelError, match="another meaning"):
+        OnnxRuntimeRunner(model)
+    monkeypatch.setattr(pipeline, "check_rewrite", lambda *_, **__: ("said of the check",))
+    if opens:
+        assert "said of the check" in OnnxRuntimeRunner(model).plan.notes
 
 
 @pytest.mark.few(1)

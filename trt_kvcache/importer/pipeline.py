@@ -77,11 +77,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
 
 
 def import_model(
-    model: str | os.PathLike[str],
-    options: PlanOptions = _DEFAULTS,
-    *,
-    thorough: bool = False,
-    default_capacity: int | None = None,
+    model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, thorough: bool = False
 ) -> ImportedModel:
     """Plan and rewrite a model in memory.
 
@@ -89,19 +85,18 @@ def import_model(
         model: path of the ``.onnx`` file.
         options: target and choices.
         thorough: compare the rewritten model with the original after a past of every length, too.
-        default_capacity: where neither options nor model say it; None: `usual_capacity`.
 
     Raises:
         ModelError, OptionError: see `plan_model`.
     """
     source = _load(model, options)
-    prepared, plan, rewritten = _rewrite(source, options, default_capacity)
+    prepared, plan, rewritten = _rewrite(source, options)
     plan = _noted(plan, _check(source, options, prepared, plan, rewritten, thorough=thorough))
     return _whole(source, prepared, plan, rewritten)
 
 
 def import_unchecked(
-    model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
+    model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, default_capacity: int | None = None
 ) -> tuple[ImportedModel, Future[tuple[str, ...]]]:
     """Plan and rewrite a model in memory, and return while the check still runs, for callers who have other work.
 
@@ -110,6 +105,7 @@ def import_unchecked(
     Args:
         model: path of the ``.onnx`` file.
         options: target and choices.
+        default_capacity: where neither options nor model say it; None: `usual_capacity`.
 
     Returns:
         The model, and the end of the check: notes for the plan, or what `import_model` raises of the check.
@@ -118,7 +114,7 @@ def import_unchecked(
         ModelError, OptionError: see `plan_model`, but for what the check finds.
     """
     source = _load(model, options)
-    prepared, plan, rewritten = _rewrite(source, options)
+    prepared, plan, rewritten = _rewrite(source, options, default_capacity)
     checked, verdict = copied(rewritten), Future[tuple[str, ...]]()  # its weights are stand-ins
 
     def work() -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
 from trt_kvcache.files import identify, stamp
 from trt_kvcache.given import given_whole
-from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
+from trt_kvcache.importer import ImportedModel, import_unchecked, quantize_caches
 from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
@@ -105,15 +105,35 @@ class OnnxRuntimeRunner:
             raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")
         options = options or PlanOptions()
         own = options if options.cache_ranges is None else options.unquantized()
-        imported = in_float32(import_model(model, own, default_capacity=default_capacity))
+        self._plan: CachePlan
+        imported, verdict = import_unchecked(model, own, default_capacity=default_capacity)
+        try:
+            session = self._open(in_float32(imported), options, max_batch, max_chunk, threads)
+        except TrtKvCacheError:
+            verdict.result()  # a refusal of the check says more
+            raise
+        self._plan = replace(self._plan, notes=(*self._plan.notes, *verdict.result()))
+        if not self._logits.known:
+            self._logits.settle(self._look_for_vocabulary(session))
+        self._vocab = min([self._logits.vocab, *self._limits.tokens.values()])
+
+    def _open(
+        self,
+        imported: ImportedModel,
+        options: PlanOptions,
+        max_batch: int | None,
+        max_chunk: int | None,
+        threads: int | None,
+    ) -> CpuSession:
+        """Open the session, and make the caches, while the check compares the models."""
         self._source = imported.source
         self._identity: str | None = None
         # Without the time of the inode, which a backup by hard links changes.
         self._stamps = [(path, found[:-1]) for path, found in self._source.stamps.items()]
         self._inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
-        limits = index_limits(imported.model, imported.plan)
-        self._max_positions = self._inputs.positions(min(limits.positions.values(), default=None))
+        self._limits = index_limits(imported.model, imported.plan)
+        self._max_positions = self._inputs.positions(min(self._limits.positions.values(), default=None))
         self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
         model_run, self._plan = _fastest(imported, self._inputs, options)
         self._carried = {c.past: c for c in carried_buffers(self._plan)}
@@ -121,7 +141,7 @@ class OnnxRuntimeRunner:
         per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
         self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
         admit_weights(model_run)
-        session = _open(imported, model_run, threads, self.name)
+        session = _opened(imported, model_run, threads, self.name)
         self._session: CpuSession | None = session
         imported.source.check_unchanged()
         # Outside of GroupQueryAttention; see `fuse_attention`.
@@ -136,9 +156,7 @@ class OnnxRuntimeRunner:
         if imported.plan.logits_span is not None:
             self._spans[imported.plan.logits_span.name] = np.arange(self._inputs.fixed_length or self._max_chunk)
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
-        if not self._logits.known:
-            self._logits.settle(self._look_for_vocabulary(session))
-        self._vocab = min([self._logits.vocab, *limits.tokens.values()])
+        return session
 
     @property
     def name(self) -> str:
@@ -358,7 +376,7 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
     return quantized.model, quantized.plan
 
 
-def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:
+def _opened(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:
     advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
     with phase("loading weights"), huge_pages(wait=False), exact_experts():
         return open_on_cpu(model, imported.source.path, advice, threads=threads, name=name)
