@@ -52,7 +52,7 @@ def test_a_model_continues_its_own_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["optimum/llama", "optimum/bloom"])
+@pytest.mark.parametrize("name", ["mobius/llama_dynamic_f32", "optimum/llama", "optimum/bloom"])
 def test_logits_that_are_not_kept_are_not_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof is the same as that of the whole original."""
     path, options = MODELS / name / "model.onnx", PlanOptions(capacity=40)

@@ -26,6 +26,7 @@ from trt_kvcache.importer.plan import CacheDtype, CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
+from trt_kvcache.importer.simplify import inline_functions, name_nodes
 from trt_kvcache.importer.steps.contents import CacheTensor, first_contents
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import Engine
@@ -269,7 +270,7 @@ class _Decoder(Verification):
         """Caches before an episode: empty ones, or what the episode before left, which `_record` keeps up to date."""
         if self._planned[episode].name == DRAWN:
             return self._fresh(step.starts, garbage, episode)
-        fresh = self._fresh((0,) * len(step.starts), garbage, episode)
+        fresh = {} if all(step.starts) else self._fresh((0,) * len(step.starts), garbage, episode)
         if not any(step.starts):
             self._state = fresh
             return fresh
@@ -366,10 +367,15 @@ def _with_last_logits(model: ModelProto, plan: CachePlan) -> ModelProto:
     A history is long, and its logits may be more work than all layers of a model with a large vocabulary.
     """
     span = plan.logits_span
-    if span is None or {n.name for n in model.graph.node if span.tensor in n.input} != set(span.readers):
+    if span is None:
         return model
     made = ModelProto()
     made.CopyFrom(model)
+    if made.functions:  # readers may be in them
+        made, _ = inline_functions(made)
+        name_nodes(made.graph)
+    if {n.name for n in made.graph.node if span.tensor in n.input} != set(span.readers):
+        return model
     cut, nodes = f"{_PREFIX}{span.tensor}", list(made.graph.node)
     bounds = {"first": -MOST_POSITIONS, "end": np.iinfo(np.int64).max, "axis": span.axis}
     made.graph.initializer.extend(numpy_helper.from_array(np.array([v]), cut + n) for n, v in bounds.items())

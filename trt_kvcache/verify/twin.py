@@ -21,7 +21,7 @@ from trt_kvcache.importer.steps.element_types import state_type
 from trt_kvcache.verify.widenable import dequantize_narrow, widenable
 
 _DATA = "twin.data"
-_BLOCK = 1 << 25  # bytes read at a time
+_BLOCK = 1 << 20  # bytes read at a time
 _SMALL = 1024  # bytes; smaller tensors stay in the proto, where shape inference can read them
 
 
@@ -39,7 +39,7 @@ class Data:
     def __bool__(self) -> bool:
         return bool(self._written)
 
-    def add(self, key: Hashable, blocks: Iterable[bytes]) -> tuple[int, int]:
+    def add(self, key: Hashable, blocks: Iterable[bytes | memoryview]) -> tuple[int, int]:
         """The place of a tensor, offset and length; its bytes are written if `key` is new."""
         if key not in self._written:
             with self._path.open("ab") as data:
@@ -134,16 +134,13 @@ class TwinFolder:
         place = self._data.add(key, map(self._widened, blocks) if half else blocks)
         refer(tensor, self.wide if half else tensor.data_type, _DATA, place)
 
-    def _widened(self, block: bytes) -> bytes:
-        if self.dtype == TensorProto.BFLOAT16:
-            return (np.frombuffer(block, "<u2").astype("<u4") << 16).tobytes()  # the upper half of a float32
-        half = self.dtype == TensorProto.FLOAT16
+    def _widened(self, block: bytes) -> memoryview:
         wide = "<f8" if self.wide == TensorProto.DOUBLE else "<f4"
-        values = np.frombuffer(block, "<f2" if half else "<f4").astype(wide)
-        if self._moved is not None:
-            part = 2**-11 if half else 2**-24
+        values = np.frombuffer(block, helper.tensor_dtype_to_np_dtype(self.dtype)).astype(wide)
+        if self._moved is not None and self.dtype != TensorProto.BFLOAT16:
+            part = 2**-11 if self.dtype == TensorProto.FLOAT16 else 2**-24
             values = (values * (1 + self._moved.uniform(-part, part, values.shape))).astype(wide)
-        return values.tobytes()
+        return values.data
 
     def _blocks(self, tensor: TensorProto, external: bool) -> tuple[tuple[object, ...], Iterator[bytes]]:
         """An identity of the tensor's bytes, and the bytes."""
