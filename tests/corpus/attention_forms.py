@@ -364,6 +364,11 @@ def after_prefix(g: Build, tensor: str) -> str:
     return g.Concat(g.weight(1, 4, 3, g.decoder.size), tensor, axis=2)
 
 
+def seen_prefix(g: Build) -> str:
+    """A causal mask with which all queries see the first 5 rows, too."""
+    return g.to_scores(g.Or(g.causal(), g.Less(g.key_rows, 5)))
+
+
 def over_64(g: Build) -> str:
     """A mask of 64 keys in each step, of which the new ones are the last S: it fits a past of 64 - S."""
     rows = g.Range(g.Sub(64, g.length), 64, 1)
@@ -382,6 +387,9 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
         "batch": 1,
     },
     "a past of 64 - S": {"mask": over_64, "layers": 2},
+    "a past of 64 - S, one layer": {"mask": over_64},
+    "a prefix of one sequence, one layer": {"keys": after_prefix, "values": after_prefix, "mask": "none"},
+    "a prefix by its mask": {"mask": seen_prefix, "layers": 2},
 }
 
 NO_ATTENTION: dict[str, dict[str, Any]] = {

@@ -45,6 +45,7 @@ from trt_kvcache.importer.normalize.attention.unlike import why_unlike
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.unknown import why_unfit
 from trt_kvcache.importer.normalize.views import MOVES
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_cut as is_cut_to_use
@@ -134,7 +135,9 @@ def check_readers(graph: gs.Graph, reasons: Mapping[str, str], samples: Samples)
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor, update)
             if reader is not None:
-                if why := why_unlike(graph, update, samples) or _beside_constants(reader, update):
+                if why := (
+                    why_unfit(graph, samples) or why_unlike(graph, update, samples) or _beside_constants(reader, update)
+                ):
                     raise UnsupportedModelError(why)
                 reason = reasons.get(update.inputs[0].name)
                 raise UnsupportedModelError(

@@ -308,12 +308,18 @@ def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Sampl
 
 
 def _template(masks: Masks, samples: Samples) -> Visibility:
-    """The first template that the masks are in two steps; where S is 1, causal and bounded are the same."""
+    """The first template that the masks are in a few steps; where S is 1, causal and bounded are the same."""
     seen = [(sample, masks.visible(sample)) for sample in samples.few]
     longest, visible = seen[-1]
     window = max(1, int(visible[..., -1, :].sum(-1).max()))
+    first = [s for s in samples.plain if not s.past and s.length > 1][
+        :1
+    ]  # shows tokens that see later ones there alone
     for guess in (Visibility(), Visibility(causal=False), Visibility(window=window)):
         if all(np.all(given == _drawn(guess, sample, given.shape[-1])) for sample, given in seen):
+            for sample, given in ((s, masks.visible(s)) for s in first):
+                if other := _apart([(sample, given)], guess):
+                    raise UnsupportedModelError(_no_template(masks, sample, given, other))
             return guess
     before, after = (masks.visible(sample) for sample in samples.twins)
     still = masks.write is not None and not masks.write.growing and np.array_equal(before, after) and not after.all()

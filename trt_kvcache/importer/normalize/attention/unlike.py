@@ -111,7 +111,12 @@ def other_order(read: gs.Tensor, write: Write, factor: float, size: int, samples
     probe = sample.probe
     shape = probe.shape(name)
     first = [(step.probe.shape(name) or (0,))[0] for step in samples.few]
-    if shape is None or write.axis == 0 or first != [step.batch for step in samples.few]:
+    if (
+        not 0 < abs(factor) < np.inf
+        or shape is None
+        or write.axis == 0
+        or first != [step.batch for step in samples.few]
+    ):
         return ""
     rest = [1 if axis in (0, write.axis) else n for axis, n in enumerate(shape)]
     heads = np.arange(prod(rest)).reshape(rest) // size

@@ -22,8 +22,8 @@ from trt_kvcache.importer.normalize.candidate import FOR_GOOD, Candidate
 from trt_kvcache.importer.normalize.evidence.probe import Array, Probe, Shape
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.unknown import why_unknown
 from trt_kvcache.importer.normalize.views import is_view, static_layout, trace_back
-from trt_kvcache.importer.planning.experts import EXPERTS
 
 __all__ = ["find_kept", "read_update"]
 
@@ -33,15 +33,6 @@ _ROWS = 32
 _MOST = 60  # of such numbers, halved: all types of caches have them
 _LARGEST = 1 << 22  # elements of a past that is not cut
 _FAR = 64  # tokens beyond twice the capacity
-_SIZES = (
-    f"export sizes that follow from the number of tokens: {EXPERTS}; with transformers, give caches to "
-    "DynamicCache(past, config=config), which counts the rows that it is given, and leave cumulative_length alone"
-)
-_ONE = (
-    "expand what is there once to the batch, or export with a batch of 1; rows of a trained prefix are given as the "
-    "past of the first step"
-)
-_ANY = "export with a past of any length P, and masks of P + S keys"
 _CUT = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
 
 Perm = tuple[int, ...]
@@ -275,7 +266,7 @@ def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]
     update = candidate.updates[0]
     unknown = next((step for step in steps if step.probe.shape(update.name) is None), None)
     if unknown is not None:
-        return candidate.refusal(*_why_unknown(update, unknown))
+        return candidate.refusal(*why_unknown(update, unknown))
     if not runs:
         return candidate.refusal(f"the new rows in '{update.name}' do not have one axis for each axis of the cache")
     if candidate.shifted:
@@ -286,45 +277,6 @@ def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]
         )
     advice = "" if candidate.growing or candidate.positions or candidate.masks else FOR_GOOD
     return candidate.refusal(_describe(candidate, runs), advice)
-
-
-def _why_unknown(tensor: gs.Tensor, sample: Sample) -> tuple[str, str]:
-    """The operator that makes the shape of a tensor unknown in a step, in words, and what to do.
-
-        counts = tokens per expert -> Range(0, counts[0]) -> Gather -> MatMul -> Concat over the experts -> next layer
-
-    Nothing says how long the result is, although it is the number of tokens in the end.
-    """
-    node, name = producer(tensor), tensor.name
-    unknown = [tensor]
-    while unknown and (before := producer(unknown[0])) is not None:
-        node = before
-        unknown = [t for t in node.inputs if not t.is_empty() and sample.probe.shape(t.name) is None]
-    step = f"nothing says the shape of '{name}' with {sample.past} tokens before {sample.length} new ones"
-    if node is None:
-        return step, _SIZES
-    known = [(t.name, sample.probe.shape(t.name)) for t in node.inputs if not t.is_empty()]
-    shapes = " and ".join(f"'{n}' {'' if shape is None else list(shape)}" for n, shape in known)
-    said = f"{step}: {node.op} '{node.name}' combines {shapes}, which do not fit each other"
-    apart = _sizes_apart([shape for _, shape in known if shape])
-    if is_op(node, "Concat") and {1, sample.batch} in apart:
-        return f"{said}: it joins what is there once to {sample.batch} sequences", _ONE
-    # The shapes of a Concat are apart along its own axis, too.
-    fixed = [max(sizes) for sizes in apart if sample.total in sizes and max(sizes) > sample.total]
-    if fixed and not is_op(node, "Concat"):
-        total = f"{sample.past} tokens and {sample.length} new ones are {sample.total} keys"
-        return f"{said}: {total}, and the model has {fixed[0]} in each step, as with a past of {fixed[0]} - S", _ANY
-    chosen = (
-        "as where an exporter chose one side of a condition for good, or tokens or weights decide how much it gives"
-    )
-    return f"{said}, {chosen}", _SIZES
-
-
-def _sizes_apart(shapes: Sequence[Shape]) -> list[set[int]]:
-    """Sizes of one axis, counted from the last, that are not the same for two shapes."""
-    rank = max(map(len, shapes), default=0)
-    sizes = [{shape[-axis] for shape in shapes if len(shape) >= axis} for axis in range(1, rank + 1)]
-    return [found for found in sizes if len(found) == 2]
 
 
 def _describe(candidate: Candidate, runs: Sequence[_Run]) -> str:

@@ -1,0 +1,73 @@
+"""Reasons why nothing says the shape of a tensor in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import is_op, producer
+from trt_kvcache.importer.normalize.evidence.probe import Shape
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.planning.experts import EXPERTS
+
+__all__ = ["why_unfit", "why_unknown"]
+
+_SIZES = (
+    f"export sizes that follow from the number of tokens: {EXPERTS}; with transformers, give caches to "
+    "DynamicCache(past, config=config), which counts the rows that it is given, and leave cumulative_length alone"
+)
+_ONE = (
+    "expand what is there once to the batch, or export with a batch of 1; rows of a trained prefix are given as the "
+    "past of the first step"
+)
+_ANY = "export with a past of any length P, and masks of P + S keys"
+
+
+def why_unfit(graph: gs.Graph, samples: Samples) -> str:
+    """Words on sizes for which the model does not run in a step after others; empty where it may run."""
+    for sample in samples.plain:
+        for tensor in (t for node in graph.nodes for t in node.outputs if sample.probe.shape(t.name) is None):
+            why, advice = why_unknown(tensor, sample)
+            if advice in (_ONE, _ANY):
+                return f"{why}; {advice}"
+    return ""
+
+
+def why_unknown(tensor: gs.Tensor, sample: Sample) -> tuple[str, str]:
+    """The operator that makes the shape of a tensor unknown in a step, in words, and what to do.
+
+        counts = tokens per expert -> Range(0, counts[0]) -> Gather -> MatMul -> Concat over the experts -> next layer
+
+    Nothing says how long the result is, although it is the number of tokens in the end.
+    """
+    node, name = producer(tensor), tensor.name
+    unknown = [tensor]
+    while unknown and (before := producer(unknown[0])) is not None:
+        node = before
+        unknown = [t for t in node.inputs if not t.is_empty() and sample.probe.shape(t.name) is None]
+    step = f"nothing says the shape of '{name}' with {sample.past} tokens before {sample.length} new ones"
+    if node is None:
+        return step, _SIZES
+    known = [(t.name, sample.probe.shape(t.name)) for t in node.inputs if not t.is_empty()]
+    shapes = " and ".join(f"'{n}' {'' if shape is None else list(shape)}" for n, shape in known)
+    said = f"{step}: {node.op} '{node.name}' combines {shapes}, which do not fit each other"
+    apart = _sizes_apart([shape for _, shape in known if shape])
+    if is_op(node, "Concat") and {1, sample.batch} in apart:
+        return f"{said}: it joins what is there once to {sample.batch} sequences", _ONE
+    # The shapes of a Concat are apart along its own axis, too.
+    fixed = [max(sizes) for sizes in apart if sample.total in sizes and max(sizes) > sample.total]
+    if fixed and not is_op(node, "Concat"):
+        total = f"{sample.past} tokens and {sample.length} new ones are {sample.total} keys"
+        return f"{said}: {total}, and the model has {fixed[0]} in each step, as with a past of {fixed[0]} - S", _ANY
+    chosen = (
+        "as where an exporter chose one side of a condition for good, or tokens or weights decide how much it gives"
+    )
+    return f"{said}, {chosen}", _SIZES
+
+
+def _sizes_apart(shapes: Sequence[Shape]) -> list[set[int]]:
+    """Sizes of one axis, counted from the last, that are not the same for two shapes."""
+    rank = max(map(len, shapes), default=0)
+    sizes = [{shape[-axis] for shape in shapes if len(shape) >= axis} for axis in range(1, rank + 1)]
+    return [found for found in sizes if len(found) == 2]
