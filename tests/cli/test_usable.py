@@ -38,10 +38,18 @@ def at_index(g: Build, x: str) -> str:
     return made
 
 
+def indices(g: Build, x: str) -> str:
+    """The positions that transformers takes as `logits_to_keep`, too."""
+    made: str = g.Gather(x, g.input("logits_to_keep", TensorProto.INT64, ["kept"]), axis=1)
+    return made
+
+
 def write(folder: Path, after: Callable[[Build, str], str], output: str = "logits") -> Path:
     model = make_decoder(Decoder(positions="past", after=after))
     if after is at_index:
         model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
+    if after is indices:
+        model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "kept"
     if output != "logits":
         model.graph.node.append(onnx.helper.make_node("ArgMax", ["logits"], [output], "best", axis=-1, keepdims=0))
         shape = ["batch", "sequence"]
@@ -54,6 +62,7 @@ def write(folder: Path, after: Callable[[Build, str], str], output: str = "logit
     ("after", "output", "said"),
     [
         (lora, "logits", "none: input 'lora_a' (float [16, 'rank']) has no known part in decoding"),
+        (indices, "logits", "none: input 'logits_to_keep' (int64 ['kept']) has no known part in decoding"),
         (at_index, "logits", "none: input 'last_index' (int64 ['batch']) has no known part in decoding"),
         (lambda _, x: x, "next_token", "none: no output has the role 'logits' (outputs: 'next_token' int64"),
     ],
@@ -65,6 +74,7 @@ def test_plan_says_that_no_session_runs_a_model(
     result = run("plan", model, "--capacity", 24)
     assert f"sessions {said}" in " ".join(result.stdout.split())
     assert result.exit_code == 0
+    assert ("name the input's role" in result.stdout) == (after is at_index)  # zeros need a size
     data = json.loads(run("plan", model, "--capacity", 24, "--json").stdout)
     assert data["no_session"].startswith(said.removeprefix("none: "))
     assert "sessions: none, " in run("plan", model, "--capacity", 24, "--all").stdout

@@ -292,12 +292,13 @@ class StepInputs:
 
             # A value for each token of a step is nothing that a sequence is given once.
             by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)
-            role = Role.CONSTANT if by_row else Role.ZEROS
+            sized = all(isinstance(d, int) or axis in _SIZES for d, axis in zip(tensor.shape, tensor.axes, strict=True))
+            role = example(Role.CONSTANT if by_row else Role.ZEROS, tensor.name)
+            named = f"name the input's role with --config, a YAML file such as: {role}; or " if by_row or sized else ""
             raise UnsupportedModelError(
                 f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "
                 "positions, write indices, lengths and masks, give zeros, and pass on constants that come with a "
-                f"sequence: name the input's role with --config, a YAML file such as: {example(role, tensor.name)}; or "
-                "make it a constant of the model"
+                f"sequence: {named}export the model without it, or with a constant in its place"
             )
         if tensor.role is Role.TOKENS and not tensor.embedded and any(size != 1 for size in tensor.shape[2:]):
             raise UnsupportedModelError(
