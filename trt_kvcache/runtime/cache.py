@@ -45,7 +45,8 @@ class KVCache:
         guard: of the session.
         prefix_cache: bytes for rows that sequences with the same beginning share; None: none.
         adapters: of the session; None: there are none.
-        max_sequences: most slots, which take turns in the rows; None: as many as rows, besides what is offloaded.
+        max_sequences: most slots, of which those that do not run give up their rows; None: as many as rows, besides
+            what is offloaded.
 
     Attributes:
         limits: how long a sequence may become.
@@ -117,7 +118,7 @@ class KVCache:
 
     @property
     def max_sequences(self) -> int:
-        """Most slots that are acquired at a time: `rows`, unless they take turns."""
+        """Most slots that are acquired at a time: `rows`, unless those that do not run give up theirs."""
         return self._max_sequences or self.rows
 
     @property

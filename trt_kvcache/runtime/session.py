@@ -181,8 +181,8 @@ class DecodeSession:
                 model beside `path`.
             max_batch: rows of the caches, and most sequences in a step; None: what the engine was built for, or what
                 fits.
-            max_sequences: most sequences at a time, `max_batch` or more: they take turns in the rows. Where one needs a
-                row, one that does not run is offloaded to host memory; those that run keep theirs, and others wait.
+            max_sequences: most sequences at a time, `max_batch` or more, if some are kept when they end. If one needs
+                a row, one that does not run is offloaded to host memory; those that run keep theirs, and others wait.
                 None: what is added waits for a row, and nothing is offloaded.
             prefix_cache: bytes of host memory for cache rows of texts that came before: a text that begins as one of
                 them does is not computed again as far as they agree, in blocks of 32 tokens. `cache.prefix_stats` says
