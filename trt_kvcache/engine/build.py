@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import onnx
 
     from trt_kvcache.importer import ImportedModel
+    from trt_kvcache.importer.check import Checked
     from trt_kvcache.importer.files.flipped import Flipped
     from trt_kvcache.importer.files.source import SourceModel
 
@@ -163,7 +164,7 @@ def _build_engine(
                 raise
             raise BuildError(f"{error.message}; {_about_scans(scans)}") from None
         proof, without = _recorded(recording, setup)
-        plan = replace(plan, notes=(*plan.notes, *watched.verdict.result()))
+        plan = watched.verdict.result().on(plan)
         manifest = replace(
             _manifest(setup, plan, profiles, built, engine_path),
             max_batch=limits.max_batch,
@@ -215,7 +216,7 @@ class _Watched:
         if progress is not None and not callable(progress):
             raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
         self._progress = progress or listener()
-        self.verdict: Future[tuple[str, ...]] | None = None
+        self.verdict: Future[Checked] | None = None
         self.recording: Recording | None = None
         self.raised: BaseException | None = None
 

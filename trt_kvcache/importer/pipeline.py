@@ -19,7 +19,7 @@ from trt_kvcache.given import given_options
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analyze import analyze, check_unique_outputs
 from trt_kvcache.importer.capacity import longest_text, usual_capacity
-from trt_kvcache.importer.check import check_rewrite, start_process
+from trt_kvcache.importer.check import Checked, check_rewrite, start_process
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.interface.zeros import with_zeros
@@ -70,7 +70,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
-    plan = _noted(plan, _check(source, options, prepared, plan, rewritten))
+    plan = _check(source, options, prepared, plan, rewritten).on(plan)
     plan = _adapt(source, prepared, plan, rewritten)
     extensions.check_roundings(rewritten, source.path.parent)
     return _quantize(plan, rewritten)[0]
@@ -91,13 +91,13 @@ def import_model(
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
-    plan = _noted(plan, _check(source, options, prepared, plan, rewritten, thorough=thorough))
+    plan = _check(source, options, prepared, plan, rewritten, thorough=thorough).on(plan)
     return _whole(source, prepared, plan, rewritten)
 
 
 def import_unchecked(
     model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, default_capacity: int | None = None
-) -> tuple[ImportedModel, Future[tuple[str, ...]]]:
+) -> tuple[ImportedModel, Future[Checked]]:
     """Plan and rewrite a model in memory, and return while the check still runs, for callers who have other work.
 
     Nothing that is made of the model may be given to anybody before the future has ended without an error.
@@ -108,14 +108,14 @@ def import_unchecked(
         default_capacity: where neither options nor model say it; None: `usual_capacity`.
 
     Returns:
-        The model, and the end of the check: notes for the plan, or what `import_model` raises of the check.
+        The model, and the end of the check: what it adds to the plan, or what `import_model` raises of the check.
 
     Raises:
         ModelError, OptionError: see `plan_model`, but for what the check finds.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options, default_capacity)
-    checked, verdict = copied(rewritten), Future[tuple[str, ...]]()  # its weights are stand-ins
+    checked, verdict = copied(rewritten), Future[Checked]()  # its weights are stand-ins
 
     def work() -> None:
         try:
@@ -217,7 +217,7 @@ def _check(
     rewritten: onnx.ModelProto,
     *,
     thorough: bool = False,
-) -> tuple[str, ...]:
+) -> Checked:
     try:
         with _default_named(given.capacity, plan.options.capacity):
             return check_rewrite(
@@ -226,10 +226,6 @@ def _check(
     except UnsupportedModelError:
         source.check_unchanged()  # weights that changed meanwhile differ, too
         raise
-
-
-def _noted(plan: CachePlan, notes: tuple[str, ...]) -> CachePlan:
-    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:

@@ -308,7 +308,7 @@ class CachePlan:
         states: state that is no attention cache.
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
         stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
-        whole_prompts: tokens of one step see each other, so that a prompt must come in one step.
+        whole_prompts: tokens of one step depend on each other, so that a prompt must come in one step.
         adapters: what adapters (LoRA) change; None: the model takes none.
     """
 

@@ -25,6 +25,7 @@ number in its graph. The thorough schedule (`verify --thorough`) also runs after
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -35,9 +36,27 @@ from trt_kvcache.importer.check.process import check_in_process, start_process
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.rewritten import misfit
 
-__all__ = ["check_rewrite", "start_process"]
+__all__ = ["Checked", "check_rewrite", "start_process"]
 
 _UNREAD = "because it has more weights than can be read, and no fewer rows and columns fit together"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check adds to a plan.
+
+    Attributes:
+        notes: on what was not compared, and on what is seen in runs alone.
+        whole_prompts: see `CachePlan`.
+    """
+
+    notes: tuple[str, ...] = ()
+    whole_prompts: bool = False
+
+    def on(self, plan: CachePlan) -> CachePlan:
+        """The plan with it."""
+        whole = plan.whole_prompts or self.whole_prompts
+        return replace(plan, notes=(*plan.notes, *self.notes), whole_prompts=whole)
 
 
 def check_rewrite(
@@ -48,7 +67,7 @@ def check_rewrite(
     folder: Path,
     *,
     thorough: bool = False,
-) -> tuple[str, ...]:
+) -> Checked:
     """Refuses a rewritten model that does not give the original's numbers.
 
     Args:
@@ -58,9 +77,6 @@ def check_rewrite(
         weights: the weights that have stand-ins, by name.
         folder: the folder of external data.
         thorough: run steps after a past of every length, too.
-
-    Returns:
-        Notes on what was not compared.
 
     Raises:
         OptionError: the capacity exceeds what the model takes.
@@ -76,10 +92,19 @@ def check_rewrite(
             f"the rewritten model could not be compared with the original: {error}; the comparison may use "
             f"{options.check_seconds} s (--check-seconds) and {options.check_memory} GiB (--check-memory)"
         ) from None
+    mixed = [v.name for v in verdicts if v.answer == "mixed"]
+    verdicts = tuple(v for v in verdicts if v.answer != "mixed")
     first = min(verdicts, key=lambda v: (v.answer == "equal", v.answer != "different"), default=None)
     if first is None or first.answer == "equal":
         unread = [f"'{v.name}'" for v in verdicts if v.why]
-        return (f"not compared with the original, {_UNREAD}: {', '.join(unread)}",) if unread else ()
+        notes = [f"not compared with the original, {_UNREAD}: {', '.join(unread)}"] if unread else []
+        notes += [
+            f"'{name}' of a token is not the same in a step of several tokens as in a step of its own: a session "
+            "writes a prompt in one step, of --max-chunk tokens at most, and has no prefix cache and no drafts for "
+            "this model"
+            for name in mixed
+        ]
+        return Checked(tuple(notes), whole_prompts=bool(mixed))
     if first.answer == "ends":
         longest = max(c.capacity for c in plan.caches)
         raise OptionError(

@@ -4,15 +4,18 @@
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
 Regions compare such operators with the original, row by row. Here everything outside of the regions of caches runs in
-two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. If the
-original takes tokens one by one, they have to be the same one by one as together. Large weights are not read: random
-ones of rank 1 stand in for them, and the dependences stay. Mixtures of large experts are left out, as caches are.
+two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. Where
+tokens are not the same one by one as together, as with a mean over those of a step, prompts must not be cut. Large
+weights are not read: random ones of rank 1 stand in for them, and the dependences stay. Mixtures of large experts are
+left out, as caches are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -32,9 +35,9 @@ from trt_kvcache.importer.protos import is_op, names_read, part_of
 from trt_kvcache.importer.steps.contents import drawn_normal, find_caches, find_states, first_contents
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
-from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.schedule import Step, read_limits
+from trt_kvcache.importer.steps.tokens_apart import TokensApart
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -42,6 +45,7 @@ Load = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 _APART = 7919  # places between what boundaries are given
 _BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
+_PAST = 5  # tokens before a step of which one is compared with all
 _LARGEST = 1 << 18  # numbers in a constant that stands for itself
 _OF_ALL = ("DynamicQuantizeLinear", "QuantizeLinear", "Round")  # quantizers take one scale for all tokens of a step
 _ROUNDED = 5e-2
@@ -54,58 +58,92 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
     None: neither sequences nor tokens depend on which come with them, as far as ONNX Runtime runs this part of the
     model.
     """
+
+    @lru_cache
+    def outside(batch: int, length: int, **how: bool) -> _Outside:
+        return _Outside(cut, regions, batch, length, limits, load, **how)
+
+    found = None
+    for compare in (_sequences, _tokens):
+        with suppress(EngineError, OptionError, UnsupportedModelError):
+            found = found or compare(cut, outside)
+            # Nothing was changed here: what does not run, no region vouches for either.
+    return found
+
+
+def _sequences(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
     steps = read_limits(cut.plan, _BATCH)
     longest = steps.length or min(_LENGTH, steps.longest - 1)
     capacity = min((c.capacity for c in cut.plan.caches), default=0)
     batch = min((n for s in cut.plan.states if isinstance(n := s.shape[0], int)), default=steps.batch)
-    singly = any(t.singly for t in cut.plan.original)
-    if (batch < 2 and not singly) or longest < 1 or capacity <= longest:
+    if batch < 2 or longest < 1 or capacity <= longest:
         return None
-    try:
-        for length in dict.fromkeys((longest, steps.length or 1)):  # some models run in steps of one token only
-            last = capacity - length
-            outside = _Outside(cut, regions, batch, length, limits, load)
-            if outside.runs(0):
-                break
-            if _Outside(cut, regions, 1, length, limits, load).runs(0):
-                return Verdict("", "alone")
-        else:
-            return None
-        if most := outside.longest_past(last):
-            return Verdict(str(most - 1 + length), "ends")
-        starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
-        for (own, other), row in product(starts, (0, batch - 1)):
-            if name := outside.first_dependent(own, other, row):
-                return Verdict(name, "dependent")
-        if singly and (name := outside.first_counted(last)):
-            return Verdict(name, "counted")
-    except (EngineError, OptionError, UnsupportedModelError):
-        return None  # nothing was changed here: what does not run, no region vouches for either
+    is_fixed = any(isinstance(c.logical_shape[0], int) for c in cut.plan.caches)
+    for length in dict.fromkeys((longest, steps.length or 1)):  # some models run in steps of one token only
+        last = capacity - length
+        both = outside(batch, length, whole=is_fixed)
+        if both.runs(0):
+            break
+        if outside(1, length, whole=is_fixed).runs(0):
+            return Verdict("", "alone")
+    else:
+        return None
+    if most := both.longest_past(last):
+        return Verdict(str(most - 1 + length), "ends")
+    starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
+    for (own, other), row in product(starts, (0, batch - 1)):
+        if name := both.first_dependent(own, other, row):
+            return Verdict(name, "dependent")
     return None
 
 
+def _tokens(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
+    """Of a model whose steps may have several tokens, but for states, which each token changes for the next."""
+    steps = read_limits(cut.plan, _BATCH)
+    length = steps.length or min(_LENGTH, steps.longest - 1)
+    if cut.plan.whole_prompts or cut.plan.states or length == 1:
+        return None
+    rows = min((c.capacity for c in cut.plan.caches), default=0)
+    start = min(_PAST, rows - length) if steps.indexed else 0
+    name = outside(steps.batch, length, whole=False).first_counted(start)
+    if not name:
+        return None
+    if any(t.singly for t in cut.plan.original):
+        return Verdict(name, "counted")
+    return Verdict(outside(steps.batch, length, inner=True).first_counted(start) or name, "mixed")
+
+
 class _Outside:
-    """The rewritten model without what caches are read for; all of it if it has a fixed batch.
+    """The rewritten model without what caches are read for, or all of it (`whole`); `inner`: each tensor is an end.
 
     Exports of a fixed batch say nothing of rows that start at different places, so that regions cannot compare these.
     Steps are of `batch` sequences with `length` new tokens each.
     """
 
     def __init__(
-        self, cut: Cut, regions: Sequence[Region], batch: int, length: int, limits: IndexLimits, load: Load
-    ) -> None:
+        self, cut: Cut, regions: Sequence[Region], batch: int, length: int, limits: IndexLimits, load: Load, *,
+        whole: bool = False, inner: bool = False,
+    ) -> None:  # fmt: skip
         self._plan, self._batch, self._length, self._limits = cut.plan, batch, length, limits
         graph = cut.rewritten
         self._is_fixed = any(isinstance(c.logical_shape[0], int) for c in cut.plan.caches)
         pasts = {c.past for c in cut.plan.caches}
-        stops, wanted = ({}, []) if self._is_fixed else _ends(cut, regions, pasts)
-        after = set() if self._is_fixed else graph.tainted(pasts, through=stops, shapes=False)
+        stops, wanted = ({}, []) if whole else _ends(cut, regions, pasts)
+        after = set() if whole else graph.tainted(pasts, through=stops, shapes=False)
         every = dict.fromkeys([*wanted, *graph.outputs])
         made = [name for name in every if name not in after and name in graph.makes]
         if not made:
             raise EngineError("nothing is computed outside of the regions of caches")
+        if inner:
+            made = [name for node in graph.cone(made, stops)[0] for name in node.output if name]
+        # Ends that are results of regions themselves, as of a model that is one attention.
+        self._of_caches = graph.tainted(pasts, through=stops.keys() - made, shapes=False)
         shapes = {name: _shape(cut, name) for name in made}
-        self._shapes = {name: shape for name, shape in shapes.items() if shape and sequence_axis(shape) is not None}
+        self._shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if shape and sequence_axis(shape) is not None and _is_apart(shape)
+        }
         self._axes = {t.name: t.axes.index("batch") for t in cut.plan.tensors if t.name in made and "batch" in t.axes}
         self._axes |= {name: axis for name, shape in shapes.items() if (axis := self._axis(shape)) is not None}
         nodes, self._fed, used = graph.cone(made, stops)
@@ -160,17 +198,29 @@ class _Outside:
         return ""
 
     def first_counted(self, start: int) -> str:
-        """The first tensor in which tokens are not the same together as one by one; empty: there is none."""
-        feeds = self._feeds([start] * self._batch, 0)
-        interface = OriginalInterface(self._plan, twin=True)
+        """The first tensor in which tokens are not the same together as one by one; empty: there is none.
+
+        Raises:
+            EngineError: nothing says which part of an input is that of a token.
+        """
+        starts, apart = [start] * self._batch, TokensApart(self._plan)
+        feeds, short = self._feeds(starts, 0), self._feeds(starts, 0, 1)
+        first = apart.single(feeds, 0)
+        spans = {self._plan.logits_span.name} if self._plan.logits_span is not None else set()
+        given = {*self._fed} & {*first} - {*self._stops} - spans
+        if any(first[name].shape != short[name].shape for name in given) or not all(
+            map(_is_apart, self._stops.values())
+        ):
+            raise EngineError("an input has no axis of its own for the tokens of a step")
         whole = self._engine.run(feeds)
 
         def run(place: int, given: Feeds) -> Feeds:
             return self._engine.run(given | {n: token(feeds[n], shape, place) for n, shape in self._stops.items()})
 
-        for place, alone in enumerate(interface.one_by_one(feeds, run)):
-            for name, shape in self._shapes.items():
-                if not self._same(token(whole[name], shape, place), alone[name]):
+        names = {name: shape for name, shape in self._shapes.items() if name not in self._of_caches}
+        for place, alone in enumerate(apart.one_by_one(feeds, run)):
+            for name, shape in names.items():
+                if not self._same(token(whole[name], shape, place), token(alone[name], shape, 0)):
                     return str(name)
         return ""
 
@@ -182,22 +232,23 @@ class _Outside:
         allowed = (_EXACT if self._exact else _ROUNDED) * np.abs(a[np.isfinite(a)]).max(initial=0)
         return np.allclose(a, b, rtol=0, atol=float(allowed), equal_nan=True)
 
-    def _feeds(self, starts: Sequence[int], seed: int) -> Feeds:
-        step = Step(self._length, tuple(starts), tuple(s + self._length for s in starts))
+    def _feeds(self, starts: Sequence[int], seed: int, length: int | None = None) -> Feeds:
+        length = length or self._length
+        step = Step(length, tuple(starts), tuple(s + length for s in starts))
         rng = np.random.default_rng(seed)
         constants = draw_constants(self._plan, self._batch, 0, twin=True)
         inputs = StepInputs(self._plan, self._limits, constants, rng, twin=True, unknown=UNKNOWN)
         made: Feeds = inputs.shared(step)
         made |= {span.name: np.arange(span.capacity) for span in self._plan.spans}
         if self._plan.logits_span is not None:
-            made[self._plan.logits_span.name] = np.arange(self._length)
+            made[self._plan.logits_span.name] = np.arange(length)
         for cache in (c for c in find_caches(self._plan) if c.role.name in self._fed):
             made[cache.role.name] = cache.to_physical(first_contents(cache, starts, 1.0, rng, twin=True))
         for state in find_states(self._plan):
             made[state.role.name] = rng.standard_normal(state.logical_shape(self._batch), np.float32)
         for number, (name, shape) in enumerate(self._stops.items()):
             place = _APART * (number * 2 + seed + 1)
-            made[name] = drawn_normal([t.at(self._batch, self._length) for t in shape], place)
+            made[name] = drawn_normal([t.at(self._batch, length) for t in shape], place)
         return made
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
@@ -240,6 +291,11 @@ def _ends(cut: Cut, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[st
             if shape is not None:
                 made[node.output[0]] = shape
     return made, taken
+
+
+def _is_apart(shape: Sequence[Term]) -> bool:
+    """True if the tokens of a step lie along one axis alone, or nothing is as long as they are."""
+    return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
 
 def _reads_experts(region: Region) -> bool:

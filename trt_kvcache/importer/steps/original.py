@@ -20,7 +20,7 @@ a batch of another size than one: then all rows must start together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
-from trt_kvcache.importer.steps.contents import find_caches, find_states, numpy_dtype, size_of
+from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
 from trt_kvcache.importer.steps.engine import Engine as Session
 from trt_kvcache.importer.steps.inputs import arrange
 from trt_kvcache.importer.steps.schedule import rows_together
+from trt_kvcache.importer.steps.tokens_apart import TokensApart
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -47,7 +48,7 @@ COUNTED = {
 to give them: where only the shape of one is still used, its values may be anything."""
 
 
-class OriginalInterface:
+class OriginalInterface(TokensApart):
     """Translates one step between the interfaces of the original and of the rewritten model.
 
     Attributes:
@@ -61,27 +62,23 @@ class OriginalInterface:
     """
 
     def __init__(self, plan: CachePlan, *, twin: bool) -> None:
+        super().__init__(plan)
         self._plan = plan
         self._twin = twin
         self._inputs = [t for t in plan.original if t.io == "input"]
         self._outputs = {t.name: t for t in plan.original if t.io == "output"}
         self.kept = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
-        self._past_of = {c.output: c.role.name for c in find_caches(plan)}
-        self._carried = {**self._past_of, **{c.output: c.role.name for c in find_states(plan)}}
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
-        starts, lengths = plan.tensor(Role.WRITE_INDICES), plan.tensor(Role.VALID_LENGTHS)
-        if starts is None or tokens is None:
+        if not self._starts or tokens is None:
             raise UnsupportedModelError(
                 "the rewritten model has no single input for write indices, or the original none for tokens: nothing "
                 "says at which position a step of the original starts"
             )
-        self._starts, self._tokens = starts.name, tokens
-        self._lengths = lengths.name if lengths is not None else ""
+        self._tokens = tokens
+        self._counted = (tokens.name, tokens.axes.index("sequence") if "sequence" in tokens.axes else 1)
         self._room = next((t.room for t in self._inputs if t.role is OriginalRole.GROWING_CACHE), None)
-        self._token_axis = tokens.axes.index("sequence") if "sequence" in tokens.axes else 1
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
-        self._axes = {t.name: t.axes for t in plan.tensors if t.io == "input"}
         self._same = {
             t.name for t in self._inputs if t.name in roles and roles[t.name] is COUNTED.get(t.role, roles[t.name])
         }
@@ -96,30 +93,6 @@ class OriginalInterface:
         """Number of tokens of a step that the original takes one by one; 0: it takes them together."""
         return self._length(feeds) if self._tokens.singly and np.any(feeds[self._starts]) else 0
 
-    def single(self, feeds: Mapping[str, Array], place: int) -> Feeds:
-        """The inputs of a step for one of its tokens, without the caches."""
-        made, length = {}, self._length(feeds)
-        for name, values in feeds.items():
-            axes = self._axes.get(name, ())
-            if "sequence" in axes:
-                values = np.take(values, [place], axes.index("sequence"))
-            if name in (self._starts, self._lengths):
-                values = values + np.asarray(place if name == self._starts else place + 1 - length, values.dtype)
-            made[name] = values
-        return {name: values for name, values in made.items() if name not in self._carried.values()}
-
-    def one_by_one(self, feeds: Mapping[str, Array], run: Callable[[int, Feeds], Feeds]) -> list[Feeds]:
-        """The outputs for each token of a step alone, after those before it.
-
-        `run` gets the number of a token and its inputs, of caches and of `single`.
-        """
-        given, made = dict(feeds), list[Feeds]()
-        for place in range(self._length(feeds)):
-            given |= self.single(feeds, place)
-            made.append(run(place, given))
-            given |= self.carried(made[-1])
-        return made
-
     def joined(self, steps: Sequence[Feeds]) -> Feeds:
         """The outputs of steps of one token each, as those of one step."""
         axes = {name: tensor.axes for name, tensor in self._outputs.items()}
@@ -129,10 +102,6 @@ class OriginalInterface:
             else steps[-1][name]
             for name in steps[-1]
         }
-
-    def carried(self, outputs: Feeds) -> Feeds:
-        """Caches and states after a step, as inputs of the next."""
-        return {past: outputs[present] for present, past in self._carried.items() if present in outputs}
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
         """Rows that the original runs together, and the number of tokens that each holds before the step.
@@ -268,10 +237,6 @@ class OriginalInterface:
                 )
             made[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
         return {name: made[name] for name in seen}
-
-    def _length(self, feeds: Mapping[str, Array]) -> int:
-        """Tokens of a step."""
-        return int(feeds[self._tokens.name].shape[self._token_axis])
 
     def _held(self, tensor: OriginalTensor, cache: tuple[int, ...], given: Array, length: int) -> Array:
         """The original's cache output with the axes of the rewritten model's cache."""

@@ -108,11 +108,18 @@ class OnnxRuntimeRunner:
         self._plan: CachePlan
         imported, verdict = import_unchecked(model, own, default_capacity=default_capacity)
         try:
-            session = self._open(in_float32(imported), options, max_batch, max_chunk, threads)
+            imported = in_float32(imported)
+            session = self._open(imported, options, max_batch, max_chunk, threads)
         except TrtKvCacheError:
             verdict.result()  # a refusal of the check says more
             raise
-        self._plan = replace(self._plan, notes=(*self._plan.notes, *verdict.result()))
+        checked = verdict.result()
+        self._plan = checked.on(self._plan)
+        if checked.whole_prompts:  # which only runs have shown
+            self._inputs = StepInputs(checked.on(imported.plan))
+            self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
+        if imported.plan.logits_span is not None:
+            self._spans[imported.plan.logits_span.name] = np.arange(self._inputs.fixed_length or self._max_chunk)
         if not self._logits.known:
             self._logits.settle(self._look_for_vocabulary(session))
         self._vocab = min([self._logits.vocab, *self._limits.tokens.values()])
@@ -153,8 +160,6 @@ class OnnxRuntimeRunner:
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
         weights = [t for t in imported.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
         self._adapters = {t.name: np.zeros(tuple(map(int, t.shape)), array_dtype(t.dtype)) for t in weights}
-        if imported.plan.logits_span is not None:
-            self._spans[imported.plan.logits_span.name] = np.arange(self._inputs.fixed_length or self._max_chunk)
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
         return session
 
