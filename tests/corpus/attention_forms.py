@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from concat_graphs import (
@@ -289,7 +290,10 @@ def in_wide(*products: str, size: float = 1.0, operator: bool = False, to: Any =
 
     The softmax is in that type, or in float32.
     """
-    kind = {np.float16: TensorProto.FLOAT16, np.float32: FLOAT, np.float64: TensorProto.DOUBLE}
+    kind = {
+        np.float16: TensorProto.FLOAT16, np.float32: FLOAT, np.float64: TensorProto.DOUBLE,
+        ml_dtypes.bfloat16: TensorProto.BFLOAT16,
+    }  # fmt: skip
 
     def cast(g: Build, tensor: str, product: str) -> str:
         return g.Cast(tensor, to=kind[to if product in products else np.float16])
@@ -318,6 +322,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "values": {"attend": in_wide("values"), "layout": "flat"},
     "an operator": {"attend": in_wide("scores", "values", size=20_000.0, operator=True), "opset": 24},
     "double products": {"attend": in_wide("scores", "values", size=20_000.0, to=np.float64)},
+    "bfloat16 products": {"attend": in_wide("scores", "values", size=20_000.0, to=ml_dtypes.bfloat16)},
     "double scores": {"attend": in_wide("scores", size=20_000.0, to=np.float64)},
     "a double softmax": {"attend": in_wide(to=np.float64)},
 }

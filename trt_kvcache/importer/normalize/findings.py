@@ -97,8 +97,8 @@ class Core:
         softcap: 0: none.
         heads, head_size, value_size: Hq, D and Dv.
         query_type, output_type: ONNX element types; where they are not that of the attention, casts stand around it.
-        wide: products of queries and keys are computed in float32 (or in double, which TensorRT has not), whatever the
-            caches are.
+        wide: products of queries and keys are computed in float32, whatever the caches are. The model as exported does
+            so, or in double, or in the one of float16 and bfloat16 that the caches are not.
         wide_weights: the softmax is, or the product of what it makes and values.
         sinks: logits beside the scores; None: none.
         rounded_scores, rounded_weights: how scores, before their softcap and mask, and what the softmax makes of them

@@ -359,7 +359,7 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     if elem_type(facts.node.inputs[2]) not in (None, 0, facts.dtype):
         return AttentionKind.LOWERED, "V has another type than Q and K"
     if not half and any(_is_widened(t) for t in facts.node.inputs[1:3]):
-        return AttentionKind.LOWERED, "computed in float32, as exported, over narrower caches"
+        return AttentionKind.LOWERED, "computed in float32, over narrower caches"
     if half and size % 8:
         return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
     if not half:

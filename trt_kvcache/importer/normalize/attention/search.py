@@ -20,6 +20,7 @@ from fractions import Fraction
 from math import prod
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -36,7 +37,7 @@ from trt_kvcache.importer.planning.attention_facts import gives_scores
 from trt_kvcache.importer.planning.rounding import Rounding
 
 _WIDE = (FLOAT, DOUBLE)
-"""Types of products that are float32 over narrower caches, too."""
+_HALVES = {int(onnx.TensorProto.FLOAT16), int(onnx.TensorProto.BFLOAT16)}  # each holds numbers that the other does not
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +264,8 @@ class _Finder:
         softmax = after if site.product is None else sample.probe.elem_type(site.node.outputs[0].name)
         return Core(
             name, output, query, key, site.value, site.scale, site.softcap, visibility, heads, size, value_size,
-            query_type, output_type, sinks, site.rounding, site.weights, wide=product in _WIDE,
+            query_type, output_type, sinks, site.rounding, site.weights,
+            wide=product in _WIDE or {product, elem_type(key.past)} == _HALVES,
             wide_weights=not {softmax, after}.isdisjoint(_WIDE),
             query_is_flat=query_shape is not None, output_shape=output_shape,
         )  # fmt: skip
