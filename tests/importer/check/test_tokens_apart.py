@@ -13,6 +13,7 @@ from decoders import DecoderConfig, write_decoder
 from greedy import greedy
 
 from trt_kvcache import DecodeSession
+from trt_kvcache.engine.build import build_engine
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions
@@ -102,3 +103,9 @@ def test_models_that_write_their_caches_themselves_are_told_apart_too(tmp_path: 
     plan = plan_model(path, PlanOptions())
     assert plan.whole_prompts
     assert "'apart' of a token is not the same in a step of several tokens" in plan.notes[-1]
+
+
+def test_an_engine_says_so(tmp_path: Path) -> None:
+    """The build begins before the check has ended."""
+    manifest = build_engine(write(tmp_path, mean), tmp_path / "engine", options=PlanOptions(capacity=24))
+    assert manifest.plan.whole_prompts
