@@ -42,7 +42,7 @@ def test_masks_of_one_axis_are_as_long_as_the_plan_says(seed: int) -> None:
     assert outcome.kind == EQUAL, outcome
 
 
-@pytest.mark.parametrize("seed", [69, 80, 219, 343])
+@pytest.mark.parametrize("seed", [69, 80, 219, 343, 1722])
 def test_the_last_row_of_a_past_may_be_an_output(seed: int) -> None:
     """It holds no token before the last step."""
     plain = scatter_plain(seed)

@@ -199,6 +199,8 @@ def drawn_contents(
 def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, garbage: float) -> Array:
     """Rows of a cache: plausible numbers if `garbage` is 0, else numbers of this magnitude."""
     rng = np.random.default_rng([number, int(garbage)])
+    if kind.kind == "b" and garbage:  # a few of them may be all alike, and 0 elsewhere
+        return np.ones(shape, kind)
     if kind.kind in "iub":
         return _values(shape, kind, rng, None)
     values = rng.random(shape, np.float32) * 2 - 1
