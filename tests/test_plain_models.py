@@ -50,6 +50,11 @@ def test_the_last_row_of_a_past_may_be_an_output(seed: int) -> None:
     assert _check(plain) == EQUAL
 
 
+def test_rings_that_take_one_token_at_a_time() -> None:
+    """No step has several tokens that could meet."""
+    assert _check(plain_model(95)) == EQUAL
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, SLOW, SHARE))
 def test_many_without_attention(first: int) -> None:

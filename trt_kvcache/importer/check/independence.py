@@ -101,9 +101,9 @@ def _tokens(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
     """Of a model whose steps may have several tokens, but for states, which each token changes for the next."""
     steps = read_limits(cut.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
-    if cut.plan.whole_prompts or cut.plan.states or length == 1:
-        return None
     rows = min((c.capacity for c in cut.plan.caches), default=0)
+    if cut.plan.whole_prompts or cut.plan.states or not 1 < length <= rows:
+        return None
     start = min(_PAST, rows - length) if steps.indexed else 0
     name = outside(steps.batch, length, whole=False).first_counted(start)
     if not name:
