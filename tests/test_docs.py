@@ -16,7 +16,18 @@ from foreign_decoders import make_foreign
 from small_checkpoint import write_checkpoint
 
 import trt_kvcache
-from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptions, decoding, errors, plan, reports
+from trt_kvcache import (
+    BuildOptions,
+    CachePlan,
+    GenerationConfig,
+    Manifest,
+    PlanOptions,
+    VerifyOptions,
+    decoding,
+    errors,
+    plan,
+    reports,
+)  # fmt: skip
 from trt_kvcache.export.run import installed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +45,28 @@ def test_the_messages_that_troubleshooting_quotes_exist() -> None:
         longest = max(parts, key=len)
         pattern = re.compile(".*".join(map(re.escape, parts)))
         assert any(longest in text and pattern.search(text) for text in joined), message
+
+
+def test_the_words_of_refusals_exist() -> None:
+    page = (DOCS / "refused.md").read_text(encoding="utf-8").split("## 3.")[0].split("## 2.")[1]
+    quoted = [
+        words for row in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE) for words in re.findall("`([^`]+)`", row)
+    ]
+    assert len(quoted) > 12
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "trt_kvcache").rglob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    for words in quoted:
+        assert words.replace(" N", " ").rstrip() in sources, words
+
+
+def test_the_manifests_page_has_every_field() -> None:
+    page = (DOCS / "manifest.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", page))
+    parts = [Manifest, CachePlan, reports.FileIdentity, reports.Profile, reports.ShapeRange]
+    parts += [plan.CacheUpdate, plan.AttentionPlan, plan.MaskGeometry, plan.SpanInput, plan.LogitsSpan, plan.TensorRole]
+    parts += [plan.StateUpdate, plan.UpdateContract, plan.InterfaceChange]
+    missing = {f"{part.__name__}.{field.name}" for part in parts for field in fields(part) if field.name not in named}
+    assert not missing
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
