@@ -37,7 +37,7 @@ OBJECTS = {
         "builder": "Builder", "network": "INetworkDefinition", "layer": "IAttention", "config": "IBuilderConfig",
         "runtime": "Runtime", "engine": "ICudaEngine", "context": "IExecutionContext",
     },
-    "scripts/own_loop.py": {
+    "examples/own_loop.py": {
         "self.runtime": "Runtime", "self.engine": "ICudaEngine", "self.context": "IExecutionContext",
     },
 }  # fmt: skip

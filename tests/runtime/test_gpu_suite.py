@@ -25,7 +25,7 @@ from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.errors import BackendError, SessionError
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/corpus", "scripts"))
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/corpus", "scripts", "examples"))
 SITE = os.pathsep.join((str(ROOT / "tests" / "runtime" / "fake_site"), PATHS))
 NO_GPU = "import gpu_check, sys; sys.exit(gpu_check.main(sys.argv[1:]))"
 

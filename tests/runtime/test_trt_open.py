@@ -380,7 +380,9 @@ atexit.register(lambda: print(machine.used, machine.allocations > 0))
 runner = open_engine(Path({str(engine)!r}), machine)
 """
     tests = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(tests), str(tests.parent / "scripts"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(tests), str(tests.parent / "scripts"), str(tests.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
         check=False,

@@ -1,6 +1,6 @@
 """Runs an engine that ``trt-kvcache build`` made, without this package: greedy, one sequence.
 
-    python scripts/own_loop.py model.engine 1 2 3 --max-new-tokens 16
+    python examples/own_loop.py model.engine 1 2 3 --max-new-tokens 16
 
 It is here to be read, by those who write such a loop in C++ or into a server: TensorRT's calls have the same names
 there. All that it needs to know is in the manifest beside the engine. It takes decoders of text whose caches are linear
