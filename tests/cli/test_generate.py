@@ -364,3 +364,33 @@ def test_constants_that_do_not_fit(crossing: tuple[Path, dict[str, Any]]) -> Non
     files = [a for _ in range(2) for a in ("--constants", str(folder / "a.npz"))]
     assert "2 files of constants for 1 prompts" in call(folder, "--tokens", "5", *files, code=1).output
     assert "are missing" in call(folder, "--tokens", "5", code=1).output
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "pattern"),
+    [
+        ("--json-schema", '{"const": {"a": 22}}', r'\{"a": 22\}'),
+        ("--json-schema", "schema.json", r"\[(true|false)"),
+        ("--regex", "x[0-9]{2}y", r"x\d\dy"),
+        ("--grammar", "one.lark", "(yes|no)"),
+    ],
+)
+def test_a_text_has_the_form_that_is_asked_for(
+    folder: Path, flag: str, given: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed (extra: structured)")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "schema.json").write_text(
+        '{"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 1}'
+    )
+    (tmp_path / "one.lark").write_text('start: "yes" | "no"')
+    found = report(folder, "--prompt", "the cache", flag, given, "--max-new-tokens", "40")
+    assert re.match(pattern, found["sequences"][0]["text"]), found["sequences"][0]["text"]
+    assert found["sequences"][0]["finish_reason"] == "eos"
+
+
+def test_forms_that_cannot_be(folder: Path) -> None:
+    arguments = ("--prompt", "x", "--regex", "a", "--grammar", "none.lark")
+    assert "--regex and --grammar say what the same text has to be" in call(folder, *arguments, code=1).stderr
+    assert "--grammar none.lark cannot be read" in call(folder, "--prompt", "x", *arguments[4:], code=1).stderr
+    assert "does not compile" in call(folder, "--prompt", "x", "--regex", "(", code=1).stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -144,3 +145,58 @@ def test_a_mistake_is_answered_with_what_to_do(typed: str, folder: Path, monkeyp
         assert RULED_OUT[typed] in last
         assert any("--help' for help" in line for line in usage)
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("generate model.onnx -m x", "without a flag"),
+        ("generate model.onnx --n-predict 4", "--max-new-tokens N"),
+        ("generate model.onnx --temp 0.7", "--temperature T"),
+        ("generate model.onnx --repeat-penalty 1.1", "--repetition"),
+        ("generate model.onnx --ctx-size 99", "--capacity TOKENS"),
+        ("generate model.onnx -ngl 99", "leave it out"),
+        ("generate model.onnx --model-draft x", "--draft MODEL"),
+        ("generate model.onnx -fa", "chooses its kernels"),
+        ("generate model.onnx --cache-type-k q8_0", "--cache-dtype int8"),
+        ("generate model.onnx -cnv", "trt-kvcache chat"),
+        ("generate model.onnx --file x", "--prompt-file FILE"),
+        ("generate model.onnx --mirostat 2", "no such sampling"),
+        ("generate model.onnx --grammar-file x", "--grammar FILE"),
+        ("generate model.onnx --guided-json x", "--json-schema"),
+        ("generate model.onnx --max_beam_width 4", "--num-beams N"),
+        ("generate model.onnx --input_text x", "--prompt TEXT"),
+        ("generate model.onnx --do-sample", "--sample"),
+        ("generate model.onnx --torch_dtype float16", "types of the model"),
+        ("generate model.onnx --trust-remote-code", "no code of a model"),
+        ("chat model.onnx --system-prompt x", "--system"),
+        ("chat model.onnx --num-beams 3", "beam search is for generate"),
+        ("chat model.onnx --logprobs", "generate shows"),
+        ("serve model.onnx --served-model-name x", "--name NAME"),
+        ("serve model.onnx --api-key x", "--api-key-file FILE"),
+        ("serve model.onnx --enable-prefix-caching", "--prefix-cache SIZE"),
+        ("serve model.onnx -np 4", "--max-batch N"),
+        ("serve model.onnx --kv-cache-dtype fp8", "--cache-dtype int8"),
+        ("serve model.onnx --enforce-eager", "leave it out"),
+        ("serve model.onnx --chat-template x", "beside the model"),
+        ("serve model.onnx --jinja", "by the chat template"),
+        ("serve model.onnx --max-num-seqs 8", "--max-batch N"),
+        ("serve model.onnx --gpu-memory-utilization 0.9", "follows"),
+        ("serve model.onnx --swap-space 4", "max_sequences=N"),
+        ("bench model.onnx --iterations 9", "--repeats N"),
+        ("bench model.onnx --warmUp 200", "--warmup N"),
+        ("bench model.onnx --useCudaGraph", "CUDA graphs are on"),
+        ("bench model.onnx --n-prompt 512", "--lengths N"),
+        ("build model.onnx -o e --useDLACore 0", "on a GPU alone"),
+        ("build model.onnx -o e --stripWeights", "--strip-plan"),
+        ("build model.onnx -o e --tp_size 2", "for one GPU"),
+        ("build model.onnx -o e --builderOptimizationLevel 3", "--opt-level N"),
+        ("export checkpoint -o e --task text-generation", "run that exporter by hand"),
+    ],
+)
+def test_flags_of_other_tools_get_a_hint(typed: str, hint: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, typed.split())
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
+    assert re.match(r"error: there is no --\S+: ", result.stderr)
+    assert hint in result.stderr

@@ -234,6 +234,21 @@ def test_a_model_that_the_check_refuses_becomes_no_engine(
     assert not names(tmp_path)
 
 
+def test_tensorrts_own_log_goes_to_a_file_or_to_stderr(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build = BuildOptions(log="build.log", proof="off")
+    build_engine(model, "model.engine", build=build)
+    assert capsys.readouterr().err == ""
+    build_engine(model, "model.engine", build=dataclasses.replace(build, log="-"))
+    for log in ((tmp_path / "build.log").read_text(encoding="utf-8"), capsys.readouterr().err):
+        assert "[VERBOSE] Parsing node" in log
+        assert "[INFO] " in log
+    with pytest.raises(OutputError, match="no such folder"):
+        build_engine(model, "model.engine", build=dataclasses.replace(build, log="none/build.log"))
+
+
 def test_what_is_not_worth_a_line_is_the_reason_where_there_is_no_other() -> None:
     """With a driver that is too old, a build for the GPU at hand fails with words that every build says in passing."""
     import tensorrt_rtx as trt

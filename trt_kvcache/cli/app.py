@@ -17,7 +17,7 @@ from trt_kvcache.cli.bench import bench
 from trt_kvcache.cli.build import build
 from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.check import check
-from trt_kvcache.cli.command import Command
+from trt_kvcache.cli.command import Command, first_sentence
 from trt_kvcache.cli.deploy import deploy
 from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.export import export
@@ -46,6 +46,12 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line():
             return super().invoke(ctx)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands with their first sentences, which click would cut."""
+        named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, first_sentence(command.help or "")) for name, command in named if command])
 
 
 @contextmanager
@@ -80,6 +86,7 @@ def _has_folder() -> bool:
 
 app = typer.Typer(
     cls=_Commands,
+    context_settings={"help_option_names": ["--help", "-h"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # whose tables cut names at 80 columns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -159,6 +159,9 @@ class BuildFlags:
             "than two minutes; STEPS: of so many steps, whatever they take.",
         ),
     ] = "auto"
+    log: Annotated[
+        Path | None, _build_flag(metavar="FILE", help="File for TensorRT's own log, in full.", readable=False)
+    ] = None
     memory_check: Annotated[bool, _build_flag(help="Refuse a build that would not fit into this machine's memory.")] = (
         True
     )
@@ -212,10 +215,13 @@ def build(
     ],
     engine: BuildFlags,
     flags: BuildPlanFlags,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="TensorRT's own log on stderr.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Build an engine whose caches are updated in place, and its manifest beside it."""
     plan, options = flags.options_for(model), engine.options()
+    if verbose and options.log is None:
+        options = replace(options, log="-")
     from trt_kvcache import build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
     from trt_kvcache.cli.summary import chosen_capacity

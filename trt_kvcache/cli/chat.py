@@ -17,7 +17,7 @@ from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, Tokenize
 from trt_kvcache.cli.output import print_error, visible
 from trt_kvcache.cli.prompts import TemplateOption, template_values
 from trt_kvcache.cli.signals import interruptible
-from trt_kvcache.errors import OptionError, TrtKvCacheError
+from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.progress import phase
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ def chat(
     tokenizer: TokenizerOption = None,
 ) -> None:
     """Talk to a model. Its caches keep the conversation; /help lists what can be typed beside messages."""
-    if generation.output_logprobs:
-        raise OptionError("--logprobs are shown by generate --json; leave it out")
     values = template_values(chat_template_kwargs)
     options = planning.session_options(model)
     running = running if running.max_batch is not None else replace(running, max_batch=1)

@@ -39,7 +39,9 @@ def deploy(
     ] = None,
     capacity: Annotated[
         int | None,
-        typer.Option(min=1, metavar="TOKENS", help="Tokens per sequence, of a model whose caches grow."),
+        typer.Option(
+            "--capacity", "-c", min=1, metavar="TOKENS", help="Tokens per sequence, of a model whose caches grow."
+        ),
     ] = None,
     max_queue: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row. Default: 256.")

@@ -58,6 +58,8 @@ def export(
     capacity: Annotated[
         int | None,
         typer.Option(
+            "--capacity",
+            "-c",
             min=1,
             metavar="TOKENS",
             help="For the plan at the end. Default: that of the model's longest text, at most 4096.",

@@ -23,10 +23,12 @@ from trt_kvcache.cli.options import (
     named_folders,
     run_flag,
 )
-from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode
+from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode, read_text
+from trt_kvcache.errors import OptionError
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.generation.config import GenerationConfig
+    from trt_kvcache.runtime.generation.masks import Grammar
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
@@ -40,6 +42,7 @@ class EarlyStopping(str, Enum):
 
 
 _choice_flag = partial(typer.Option, rich_help_panel="How tokens are chosen (as in transformers' GenerationConfig)")
+_form_flag = partial(typer.Option, rich_help_panel="What the text has to be (extra structured)")
 _end_flag = partial(typer.Option, rich_help_panel="When a sequence ends")
 
 
@@ -64,9 +67,6 @@ class GenerationFlags:
         list[str] | None,
         _choice_flag("--logit-bias", metavar="ID=BIAS", help="Added to a token's score; -inf forbids it."),
     ] = None
-    num_beams: Annotated[int | None, _choice_flag(min=1, metavar="N")] = None
-    length_penalty: Annotated[float | None, _choice_flag(metavar="X")] = None
-    early_stopping: Annotated[EarlyStopping | None, _choice_flag(help="For beam search.")] = None
     prompt_lookup_num_tokens: Annotated[
         int | None,
         _choice_flag("--prompt-lookup", min=1, metavar="N", help="Propose N tokens at a time from the text so far."),
@@ -74,16 +74,15 @@ class GenerationFlags:
     num_assistant_tokens: Annotated[
         int | None, _choice_flag(min=0, metavar="N", help="Tokens that the --draft guesses at a time. Default: 4.")
     ] = None
-    max_new_tokens: Annotated[int | None, _end_flag(min=1, metavar="N", help="Default: 128.")] = None
+    max_new_tokens: Annotated[
+        int | None, _end_flag("--max-new-tokens", "-n", min=1, metavar="N", help="Default: 128.")
+    ] = None
     min_new_tokens: Annotated[int | None, _end_flag(min=0, metavar="N")] = None
     eos_token_id: Annotated[
         list[int] | None,
         _end_flag("--eos", min=0, metavar="ID", help="Default: the file's or model's, else the tokenizer's."),
     ] = None
     stop_strings: Annotated[list[str] | None, _end_flag("--stop", metavar="TEXT")] = None
-    output_logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: log-probability of each token.")] = (
-        False
-    )
     ignore_eos: Annotated[bool, _end_flag("--ignore-eos")] = False
     generation_config: Annotated[
         Path | None,
@@ -105,15 +104,14 @@ class GenerationFlags:
         import warnings
 
         from trt_kvcache.cli.output import print_warnings
-        from trt_kvcache.errors import OptionError
         from trt_kvcache.runtime.beside import ended_by, find_tokenizer
         from trt_kvcache.runtime.generation.config import GenerationConfig
         from trt_kvcache.runtime.generation.settings import with_sampling
 
         given = given_flags(self)
         file, ignore_eos = given.pop("generation_config", None), given.pop("ignore_eos")
-        if not self.output_logprobs:
-            del given["output_logprobs"]  # the file decides
+        if not given.get("output_logprobs"):
+            given.pop("output_logprobs", None)  # the file decides
         if "sequence_bias" in given:
             given["sequence_bias"] = _biases(given["sequence_bias"])
         if "early_stopping" in given:
@@ -141,6 +139,55 @@ class GenerationFlags:
             # Told with the result, so that the run can be repeated.
             config = replace(config, seed=secrets.randbelow(2**32))
         return config
+
+
+@dataclass(frozen=True)
+class BatchGenerationFlags(GenerationFlags):
+    """Flags of a generation that is no conversation, too."""
+
+    num_beams: Annotated[int | None, _choice_flag(min=1, metavar="N")] = None
+    length_penalty: Annotated[float | None, _choice_flag(metavar="X")] = None
+    early_stopping: Annotated[EarlyStopping | None, _choice_flag(help="For beam search.")] = None
+    output_logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: log-probability of each token.")] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
+class GrammarFlags:
+    """Flags that say what a text has to be."""
+
+    json_schema: Annotated[str | None, _form_flag(metavar="FILE|JSON", help="JSON as this schema describes it.")] = None
+    regex: Annotated[str | None, _form_flag(metavar="PATTERN", help="Text that this matches as a whole.")] = None
+    grammar: Annotated[
+        Path | None, _form_flag(metavar="FILE", help="Text of this grammar, in Lark's syntax.", readable=False)
+    ] = None
+
+    def check(self) -> None:
+        """Raise `OptionError` where several are given."""
+        if len(given := [name for name, value in vars(self).items() if value is not None]) > 1:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise OptionError(f"{flags} say what the same text has to be; use one of them")
+
+    def compiled(self, session: DecodeSession) -> Grammar | None:
+        """Return the grammar that is asked for, or None.
+
+        Raises:
+            OptionError: it does not compile, a file cannot be read, or the session has no grammars.
+        """
+        if self == GrammarFlags():
+            return None
+        from trt_kvcache.runtime.structured import Grammars
+
+        grammars = Grammars(session)
+        if self.json_schema is not None:
+            text = self.json_schema
+            inline = text.lstrip().startswith("{")
+            return grammars.json_schema(text if inline else read_text(Path(text), "--json-schema"))
+        if self.regex is not None:
+            return grammars.regex(self.regex)
+        assert self.grammar is not None
+        return grammars.lark(read_text(self.grammar, "--grammar"))
 
 
 @dataclass(frozen=True)
@@ -231,18 +278,18 @@ def generate(
     model: RunnableArgument,
     text: PromptFlags,
     encoded: SourceFlags,
-    generation: GenerationFlags,
+    generation: BatchGenerationFlags,
+    form: GrammarFlags,
     running: RunFlags,
     adapters: AdapterFlags,
     planning: SessionPlanFlags,
     json: JsonOption = False,
 ) -> None:
     """Continue prompts; text comes as it is made. Ctrl-C ends it with the text so far, a second Ctrl-C at once."""
-    from trt_kvcache.errors import OptionError
-
     if generation.output_logprobs and not json:
         raise OptionError("--logprobs are shown by --json; add it")
     text.check()
+    form.check()
     tokenizer = text.find_tokenizer(model, needed=bool(encoded.source))
     embedded = text.embedded()
     sources = encoded.read()
@@ -291,6 +338,7 @@ def generate(
                 "inputs_embeds": [*before, *(prompt.embeds for prompt in embedded)],
                 "positions": [*before, *(prompt.positions for prompt in embedded)],
             },
+            form.compiled,
         )
     if interrupted:
         raise typer.Exit(130)
@@ -300,8 +348,6 @@ def generate(
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
-    from trt_kvcache.errors import OptionError
-
     try:
         return {int(token): float(bias) for token, bias in (pair.split("=") for pair in pairs)}
     except ValueError:

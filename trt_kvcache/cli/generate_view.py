@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from trt_kvcache.cli.output import print_json, print_warnings, visible
@@ -15,6 +15,7 @@ from trt_kvcache.errors import SessionError
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.masks import Grammar
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.requests import Generation
@@ -81,6 +82,7 @@ def run(
     config: GenerationConfig,
     view: View,
     beside: Callable[[DecodeSession], Mapping[str, Any]],
+    grammar: Callable[[DecodeSession], Grammar | None] = lambda _: None,
 ) -> bool:
     """Continue the prompts.
 
@@ -90,12 +92,14 @@ def run(
         config: settings of the generation.
         view: the user's view.
         beside: makes the other arguments of `DecodeSession.stream`.
+        grammar: says what the texts have to be.
 
     Returns:
         True if Ctrl-C ended the run early. The tokens until then have been shown.
     """
     start = time.perf_counter()
     with open_session() as session:
+        config = replace(config, grammar=grammar(session) or config.grammar)
         opened = time.perf_counter()
         made = Run(
             session.name,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from trt_kvcache.cli.command import PLANNED
 from trt_kvcache.cli.names import engine_named, model_named, runnable_named
 from trt_kvcache.engine.folder import is_model
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
@@ -30,7 +31,7 @@ from trt_kvcache.importer.plan import (
 from trt_kvcache.words import as_flags
 
 run_flag = partial(typer.Option, rich_help_panel="How it runs")
-_plan_flag = partial(typer.Option, rich_help_panel="How the model is planned")
+_plan_flag = partial(typer.Option, rich_help_panel=PLANNED)
 
 ModelArgument = Annotated[
     Path,
@@ -127,6 +128,8 @@ class SessionPlanFlags:
     capacity: Annotated[
         int | None,
         _plan_flag(
+            "--capacity",
+            "-c",
             min=1,
             metavar="TOKENS",
             help="Tokens per sequence, for caches that grow or have a symbolic length. Default: those of the model's "

@@ -53,7 +53,9 @@ class EmbeddedPrompt:
 class PromptFlags:
     """Flags that give prompts, and inputs of the model beside them."""
 
-    prompt: Annotated[list[str] | None, _prompt_flag(metavar="TEXT", help="For several, give it several times.")] = None
+    prompt: Annotated[
+        list[str] | None, _prompt_flag("--prompt", "-p", metavar="TEXT", help="For several, give it several times.")
+    ] = None
     prompt_file: Annotated[
         list[Path] | None, _prompt_flag(metavar="FILE", help="Text from a file; - is stdin.", readable=False)
     ] = None

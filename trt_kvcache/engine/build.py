@@ -115,6 +115,8 @@ def _build_engine(
         raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
     for beside in (manifest_path(engine_path), proof_path(engine_path)):
         check_output(beside)
+    if build.log not in (None, "-"):
+        build = replace(build, log=str(check_output(build.log)))  # the build process has another folder
     backend = choose_backend(build.backend)
     check_build_options(backend, build)
     options = replace(options, target=backend.target, packed_native=backend.packed_native)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from blake3 import blake3
 
-from trt_kvcache.engine.protocol import Log, Node, Progress, Send
+from trt_kvcache.engine.protocol import Line, Log, Node, Progress, Send
 from trt_kvcache.files import begin_sync
 from trt_kvcache.progress import ProgressEvent
 
@@ -36,12 +36,18 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 _AHEAD = 64 << 20  # bytes of the engine that TensorRT may be ahead of the disk
 
 
-def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:
+def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
     """Return a logger that passes on warnings, errors and the node being parsed, and a progress monitor.
 
     The logger's method `words` gives the errors so far on one line. If there are none, it gives the errors that are not
     passed on.
+
+    Args:
+        trt: the module.
+        send: passes an event on.
+        log: file for all that TensorRT says; ``"-"``: it is passed on, too.
     """
+    file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -51,6 +57,13 @@ def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:
             self.aside: dict[str, None] = {}
 
         def log(self, severity: Any, message: str) -> None:
+            if log is not None:
+                line = f"[{str(severity).rpartition('.')[2]}] {message}"
+                if file is None:
+                    send(Line(line))
+                else:
+                    file.write(f"{line}\n")
+                    file.flush()  # a crash keeps it
             if severity == trt.ILogger.VERBOSE:
                 if _NODE in message:
                     send(Node(message.partition(_NODE)[2]))

@@ -24,12 +24,22 @@ _PACKAGES = {
     "nvidia-cuda-nvrtc": "choosing tokens on the GPU, plugin",
     "tokenizers": "generate with text",
     "jinja2": "generate --chat",
-    "mobius-onnx": "exporting decoders with static caches",
+    "llguidance": "structured output",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus-client": "serve, batch",
+    "pyarrow": "batch with Parquet",
+    "mobius-onnx": "export",
+    "torch": "export",
+    "transformers": "export",
 }
 _EXTRAS = {
     "text": (("tokenizers", "jinja2"), "prompts as text; token ids need neither"),
     "plugin": (("nvidia-cuda-nvrtc",), "compiles the kernels that run beside engines; without it, decoding is slower"),
-    "exporters": (("mobius-onnx",), "to export decoders with static caches"),
+    "structured": (("llguidance",), "JSON schemas, regular expressions and grammars"),
+    "serve": (("starlette", "uvicorn", "prometheus-client"), "OpenAI's API"),
+    "batch": (("prometheus-client", "pyarrow"), "files of requests"),
+    "exporters": (("mobius-onnx", "torch", "transformers"), "from checkpoints to ONNX"),
 }
 """Packages that only some uses need, and how they are installed."""
 _BACKENDS = {

@@ -73,6 +73,8 @@ class BuildOptions:
             describes its layers.
         proof: ``"auto"``: record a decode of the original, which the engine has to repeat where it runs, if that takes
             less than two minutes and fits into memory; ``"off"``; or the number of its steps, whatever it takes.
+        log: file for TensorRT's own log, in full; ``"-"``: stderr. None: warnings and errors alone, as the result has
+            them.
         memory_check: refuse a build that would not fit into this machine's memory, by an estimate (TensorRT for RTX
             only).
 
@@ -102,6 +104,7 @@ class BuildOptions:
     refit: str = "none"
     profiling_verbosity: str = "layer-names-only"
     proof: str | int = "auto"
+    log: str | None = None
     memory_check: bool = True
 
     def __post_init__(self) -> None:
@@ -120,6 +123,8 @@ class BuildOptions:
                 raise OptionError(f"{name} is {value}; it must be at most {limit}")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "proof", _proof(self.proof))
+        if self.log is not None:
+            object.__setattr__(self, "log", str(given_path(self.log, "log")))
         for name in ("version_compatible", "declare_aliases", "strip_plan", "memory_check"):
             given_switch(getattr(self, name), name)
         for name in ("min_shapes", "opt_shapes", "max_shapes"):

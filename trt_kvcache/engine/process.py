@@ -23,6 +23,7 @@ from trt_kvcache.engine.protocol import (
     Event,
     Failed,
     Job,
+    Line,
     Log,
     Node,
     Progress,
@@ -30,6 +31,7 @@ from trt_kvcache.engine.protocol import (
 )
 from trt_kvcache.errors import BuildError, TrtKvCacheError
 from trt_kvcache.progress import ProgressEvent
+from trt_kvcache.words import visible
 
 WORKER = (sys.executable, "-m", "trt_kvcache.engine.worker")
 """The command of the build process; its argument is the file that it writes."""
@@ -137,6 +139,8 @@ def _listen(stdout: IO[bytes], heard: _Heard, progress: Callable[[ProgressEvent]
                 heard.node = name
             case Progress(event):
                 report(event)
+            case Line(text):
+                sys.stderr.write(f"{visible(text)}\n")
             case Log(error, message):
                 (heard.errors if error else heard.warnings).append(message)
             case Failed(kind, message):

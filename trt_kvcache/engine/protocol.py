@@ -70,6 +70,12 @@ class Log(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Line(msgspec.Struct, tag=True, frozen=True):
+    """A line of TensorRT's log, of any severity, for people."""
+
+    text: str
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The build failed with an error of ours: the name of a class of `trt_kvcache.errors`, and its message."""
 
@@ -91,6 +97,6 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     blake3: str
 
 
-Event = Stage | Node | Progress | Log | Failed | Bug | Done
+Event = Stage | Node | Progress | Log | Line | Failed | Bug | Done
 
 Send = Callable[[Event], None]

@@ -125,7 +125,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     from trt_kvcache.engine.network import check_network
     from trt_kvcache.importer.patch import patch_network
 
-    logger, monitor = make_listeners(trt, send)
+    logger, monitor = make_listeners(trt, send, job.build.log)
     refusals = _register_plugins(trt, job)
     builder = trt.Builder(logger)
     # TensorRT 10 would otherwise be free to change precisions; 11 and TensorRT for RTX always keep them.
