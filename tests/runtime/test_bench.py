@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +19,7 @@ from typer.testing import CliRunner
 from trt_kvcache.cli import bench as bench_command
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.bench import bench_session, default_sizes
+from trt_kvcache.runtime.bench import Timing, bench_session, default_sizes
 from trt_kvcache.runtime.session import DecodeSession
 
 
@@ -75,6 +80,40 @@ def test_command(model: Path) -> None:
     assert "capacity 64" in lines[0]
     alone = CliRunner().invoke(app, ["bench", str(model), *sizes, "--json"])
     assert json.loads(alone.stdout)["capacity"] == 64
+
+
+def test_rows_come_as_they_are_measured_and_stay_at_ctrl_c(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def cases(session: DecodeSession, **how: Any) -> Iterator[Timing]:
+        assert (how["repeats"], how["seconds"]) == (20, 5.0)
+        for tokens in (4, 16):
+            yield Timing("prefill", 1, tokens, 2.0, 1.0, 3.0, 100.0)
+            shown.append(sys.stdout.getvalue())  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trt_kvcache.runtime.bench.bench_session", cases)
+    stdout = io.StringIO()
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as ended:
+            app(["bench", str(model)])
+    assert ended.value.code == 130
+    assert [text.count("prefill ") for text in shown] == [1, 2]
+    assert len(json.loads(stdout.getvalue().splitlines()[-1])["timings"]) == 2
+
+
+def test_a_case_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps that count, however long they take; all that are asked for where no time is said."""
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr("trt_kvcache.runtime.bench.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    sizes: Any = {"lengths": [4], "positions": [4], "batches": [1], "repeats": 9, "warmup": 5}
+    for seconds, runs in ((5.0, 1 + 3), (None, 5 + 9)):
+        with DecodeSession(HashRunner()) as session:
+            updates: list[Any] = []
+            monkeypatch.setattr(session, "update", updates.append)
+            next(bench_session(session, **sizes, seconds=seconds))
+        assert len(updates) == runs
 
 
 def test_a_plot_needs_matplotlib(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,11 +26,13 @@ from trt_kvcache.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trt_kvcache.runtime.bench import BenchReport
+    from trt_kvcache.runtime.bench import BenchReport, Timing
 
     Results = Sequence[tuple[str, BenchReport]]
 
 _COMMAS = "1,2,..."
+_REPEATS, _SECONDS = 20, 5.0
+_ROW = "{:<8}{:>7}{:>8}{:>12}{:>22}{:>12}"
 _TITLES = 3  # results that a picture names in its title
 
 
@@ -41,7 +43,10 @@ class MeasureFlags:
     lengths: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens of prompts to prefill.")] = None
     positions: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens in the cache while decoding.")] = None
     batches: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Sequences decoded together.")] = None
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measured steps.")] = 20
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Measured steps. Default: 20, or as many as 5 seconds have, 3 at least."),
+    ] = None
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Steps before the measured ones.")] = 3
 
 
@@ -75,23 +80,36 @@ def bench(
     options = {} if model.suffix == ".json" else planning.session_options(model)
     import msgspec
 
-    from trt_kvcache.cli.output import console, json_text
+    from trt_kvcache.cli.output import console, human_bytes, json_text
     from trt_kvcache.files import check_output
     from trt_kvcache.runtime.bench import load_report
 
     pyplot = None if plot is None else load_pyplot(plot)
     if html is not None:
         check_output(html)
+    ended = False
     earlier = [(path.name, load_report(path)) for path in compare or []]
     if model.suffix == ".json":
         results = [*earlier, (model.name, load_report(model))]
     else:
-        opened = {"device": device.value, "check": check.value, "embeddings": embeddings, "max_batch": max_batch}
-        measured = _measure(model, measure, {**opened, "threads": threads, **options})
+        opened: dict[str, Any] = {
+            "device": device.value,
+            "check": check.value,
+            "embeddings": embeddings,
+            "max_batch": max_batch,
+        }
+        measured, ended = _measure(
+            model,
+            measure,
+            {**opened, "max_batch": max_batch, "threads": threads, **options},
+            rows=not (json or earlier),
+        )
         results = [*earlier, (measured.model, measured)]
     out = console()
-    if not json:
+    if not json and (earlier or model.suffix == ".json"):
         _print(results)
+    if not json and len(results) == 1:
+        out.print(f"\nprocess peak {human_bytes(results[0][1].peak_bytes)}")
     if json or model.suffix != ".json":
         out.print(json_text(msgspec.json.encode(results[-1][1]).decode()), soft_wrap=True)
     if plot is not None:
@@ -100,60 +118,91 @@ def bench(
         from trt_kvcache.cli.pages import bench_page, save_page
 
         save_page(html, bench_page(results))
+    if ended:
+        raise typer.Exit(130)
     if model.suffix != ".json":
         from trt_kvcache.cli.summary import tell_next
 
         tell_next(model, "serve", planning)
 
 
-def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any]) -> BenchReport:
+def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
+    """Measure, and print rows as they come where `rows` says so; True, too, where Ctrl-C ended it."""
+    from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)
+    repeats, named = measure.repeats or _REPEATS, model.absolute().name
+    timings: list[Timing] = []
     with bounded_on_cpu(model), DecodeSession.open(model, **options) as session:
         room = min(session.cache.capacity or 4096, 4096)
         lengths = lengths or default_sizes(max(1, min(room, 1024)))
-        positions = positions or default_sizes(max(1, room - measure.warmup - measure.repeats))
+        positions = positions or default_sizes(max(1, room - measure.warmup - repeats))
         batches = _numbers("batches", measure.batches) or default_sizes(session.max_batch, 1, 2)
-        timings = []
-        with phase("timing: case", len(lengths) + len(positions) + sum(batch > 1 for batch in batches)) as done:
-            for timing in bench_session(
-                session,
-                lengths=lengths,
-                positions=positions,
-                batches=batches,
-                repeats=measure.repeats,
-                warmup=measure.warmup,
-            ):
-                timings.append(timing)
-                done()
-        return report(session, model.absolute().name, timings)
+        cases = bench_session(
+            session,
+            lengths=lengths,
+            positions=positions,
+            batches=batches,
+            repeats=repeats,
+            warmup=measure.warmup,
+            seconds=None if measure.repeats else _SECONDS,
+        )
+        try:
+            with phase("timing: case", len(lengths) + len(positions) + sum(batch > 1 for batch in batches)) as done:
+                for timing in cases:
+                    if rows and not timings:
+                        _print_head(report(session, named, [timing]))
+                    timings.append(timing)
+                    if rows:
+                        _print_row(timing)
+                    done()
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Ended) or not timings:
+                raise
+            return report(session, named, timings), True
+        return report(session, named, timings), False
+
+
+def _print_head(measured: BenchReport, called: str = "") -> None:
+    from trt_kvcache.cli.output import console, human_bytes
+
+    out, r = console(), measured
+    out.print(f"{called}{r.title}; {r.runner}, {r.max_batch} rows, up to {r.max_chunk} tokens per step")
+    if called:
+        out.print(f"caches {human_bytes(r.cache_bytes)}, process peak {human_bytes(r.peak_bytes)}")
+        return
+    out.print(f"caches {human_bytes(r.cache_bytes)}\n")
+    out.print(_ROW.format("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s"))
+    out.print("─" * len(_ROW.format(*[""] * 6)))
+
+
+def _print_row(t: Timing) -> None:
+    from trt_kvcache.cli.output import console
+
+    spread = f"{t.low_ms:.2f} to {t.high_ms:.2f}"
+    console().print(_ROW.format(t.phase, t.batch, t.tokens, f"{t.median_ms:.2f}", spread, f"{t.tokens_per_second:.1f}"))
 
 
 def _print(results: Results) -> None:
-    from trt_kvcache.cli.output import console, human_bytes, table
+    """Print results that are complete."""
+    from trt_kvcache.cli.output import console, table
 
-    out, several = console(), len(results) > 1
-    for name, r in results:
-        called = f"{name}: " if several else ""
-        out.print(f"{called}{r.title}; {r.runner}, {r.max_batch} rows, up to {r.max_chunk} tokens per step")
-        out.print(f"caches {human_bytes(r.cache_bytes)}, process peak {human_bytes(r.peak_bytes)}")
-    out.print()
-    if several:
-        rows = table("phase", "batch", "tokens", *(f"{name}\nmedian ms" for name, _ in results))
-        times = [{(t.phase, t.batch, t.tokens): t.median_ms for t in r.timings} for _, r in results]
-        for case in dict.fromkeys(case for found in times for case in found):
-            first = times[0].get(case)
-            rows.add_row(case[0], str(case[1]), str(case[2]), *(_beside(found.get(case), first) for found in times))
-    else:
-        rows = table("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s")
-        for t in results[0][1].timings:
-            spread = f"{t.low_ms:.2f} to {t.high_ms:.2f}"
-            cells = (t.phase, str(t.batch), str(t.tokens), f"{t.median_ms:.2f}", spread, f"{t.tokens_per_second:.1f}")
-            rows.add_row(*cells)
-    out.print(rows)
+    if len(results) == 1:
+        _print_head(results[0][1])
+        for timing in results[0][1].timings:
+            _print_row(timing)
+        return
+    for name, measured in results:
+        _print_head(measured, f"{name}: ")
+    rows = table("phase", "batch", "tokens", *(f"{name}\nmedian ms" for name, _ in results))
+    times = [{(t.phase, t.batch, t.tokens): t.median_ms for t in r.timings} for _, r in results]
+    for case in dict.fromkeys(case for found in times for case in found):
+        first = times[0].get(case)
+        rows.add_row(case[0], str(case[1]), str(case[2]), *(_beside(found.get(case), first) for found in times))
+    console().print("", rows, sep="\n")
 
 
 def _beside(median: float | None, first: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,7 @@ def bench_session(
     batches: Sequence[int],
     repeats: int = 20,
     warmup: int = 3,
+    seconds: float | None = None,
 ) -> Iterator[Timing]:
     """Measure one case after the other: prefill by length, decode by position, decode by batch at the first position.
 
@@ -115,6 +117,7 @@ def bench_session(
         batches: sequences per step.
         repeats: steps that count.
         warmup: steps before them.
+        seconds: time of a case after which no more of its steps are run than three that count; None: all are.
 
     Raises:
         OptionError: a size does not fit the session.
@@ -139,15 +142,14 @@ def bench_session(
         drawn: list[int] = rng.integers(0, session.vocab, count).tolist()
         return [token if session.takes(token) else first for token in drawn]
 
+    steps = _Steps(repeats, warmup, seconds)
     for length in lengths:
-        yield _timing("prefill", 1, length, _prefill(session, tokens, length, repeats, warmup), length)
+        yield _timing("prefill", 1, length, _prefill(session, tokens, length, steps), length)
     for position in positions:
-        yield _timing("decode", 1, position, _decode(session, tokens, 1, position, repeats, warmup), 1)
+        yield _timing("decode", 1, position, _decode(session, tokens, 1, position, steps), 1)
     for batch in batches:
         if batch > 1:
-            yield _timing(
-                "decode", batch, positions[0], _decode(session, tokens, batch, positions[0], repeats, warmup), batch
-            )
+            yield _timing("decode", batch, positions[0], _decode(session, tokens, batch, positions[0], steps), batch)
 
 
 def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> BenchReport:
@@ -183,34 +185,53 @@ def load_report(path: Path) -> BenchReport:
         ) from error
 
 
+_FEWEST = 3
+"""Runs that count, however long they take."""
 Tokens = Callable[[int], list[int]]
 
 
-def _prefill(session: DecodeSession, tokens: Tokens, length: int, repeats: int, warmup: int) -> list[float]:
-    times = []
-    for _ in range(warmup + repeats):
+@dataclass(frozen=True)
+class _Steps:
+    """How often a step is run."""
+
+    repeats: int
+    warmup: int
+    seconds: float | None
+
+    def times(self, step: Callable[[], float]) -> list[float]:
+        """The seconds of the runs that count; `step` runs once, and returns its own."""
+        end = math.inf if self.seconds is None else time.perf_counter() + self.seconds
+        for _ in range(self.warmup):
+            step()
+            if time.perf_counter() > end:
+                break
+        found: list[float] = []
+        while len(found) < self.repeats and (len(found) < _FEWEST or time.perf_counter() < end):
+            found.append(step())
+        return found
+
+
+def _prefill(session: DecodeSession, tokens: Tokens, length: int, steps: _Steps) -> list[float]:
+    def step() -> float:
         slot, prompt = session.cache.acquire(), tokens(length)
         try:
-            times.append(_seconds(session, {slot: prompt}))
+            return _seconds(session, {slot: prompt})
         finally:
             session.remove(slot)
-    return times[warmup:]
+
+    return steps.times(step)
 
 
-def _decode(
-    session: DecodeSession, tokens: Tokens, batch: int, position: int, repeats: int, warmup: int
-) -> list[float]:
+def _decode(session: DecodeSession, tokens: Tokens, batch: int, position: int, steps: _Steps) -> list[float]:
     slots = [session.cache.acquire() for _ in range(batch)]
     try:
         session.update({slot: tokens(position) for slot in slots})
-        times = [
-            _seconds(session, {slot: [token] for slot, token in zip(slots, tokens(batch), strict=True)})
-            for _ in range(warmup + repeats)
-        ]
+        return steps.times(
+            lambda: _seconds(session, {slot: [token] for slot, token in zip(slots, tokens(batch), strict=True)})
+        )
     finally:
         for slot in slots:
             session.remove(slot)
-    return times[warmup:]
 
 
 def _seconds(session: DecodeSession, update: dict[int, list[int]]) -> float:
