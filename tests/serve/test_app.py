@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +120,59 @@ def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
     with pytest.raises(OptionError, match=r"generation_config.json: top_p is 7.0; supported: above 0"):
         DecodeSession.open(tmp_path)
+
+
+def test_tokens_of_texts_and_texts_of_tokens(service: Service, by_ids: Service, alone: DecodeSession) -> None:
+    tokens = alone.tokenizer.encode("the cache")
+    asked = post(service, {"prompt": "the cache", "model": "tiny"}, "/tokenize")
+    assert asked.data == {"tokens": tokens, "count": len(tokens), "max_model_len": 512}
+    assert post(service, {"tokens": tokens}, "/detokenize").data == {"prompt": "the cache"}
+    messages = [{"role": "user", "content": "hi"}]
+    assert post(service, {"messages": messages}, "/tokenize").data["tokens"] == alone.render_chat(messages)
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({}, "/tokenize", "give either prompt or messages"),
+        ({"prompt": "x", "messages": messages}, "/tokenize", "give either prompt or messages"),
+        ({"prompt": "x", "colour": 1}, "/tokenize", "unknown field `colour`"),
+        ({"tokens": [300]}, "/detokenize", "token id 300 is out of range"),
+        ({"tokens": "x"}, "/detokenize", "Expected `array`"),
+    ]
+    for given, path, said in refused:
+        reply = post(service, given, path)
+        assert (reply.status, said in reply.error["message"]) == (400, True), reply.body
+    assert "no tokenizer" in post(by_ids, {"prompt": "x"}, "/tokenize").error["message"]
+    locked = Service(alone, "tiny", ["key"])
+    assert post(locked, {"prompt": "x"}, "/tokenize").status == 401
+    locked.core.close()
+
+
+def test_responses_are_not_served_and_the_answer_says_why(service: Service) -> None:
+    reply = post(service, {"input": "x"}, "/v1/responses")
+    assert (reply.status, reply.error["code"]) == (404, "unsupported")
+    assert "use /v1/chat/completions" in reply.error["message"]
+
+
+def test_each_request_is_a_line_of_a_log_without_its_text(rows: DecodeSession) -> None:
+    lines: list[str] = []
+    service = Service(rows, "tiny", ["secret"], max_queue=100, told=lines.append)
+    key = {"authorization": "Bearer secret"}
+    body = GREEDY | {"prompt": [1, 2, 3], "max_tokens": 5, "n": 1}
+    post(service, body, headers=key)
+    post(service, HELLO | {"stream": True, "max_tokens": 4, "n": 2}, CHAT, headers=key)
+    post(service, body | {"n": 0}, headers=key)
+    post(service, body)
+    post(service, HELLO | {"stream": True, "max_tokens": 400}, CHAT, headers=key, leaves_after=3)
+    post(service, None, "/health")
+    service.core.close()
+    rate = r", the first after \d+\.\d\d s, \d+\.\d tokens/s; \d+\.\d\d s"
+    wanted = (
+        r"POST /v1/completions 200: 3 prompt tokens, 5 new" + rate,
+        r"POST /v1/chat/completions 200: \d+ prompt tokens, 8 new" + rate,
+        r"POST /v1/completions 400; \d+\.\d\d s",
+        r"POST /v1/completions 401; \d+\.\d\d s",
+        r"POST /v1/chat/completions 200 \(the client went away\): \d+ prompt tokens, \d+ new.* s",
+    )
+    for line, pattern in zip(lines, wanted, strict=True):
+        assert re.fullmatch(pattern, line), line
 
 
 def test_the_real_client(service: Service, alone: DecodeSession) -> None:

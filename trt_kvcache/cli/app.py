@@ -29,6 +29,7 @@ from trt_kvcache.cli.plan import plan
 from trt_kvcache.cli.plugins import plugins
 from trt_kvcache.cli.report import report
 from trt_kvcache.cli.rewrite import rewrite
+from trt_kvcache.cli.score import score
 from trt_kvcache.cli.serve import serve
 from trt_kvcache.cli.signals import last_words
 from trt_kvcache.cli.verify import verify
@@ -109,7 +110,7 @@ def _root(
 
 
 _COMMANDS = (
-    export, plan, rewrite, build, verify, generate, chat, serve, batch, worker, deploy,
+    export, plan, rewrite, build, verify, generate, chat, score, serve, batch, worker, deploy,
     bench, inspect, check, plugins, doctor, report,
 )  # fmt: skip
 for _command in _COMMANDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from trt_kvcache.cli.generate import LoraFlags, RunFlags
 from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
-from trt_kvcache.cli.output import print_warnings
+from trt_kvcache.cli.output import print_warnings, visible
 from trt_kvcache.errors import OptionError
 
 
@@ -73,14 +74,21 @@ def serve(
         if named in session.adapters:
             raise OptionError(f"--lora {named}=...: the model has this name; give another one, or --name")
         service = Service(
-            session, named, keys, max_queue=max_queue, origins=allow_origin or (), lora_folder=lora_folder
+            session, named, keys, max_queue=max_queue, origins=allow_origin or (), lora_folder=lora_folder, told=_log
         )
         address, actual = sock.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"
 
         def started() -> None:
-            sys.stderr.write(f"{named}: {session.name}{capacity}; http://{shown}:{actual}/v1, Ctrl-C ends it\n")
+            server = f"http://{shown}:{actual}"
+            chat = f"a chat at {server}/, the API at {server}/v1"
+            sys.stderr.write(f"{named}: {session.name}{capacity}; {chat}; Ctrl-C ends it\n")
             sys.stderr.flush()
 
         run(service, sock, drain_timeout, started)
+
+
+def _log(line: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {visible(line)}\n")
+    sys.stderr.flush()

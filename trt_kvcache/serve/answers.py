@@ -97,6 +97,7 @@ class Answer:
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in asked.works]
         self._said = [""] * len(asked.works)
         self._readers = None if asked.uses is None else [asked.uses.reader() for _ in asked.works]
+        self._start, self._first = time.perf_counter(), 0.0
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -105,6 +106,7 @@ class Answer:
 
     def take(self, place: int, event: TokenEvent) -> str:
         """Add an event to the whole answer; return its text, as far as that is no call."""
+        self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))
         self._done[place].take(event)
@@ -133,6 +135,20 @@ class Answer:
         if self._chat and self._with_ids:
             body["prompt_token_ids"] = self._done[0].prompt
         return body
+
+    @property
+    def ended(self) -> bool:
+        """Every sequence has."""
+        return all(done.finish_reason for done in self._done)
+
+    def told(self) -> str:
+        """Counts and times so far, for a log."""
+        usage, now = self._usage(), time.perf_counter()
+        made, first = usage["completion_tokens"], self._first - self._start
+        later = made - len(self._done)  # the first of each sequence comes with the others of its step
+        rate = f", {later / (now - self._first):.1f} tokens/s" if later > 0 and now > self._first else ""
+        came = f", the first after {first:.2f} s" if self._first else ""
+        return f"{usage['prompt_tokens']} prompt tokens, {made} new{came}{rate}"
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks of a stream before any token: roles, or prompts that are to be echoed."""

@@ -9,7 +9,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trt_kvcache import __version__
 from trt_kvcache.errors import OptionError, TrtKvCacheError
@@ -41,12 +41,16 @@ from trt_kvcache.serve.protocol import (
     read_request,
     too_many,
 )
+from trt_kvcache.serve.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 
 __all__ = ["Service"]
 
 _log = logging.getLogger(__name__)
 _LARGEST = 4 << 20
 """Bytes of a body: 500,000 token ids, or a text of as many."""
+_GUARDED = ("/v1/", "/tokenize", "/detokenize")
+"""Beginnings of paths that need a key where there are keys."""
+_ANSWER = "trt_kvcache.answer"
 _SECONDS = 60.0
 """For a body to arrive."""
 
@@ -66,6 +70,7 @@ class Service:
         lora_folder: clients may load adapters from this folder, and unload any; None: they may not.
         origins: of pages of other servers that browsers let read the answers, such as ``https://example.org``; ``*``:
             all of them.
+        told: given a line for each request under /v1 that has been answered: its path, status, tokens, times. No text.
 
     Raises:
         OptionError: an origin is none.
@@ -86,6 +91,7 @@ class Service:
         max_queue: int = 256,
         origins: Sequence[str] = (),
         lora_folder: Path | None = None,
+        told: Callable[[str], None] | None = None,
     ) -> None:
         for origin in origins:
             if not re.fullmatch(r"\*|https?://[^/\s?#@]+", origin):
@@ -97,7 +103,7 @@ class Service:
         self._names = TokenNames(session.tokenizer)
         self._keys = [key.encode() for key in keys]
         self._since = int(time.time())
-        self.draining, self.active = False, 0
+        self.draining, self.active, self.told = False, 0, told
         self.core = ServingCore(session, max_queue=max_queue, name=name)
         self._most = self.core.rows + max_queue
         routes = [
@@ -111,6 +117,9 @@ class Service:
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chats, methods=["POST"]),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
         ]
         if lora_folder is not None:
             self._lora_folder = lora_folder.resolve()
@@ -191,6 +200,23 @@ class Service:
     async def _embeddings(self, request: Request) -> Response:
         raise ApiError(404, "embeddings are not served: the model makes text; use /v1/completions", code="unsupported")
 
+    async def _responses(self, request: Request) -> Response:
+        raise ApiError(
+            404, "responses are not served: they are kept, and nothing is kept here; use /v1/chat/completions",
+            code="unsupported",
+        )  # fmt: skip
+
+    async def _tokenize(self, http: Request) -> Response:
+        request = read_request(await _body(http), TokenizeRequest)
+        find_adapter(request.model, self._name, self._session.adapters)
+        tokens = await asyncio.to_thread(tokenized, self._session, request)
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._session.cache.capacity})
+
+    async def _detokenize(self, http: Request) -> Response:
+        request = read_request(await _body(http), DetokenizeRequest)
+        find_adapter(request.model, self._name, self._session.adapters)
+        return _json({"prompt": await asyncio.to_thread(detokenized, self._session, request)})
+
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionRequest)
 
@@ -203,7 +229,7 @@ class Service:
         request = read_request(await _body(http), kind)
         adapter = find_adapter(request.model, self._name, self._session.adapters)
         asked = await asyncio.to_thread(prepare, self._session, request, self._most, adapter)
-        answer = Answer(asked, adapter or self._name, self._names)
+        answer = http.scope[_ANSWER] = Answer(asked, adapter or self._name, self._names)
         events = self.core.events(asked.works, asked.config)
         if not request.stream:
             return _json(await _unless_gone(http, whole_answer(events, answer)))
@@ -225,18 +251,37 @@ class _Door:
         self._service, self._inner = service, inner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
         if not guarded:
             await self._inner(scope, receive, send)
             return
-        if (error := self._service.refusal(scope)) is not None:
-            await _error(error)(scope, receive, send)
-            return
-        self._service.active += 1
+        start, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
         try:
-            await self._inner(scope, receive, send)
+            if (error := self._service.refusal(scope)) is not None:
+                await _error(error)(scope, receive, watched)
+                return
+            self._service.active += 1
+            try:
+                await self._inner(scope, receive, watched)
+            finally:
+                self._service.active -= 1
         finally:
-            self._service.active -= 1
+            if self._service.told is not None:
+                self._service.told(_told(scope, status, time.perf_counter() - start))
+
+
+def _told(scope: Scope, status: int, seconds: float) -> str:
+    """A request in one line."""
+    answer: Answer | None = scope.get(_ANSWER)
+    said = "" if answer is None else f": {answer.told()}"
+    gone = " (the client went away)" if status == 0 or (answer is not None and not answer.ended) else ""
+    return f"{scope['method']} {scope['path'][:60]} {status or 499}{gone}{said}; {seconds:.2f} s"
 
 
 class _Stream(StreamingResponse):

@@ -234,7 +234,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields that may be given with these values alone, which ask for nothing; and why."""
 
-Kind = TypeVar("Kind", CompletionRequest, ChatRequest)
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class Asked(msgspec.Struct):

@@ -1,0 +1,63 @@
+"""``trt-kvcache score``: the perplexity of a text."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.generate import RunFlags
+from trt_kvcache.cli.options import JsonOption, RunnableArgument, SessionPlanFlags, TokenizerOption, bounded_on_cpu
+from trt_kvcache.cli.prompts import read_text
+
+
+def score(
+    model: RunnableArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A text; - is stdin.", readable=False)],
+    running: RunFlags,
+    planning: SessionPlanFlags,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="TOKENS",
+            help="Longer texts are scored in windows of so many, each of which begins with half of the last one. "
+            "Default: the capacity, at most 2048.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Of the text's tokens, take the first N.")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Score a text: perplexity, the exponential of the mean negative log-probability of its tokens."""
+    text = read_text(file, "FILE")
+    options = planning.session_options(model)
+    from trt_kvcache.cli.output import console, print_json
+    from trt_kvcache.errors import OptionError
+    from trt_kvcache.runtime.scoring import score as score_text
+    from trt_kvcache.runtime.session import DecodeSession
+
+    with (
+        bounded_on_cpu(model),
+        DecodeSession.open(model, tokenizer=tokenizer, **{"max_batch": 1, **running.options()}, **options) as session,
+    ):
+        if session.tokenizer is None:
+            raise OptionError("a text needs a tokenizer, and there is none beside the model; give --tokenizer")
+        ids = session.tokenizer.encode(text)[:tokens]
+        start = time.perf_counter()
+        found = score_text(session, ids, window)
+        rate = found.tokens / (time.perf_counter() - start)
+        on = session.name
+    if json:
+        print_json(
+            {"tokens": found.tokens, "nats": found.nats, "perplexity": found.perplexity, "tokens_per_second": rate}
+        )
+    else:
+        console().print(
+            f"{file}: perplexity {found.perplexity:.4g}, {found.nats:.4f} nats per token; {found.tokens} tokens, "
+            f"{rate:.1f} tokens/s; {on}"
+        )

@@ -1,0 +1,89 @@
+"""The perplexity of a text: how well a model foresees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.progress import phase
+from trt_kvcache.runtime.session import DecodeSession
+
+__all__ = ["Score", "score"]
+
+_LOGITS = 1 << 26
+"""Bytes of scores at a time."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a model foresees a text.
+
+    Attributes:
+        tokens: that are scored: all but the first.
+        nats: the mean of the negative logarithms of their probabilities.
+    """
+
+    tokens: int
+    nats: float
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of `nats`."""
+        return math.exp(self.nats)
+
+
+def score(session: DecodeSession, tokens: Sequence[int], window: int | None = None) -> Score:
+    """Score a text with a session, in windows if it is longer than its caches.
+
+    Each window begins with the second half of the last one, which is not scored again: a token sees half a window of
+    text before it at least, except in the first one.
+
+    Args:
+        session: with a row that is free.
+        tokens: of the text, two at least.
+        window: tokens of a window; None: the capacity, at most 2,048.
+
+    Raises:
+        OptionError: the window is longer than the caches, or shorter than 2 tokens.
+        PromptError: there are fewer than two tokens, or one is none of the model's.
+        CapacityError, SessionError: see `DecodeSession.update`.
+    """
+    capacity = session.cache.capacity
+    window = min(capacity or 2048, 2048) if window is None else window
+    if window < 2 or (capacity is not None and window > capacity):
+        raise OptionError(f"window is {window}; it must be 2 to {capacity}, which is what the caches hold")
+    if len(tokens) < 2:
+        raise PromptError(f"the text has {len(tokens)} tokens; a score needs 2 at least")
+    step = max(1, min(session.max_chunk, _LOGITS // (4 * session.vocab)))
+    total, scored, start = 0.0, 1, 0
+    with phase("scoring: token", len(tokens)) as done:
+        while scored < len(tokens):
+            part = tokens[start : start + window]
+            slot = session.cache.acquire()
+            try:
+                for at in range(0, len(part) - 1, step):
+                    # Logits at one position foresee the next token.
+                    given = part[at : min(at + step, len(part) - 1)]
+                    targets = part[at + 1 : at + 1 + len(given)]
+                    new = min(len(given), max(0, start + at + 1 + len(given) - scored))
+                    rows = session.update({slot: given}, keep=new)
+                    if new:
+                        total -= _log_probability(rows[slot], targets[-new:])
+                        scored += new
+                        for _ in range(new):
+                            done()
+            finally:
+                session.cache.release(slot)
+            start += window - window // 2
+    return Score(len(tokens) - 1, total / (len(tokens) - 1))
+
+
+def _log_probability(logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]], targets: Sequence[int]) -> float:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    chosen = wide[np.arange(len(targets)), list(targets)]
+    return float((chosen - np.log(np.exp(wide).sum(1))).sum())
