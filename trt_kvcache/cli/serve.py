@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +18,9 @@ from trt_kvcache.cli.generate import LoraFlags, RunFlags
 from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_warnings, visible
 from trt_kvcache.errors import OptionError
+
+_LINES = 1000
+"""Of the log, that wait to be written."""
 
 
 def serve(
@@ -73,8 +81,9 @@ def serve(
         named = name or model.resolve().name
         if named in session.adapters:
             raise OptionError(f"--lora {named}=...: the model has this name; give another one, or --name")
+        told = _start_log()
         service = Service(
-            session, named, keys, max_queue=max_queue, origins=allow_origin or (), lora_folder=lora_folder, told=_log
+            session, named, keys, max_queue=max_queue, origins=allow_origin or (), lora_folder=lora_folder, told=told
         )
         address, actual = sock.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
@@ -89,6 +98,18 @@ def serve(
         run(service, sock, drain_timeout, started)
 
 
-def _log(line: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {visible(line)}\n")
-    sys.stderr.flush()
+def _start_log() -> Callable[[str], None]:
+    """Return a function that writes a line to stderr and never waits: lines are lost where nobody reads them."""
+    lines: queue.Queue[str] = queue.Queue(_LINES)
+
+    def write() -> None:
+        with suppress(OSError):  # it was closed
+            while True:
+                os.write(2, lines.get().encode(errors="backslashreplace"))  # no lock, which the end would wait for
+
+    def log(line: str) -> None:
+        with suppress(queue.Full):
+            lines.put_nowait(f"{time.strftime('%H:%M:%S')} {visible(line)}\n")
+
+    threading.Thread(target=write, name="trt-kvcache-log", daemon=True).start()
+    return log
