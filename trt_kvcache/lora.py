@@ -136,11 +136,8 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
     if settings.get("peft_type") != "LORA":
         raise OptionError(f"{path}: an adapter of kind {shown(settings.get('peft_type'))}; supported is LORA")
     if settings.get("bias") not in (None, "none"):
-        raise OptionError(
-            f"{path}: bias is {shown(settings['bias'])}: trained biases are not supported; train with none"
-        )
-    if not any(settings.get("init_lora_weights", True) is known or settings.get("init_lora_weights") == known
-               for known in _INITIAL):  # fmt: skip
+        raise OptionError(f"{path}: bias is {shown(settings['bias'])}, and biases are not supported; train with 'none'")
+    if settings.get("init_lora_weights", True) not in _INITIAL:
         raise OptionError(
             f"{path}: init_lora_weights is {shown(settings['init_lora_weights'])}, which changes the model's own "
             "weights; save the adapter converted to a plain one (path_initial_model_for_weight_conversion)"

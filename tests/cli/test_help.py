@@ -143,7 +143,8 @@ STATIONS: list[tuple[Any, Any]] = [(PlanFlags, PlanOptions), (BuildFlags, BuildO
 
 @pytest.mark.parametrize(("flags", "options"), STATIONS, ids=lambda kind: kind.__name__)
 def test_every_option_has_a_flag_of_the_same_default(flags: Any, options: Any) -> None:
-    made_of = {"calibrate": "cache_ranges"}  # a file of prompts, from which the command finds them
+    # A file of prompts, from which the command finds them; adapters, which say rank and modules.
+    made_of = {"calibrate": "cache_ranges", "adapter": "lora_rank"}
     assert {made_of.get(f.name, f.name) for f in fields(flags)} == {f.name for f in fields(options)}
     assert flags().options() == options()
 

@@ -182,11 +182,18 @@ class Service:
 
     async def _load(self, request: Request) -> Response:
         asked = read_adapter_request(await _body(request))
-        path = (self._lora_folder / (asked.lora_path or asked.lora_name)).resolve()
         if asked.lora_name == self._name:
             raise ApiError(400, f"{self._name!r} is the model itself; give another name", "lora_name")
-        if not path.is_relative_to(self._lora_folder):
+        try:
+            path = (self._lora_folder / (asked.lora_path or asked.lora_name)).resolve()
+            inside = path.is_relative_to(self._lora_folder)
+            found = inside and path.is_dir()
+        except (OSError, ValueError):  # of names that no file system has
+            inside, found = True, False
+        if not inside:
             raise ApiError(403, "lora_path: adapters come from the server's own folder; give a path in it", "lora_path")
+        if not found:
+            raise ApiError(400, "lora_path: no such folder among the server's adapters", "lora_path")
         await asyncio.to_thread(self._session.adapters.load, asked.lora_name, path)
         return _json(self._card(asked.lora_name))
 

@@ -392,6 +392,8 @@ def _check_types(config: GenerationConfig) -> None:
     _require(callable(processor) or _all(processor, callable), config, "logits_processor", "a function, or several")
     startable = config.grammar is None or callable(getattr(config.grammar, "start", None))
     _require(startable, config, "grammar", "what trt_kvcache.Grammars compiles, an object with start(), or None")
+    adapter: object = config.adapter
+    _require(adapter is None or isinstance(adapter, str), config, "adapter", "the name of an adapter, or None")
     stops = config.stop_strings
     texts = stops is None or _all([stops] if isinstance(stops, str) else stops, lambda text: isinstance(text, str))
     _require(texts, config, "stop_strings", "a text, several, or None")
