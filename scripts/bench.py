@@ -10,6 +10,7 @@ CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: t
       idioms   models as exporters write them against their rewritten form
       latents  latent attention, absorbed against expanded
       logits   prefill with logits of the last position against logits of all positions
+      lora     the cost of adapters: step time with and without
       quality  a trained model on a text: types, quantized caches and weights against transformers in float32
       serve    `trt-kvcache serve` against a bare session, by number of clients
       span     step time against capacity, with and without the attention span
@@ -35,7 +36,7 @@ import onnxruntime as ort
 from benchmarks.report import Report
 from gpu_steps import write_json
 
-NAMES = ("build", "decode", "draft", "host", "idioms", "latents", "logits", "quality", "serve", "span", "stall",
+NAMES = ("build", "decode", "draft", "host", "idioms", "latents", "logits", "lora", "quality", "serve", "span", "stall",
          "choice", "kernel")  # fmt: skip
 
 

@@ -46,6 +46,7 @@ SMALL = {
     "logits": ["--tokens", "16", "--turns", "1", "--layers", "1", "--hidden", "256", "--vocab", "1000"],
     "serve": ["--clients", "2", "--rows", "2", "--tokens", "6", "--turns", "1", "--hidden", "192", "--layers", "1",
               "--vocab", "500"],
+    "lora": ["--rank", "2", "--rows", "2", "--turns", "2", "--past", "3", "--threads", "1"],
     "span": ["--capacity", "256", "512", "--turns", "3"],
     "choice": ["--vocab", "1001", "--turns", "3"],
     "kernel": [], "quality": [], "stall": ["--prompt", "20", "--usual", "2", "--turns", "1", "--rows", "3"],
@@ -128,6 +129,18 @@ def test_a_long_prompt_beside_others(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert set(data["budgets"]) == {"4", "100"}
     with pytest.raises(SystemExit, match="give --model"):
         bench.main(["stall"])
+
+
+def test_adapters_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = DecoderConfig(
+        layers=1, hidden=32, head_size=8, query_heads=4, kv_heads=2, vocab=64, capacity=64, positions=64
+    )
+    model = write_decoder(tmp_path / "model.onnx", config)
+    data, table, _ = ran("lora", capsys, "--model", str(model))
+    assert len(table) == 6
+    assert set(data["ms"]["2"]) == {"without", "none chosen", "all the same", "each its own"}
+    with pytest.raises(SystemExit, match="give --model"):
+        bench.main(["lora"])
 
 
 def test_a_build_that_fails_is_told(tmp_path: Path) -> None:
