@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from trt_kvcache.runtime.adapters import (
+    Adapters,
+)
 from trt_kvcache.runtime.cache import (
     KVCache,
 )
@@ -41,6 +44,7 @@ from trt_kvcache.runtime.requests import (
 )
 
 __all__ = [
+    "Adapters",
     "EmbedsAll",
     "FinishReason",
     "Generation",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from trt_kvcache.importer.plan import (
+    AdapterPart,
+    AdapterPlan,
+    AdapterProduct,
     AttentionKind,
     AttentionPlan,
     CacheDtype,
@@ -35,6 +38,9 @@ from trt_kvcache.importer.plan import (
 )
 
 __all__ = [
+    "AdapterPart",
+    "AdapterPlan",
+    "AdapterProduct",
     "AttentionKind",
     "AttentionPlan",
     "CacheDtype",

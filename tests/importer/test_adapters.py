@@ -212,3 +212,47 @@ def test_tensorrt_for_rtx_builds_an_engine_that_takes_adapters(tmp_path: Path) -
     assert manifest.plan.adapter_bytes() * 3 == sum(
         4 * int(np.prod(t.shape)) for t in manifest.plan.tensors if t.role is Role.ADAPTER_WEIGHTS
     )
+
+
+def test_adapters_as_onnxruntime_genai_takes_them_are_refused_by_name(tmp_path: Path) -> None:
+    """Its exports can take the factors of one adapter, for all sequences, as inputs."""
+    model = onnx.load(GENAI)
+    product = next(node for node in model.graph.node if node.name == "/model/layers.0/attn/o_proj/MatMul")
+    (x, _), (y,), stem = product.input, product.output, "model.layers.0.attn.o_proj"
+    product.output[0] = "own"
+    at = list(model.graph.node).index(product) + 1
+    factors = [f"{stem}.lora_{side}.MatMul.weight" for side in "AB"]
+    for name, shape in zip(factors, ((64, "r"), ("r", 64)), strict=True):
+        model.graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+    for node in reversed([
+        helper.make_node("MatMul", [x, factors[0]], ["low"], "/model/layers.0/attn/o_proj/lora_A/MatMul"),
+        helper.make_node("MatMul", ["low", factors[1]], ["change"], "/model/layers.0/attn/o_proj/lora_B/MatMul"),
+        helper.make_node("Add", ["own", "change"], [y], "sum"),
+    ]):  # fmt: skip
+        model.graph.node.insert(at, node)
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(
+        UnsupportedModelError, match=r"lora_A.MatMul.weight' .* is a factor of an adapter as onnxruntime-"
+    ):
+        DecodeSession.open(tmp_path / "model.onnx", tokenizer=False, capacity=64)
+
+
+def test_a_manifest_whose_adapters_fit_nothing_is_refused(tmp_path: Path) -> None:
+    from runtime.engines import edit, write_engine
+
+    from trt_kvcache import ManifestError
+
+    onnx.save(onnx.load(LLAMAS["mobius/llama_dynamic_f32"]), tmp_path / "model.onnx")
+    engine = write_engine(tmp_path / "model.onnx", options=OPTIONS)
+    plan = load_manifest(engine).plan
+    assert plan.adapters is not None
+    product = plan.adapters.products[0]
+    part = replace(product.parts[0], stop=1000)
+    for adapters, words in (
+        (replace(plan.adapters, slots=3), r"'lora.*a' is no input \[4, 64, 4\]"),
+        (replace(plan.adapters, index="x"), "chosen by 'x'"),
+        (replace(plan.adapters, products=(replace(product, parts=(part,)),)), "has modules outside of its 64 columns"),
+    ):
+        edit(engine, lambda manifest, adapters=adapters: replace(manifest, plan=replace(plan, adapters=adapters)))
+        with pytest.raises(ManifestError, match=words):
+            load_manifest(engine)

@@ -14,7 +14,7 @@ from trt_kvcache.engine.folder import engine_in
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.given import given_path
-from trt_kvcache.importer.plan import TENSORRT_DTYPES, CachePlan, Target
+from trt_kvcache.importer.plan import TENSORRT_DTYPES, AdapterPlan, CachePlan, Target
 from trt_kvcache.page import Html, table, tag
 from trt_kvcache.words import human_bytes
 
@@ -257,6 +257,8 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
         if dtype not in TENSORRT_DTYPES:
             yield f"{past!r} has the dtype {dtype!r}, which no engine has"
     yield from (f"state {state.past!r} has no axes" for state in manifest.plan.states if not state.shape)
+    if plan.adapters is not None:
+        yield from _adapters(plan.adapters, manifest)
     for cache in manifest.plan.caches:
         for shape, axis in (
             (cache.logical_shape, cache.sequence_axis),
@@ -267,6 +269,20 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
         for name, io in ((cache.past, "input"), (cache.present, "output")):
             if cache.carried and (io, name) not in seen:
                 yield f"cache {name!r} is no {io} of the engine"
+
+
+def _adapters(adapters: AdapterPlan, manifest: Manifest) -> Iterator[str]:
+    shapes = {t.name: t.shape for t in manifest.plan.tensors if t.io == "input"}
+    if len(shapes.get(adapters.index, ())) != 1 or not 0 < adapters.slots < _SIZES or not 0 < adapters.rank < _SIZES:
+        yield f"adapters are {adapters.slots} of rank {adapters.rank}, chosen by '{adapters.index}'"
+    for product in adapters.products:
+        slots = adapters.slots + 1
+        wanted = {product.a: (slots, product.inputs, product.rank), product.b: (slots, product.rank, product.outputs)}
+        yield from (
+            f"{name!r} is no input {list(shape)}" for name, shape in wanted.items() if shapes.get(name) != shape
+        )
+        if not all(0 <= part.start < part.stop <= product.outputs for part in product.parts):
+            yield f"{product.a!r} has modules outside of its {product.outputs} columns"
 
 
 def _profiles(manifest: Manifest) -> Iterator[str]:

@@ -287,6 +287,12 @@ class StepInputs:
 
     def _check_input(self, tensor: TensorRole) -> None:
         what = f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)})"
+        if tensor.role is Role.OTHER and "lora_" in tensor.name.lower():
+            raise UnsupportedModelError(
+                f"{what} is a factor of an adapter as onnxruntime-genai takes them, one adapter for all sequences of a "
+                "step, which is not supported: export the model without adapters, and give adapters to the session, "
+                "where each sequence chooses its own"
+            )
         if tensor.role in (Role.OTHER, Role.LOGITS):
             from trt_kvcache.importer.interface.config import example  # loads YAML and RE2
 

@@ -74,7 +74,7 @@ def answer_with_ray(
             )
         # Ray's own tasks need a CPU: if actors take all, the job hangs without a word.
         share = max(0.01, min(1.0, math.floor(100 * (found.get("CPU", 1) - 1) / workers) / 100))
-        absolute = {key: value.resolve() if isinstance(value, Path) else value for key, value in options.items()}
+        absolute = {key: _absolute(value) for key, value in options.items()}
         items = [{"row": msgspec.msgpack.encode(row)} for row in rows]
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
@@ -96,3 +96,10 @@ def answer_with_ray(
     finally:
         if started:
             ray.shutdown()
+
+
+def _absolute(value: Any) -> Any:
+    """A path that workers find from elsewhere, too; or a mapping to such paths."""
+    if isinstance(value, dict):
+        return {key: _absolute(one) for key, one in value.items()}
+    return value.resolve() if isinstance(value, Path) else value

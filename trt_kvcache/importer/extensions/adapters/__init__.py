@@ -272,6 +272,8 @@ def _named(products: Sequence[_Product], source: ModelProto) -> list[_Found]:
         found = names.of(product.root, product.node.name)
         if found is not None:
             module, by = found
+            if "lora_" in module:  # of an adapter that was exported with the model
+                continue
             said[module] = by
             others = best.get(module, [])
             widest = max([product, *others], key=lambda p: p.inputs).inputs
