@@ -26,6 +26,9 @@ from trt_kvcache import (
     verify_model,
 )
 from trt_kvcache.importer.plan import AdapterProduct, CachePlan, Role
+from trt_kvcache.proof.file import load_proof
+from trt_kvcache.proof.replay import replay
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
 OPTIONS = PlanOptions(capacity=64, lora_rank=4)
 TORCH = MODELS / "torch" / "llama_dynamic_float16_sdpa" / "model.onnx"
@@ -200,18 +203,19 @@ def test_quantized_caches_take_adapters(tmp_path: Path) -> None:
 
 
 def test_tensorrt_for_rtx_builds_an_engine_that_takes_adapters(tmp_path: Path) -> None:
-    folder = tmp_path / "engine"
-    draw(Tiny("mobius/llama_dynamic_f32"), tmp_path / "adapter", 0)
-    manifest = build_engine(
-        LLAMAS["mobius/llama_dynamic_f32"],
-        f"{folder}/",
-        options=replace(OPTIONS, lora_slots=2),
-        build=BuildOptions(max_batch=2, max_chunk=4, backend="tensorrt-rtx"),
-    )
-    assert load_manifest(folder).plan.adapters == manifest.plan.adapters
-    assert manifest.plan.adapter_bytes() * 3 == sum(
-        4 * int(np.prod(t.shape)) for t in manifest.plan.tensors if t.role is Role.ADAPTER_WEIGHTS
-    )
+    """Its proof holds whatever lies in the slots that no sequence chooses."""
+    folder, model = tmp_path / "engine", LLAMAS["mobius/llama_dynamic_f32"]
+    options = replace(OPTIONS, lora_slots=2)
+    build = BuildOptions(max_batch=2, max_chunk=4, backend="tensorrt-rtx")
+    plan = build_engine(model, f"{folder}/", options=options, build=build).plan
+    assert load_manifest(folder).plan.adapters == plan.adapters
+    weights = [t for t in plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
+    assert plan.adapter_bytes() * 3 == sum(4 * int(np.prod(t.shape)) for t in weights)
+    runner = OnnxRuntimeRunner(model, options, max_batch=2, max_chunk=4)
+    for tensor in weights:
+        runner.write_adapter(tensor.name, 2, np.full(tensor.shape[1:], 9, np.float32))
+    assert replay(runner, load_proof(load_manifest(folder), folder / "model.engine")).passed
+    runner.close()
 
 
 def test_adapters_as_onnxruntime_genai_takes_them_are_refused_by_name(tmp_path: Path) -> None:
@@ -238,13 +242,15 @@ def test_adapters_as_onnxruntime_genai_takes_them_are_refused_by_name(tmp_path: 
 
 
 def test_a_manifest_whose_adapters_fit_nothing_is_refused(tmp_path: Path) -> None:
-    from runtime.engines import edit, write_engine
+    from runtime.engines import write_engine
 
     from trt_kvcache import ManifestError
+    from trt_kvcache.engine.manifest import manifest_path, save_manifest
 
     onnx.save(onnx.load(LLAMAS["mobius/llama_dynamic_f32"]), tmp_path / "model.onnx")
     engine = write_engine(tmp_path / "model.onnx", options=OPTIONS)
-    plan = load_manifest(engine).plan
+    manifest = load_manifest(engine)
+    plan = manifest.plan
     assert plan.adapters is not None
     product = plan.adapters.products[0]
     part = replace(product.parts[0], stop=1000)
@@ -253,6 +259,6 @@ def test_a_manifest_whose_adapters_fit_nothing_is_refused(tmp_path: Path) -> Non
         (replace(plan.adapters, index="x"), "chosen by 'x'"),
         (replace(plan.adapters, products=(replace(product, parts=(part,)),)), "has modules outside of its 64 columns"),
     ):
-        edit(engine, lambda manifest, adapters=adapters: replace(manifest, plan=replace(plan, adapters=adapters)))
+        save_manifest(replace(manifest, plan=replace(plan, adapters=adapters)), manifest_path(engine))
         with pytest.raises(ManifestError, match=words):
             load_manifest(engine)
