@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import onnx
 import onnx.inliner
@@ -247,16 +248,17 @@ def check_text(message: Message, source: str) -> None:
     fields = message.DESCRIPTOR.fields_by_name
     present = [(fields[name], getattr(message, name)) for name in wanted] if wanted else message.ListFields()
     for field, value in present:
-        values = value if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else (value,)
+        values: Iterable[Any] = (value,) if isinstance(value, (Message, str, bytes, int, float)) else value
         if field.cpp_type == field.CPPTYPE_MESSAGE:
             for child in values:
                 check_text(child, source)
-        elif field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in values):
-            bad = next(text for text in values if isinstance(text, bytes))
-            raise InvalidModelError(f"{source}: a {field.name} in it is not text: {bad[:40]!r}; export the model again")
-        elif field.name in _NAMES:
+        elif field.type == field.TYPE_STRING:
             for text in values:
-                if unnatural := _UNNATURAL.search(text):
+                if isinstance(text, bytes):
+                    raise InvalidModelError(
+                        f"{source}: a {field.name} in it is not text: {text[:40]!r}; export the model again"
+                    )
+                if field.name in _NAMES and (unnatural := _UNNATURAL.search(text)):
                     raise InvalidModelError(
                         f"{source}: the name {text[:80]!a} has the control character or line break {unnatural[0]!a}, "
                         "which messages, logs and TensorRT's layer names cannot show; rename it, and export again"

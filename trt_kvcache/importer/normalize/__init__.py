@@ -37,6 +37,7 @@ from trt_kvcache.importer.graph import (
     export_inferred,
     fold_identities,
     is_op,
+    tidy,
 )
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
@@ -172,7 +173,7 @@ def _is_read(write: Write) -> bool:
 
 def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]]:
     """The same in standard operators, as a graph and as a model; caches in operators."""
-    graph.cleanup().toposort()
+    tidy(graph)
     if any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
@@ -181,7 +182,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]]:
         )
     part_from_rows(graph, find_candidates(graph))
     held = find_held(graph)  # which states the shapes of their caches
-    return graph, export_inferred(graph.cleanup().toposort()), held
+    return graph, export_inferred(tidy(graph)), held
 
 
 def _caches(graph: gs.Graph, held: Sequence[Write]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
@@ -248,10 +249,10 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto
         plain = canonical.with_heads(core)
         canonical.core(plain if computed is None else computed.place(plain, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
-    graph.cleanup().toposort()
+    tidy(graph)
     check_readers(graph, {} if computed is None else computed.reasons, samples)
     free_shapes(graph, canonical.emit, interface)
-    graph.cleanup()
+    tidy(graph, sort=False)
     by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph
     rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:

@@ -39,6 +39,7 @@ from trt_kvcache.importer.graph import (
     made_of_constants,
     producer,
     replace_uses,
+    tidy,
 )
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.unlike import why_unlike
@@ -116,7 +117,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                     continue
                 elif _follow(graph, node, output, canonical, samples, positioned):
                     queue.append(output)
-    graph.cleanup().toposort()
+    tidy(graph)
     return by_tokens
 
 

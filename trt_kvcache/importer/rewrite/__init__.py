@@ -20,7 +20,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.graph import INT64, Emitter, dims
+from trt_kvcache.importer.graph import INT64, Emitter, dims, tidy
 from trt_kvcache.importer.plan import CachePlan, Role, Route
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
@@ -41,7 +41,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
         extensions.load("plugin_route").rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
     _declare_logits(graph, plan)
-    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    tidy(graph)
 
 
 def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:

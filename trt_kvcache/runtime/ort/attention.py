@@ -24,7 +24,7 @@ from typing import TypeGuard
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant
+from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant, tidy
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateMode
 from trt_kvcache.importer.prepare import attach_weights, detach_weights
 from trt_kvcache.importer.simplify import infer_shapes
@@ -82,7 +82,7 @@ def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
     emitter = Emitter(graph)
     for match in matches:
         _fuse(emitter, match)
-    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    tidy(graph)
     graph.import_domains = [*(d for d in graph.import_domains or () if d.domain != DOMAIN)]
     graph.import_domains.append(onnx.helper.make_opsetid(DOMAIN, 1))
     fused: onnx.ModelProto = gs.export_onnx(graph)
