@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from adapters import LLAMAS, MODELS, TARGETS, Tiny, draw
+from adapters import LLAMAS, MODELS, TARGETS, Tiny, draw, write
 from onnx import helper, numpy_helper
 from safetensors.numpy import save_file
 
@@ -188,6 +188,45 @@ def test_a_rewritten_file_takes_adapters_and_is_verified(tmp_path: Path) -> None
     names = {value.name for value in onnx.load(written, load_external_data=False).graph.input}
     assert {"adapter", "lora.model.layers.1.mlp.down_proj.a"} <= names
     verify_model(model, verify=VerifyOptions(batch=1, chunks=(4,), tokens=2), rewritten=written).check()
+
+
+def test_quantized_products_stay_and_the_adapter_is_added(tmp_path: Path) -> None:
+    """Judged by the model as exported, with the change of each module as one more product beside the quantized one."""
+    source = MODELS / "ort-genai" / "llama_cpu_int4"
+    sizes = {"o_proj": (64, 64), "v_proj": (64, 32), "down_proj": (96, 64), "gate_proj": (64, 96)}
+    rng, tensors = np.random.default_rng(5), {}
+    model = onnx.load(source / "model.onnx")
+    for layer, target in ((0, "v_proj"), (0, "o_proj"), (1, "gate_proj"), (1, "down_proj")):
+        inputs, outputs = sizes[target]
+        a = (rng.normal(size=(3, inputs)) / inputs**0.5).astype(np.float32)
+        b = rng.normal(size=(outputs, 3)).astype(np.float32)
+        block = "self_attn" if target in TARGETS[:4] else "mlp"
+        module = f"model.layers.{layer}.{block}.{target}"
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        change = 2 * (b @ a).T
+        if target == "v_proj":
+            change = np.concatenate([np.zeros((64, 96), np.float32), change], 1)
+        called = f"/model/layers.{layer}/{block.replace('self_', '')}/{'qkv_proj' if target == 'v_proj' else target}/"
+        nodes = model.graph.node
+        at = next(i for i, node in enumerate(nodes) if node.name.startswith(called) and node.op_type == "MatMulNBits")
+        (result,) = nodes[at].output
+        nodes[at].output[0] = f"{module}.own"
+        model.graph.initializer.append(numpy_helper.from_array(change, f"{module}.change"))
+        nodes.insert(at + 1, helper.make_node("Add", [f"{module}.own", f"{module}.more"], [result], f"{module}.add"))
+        more = helper.make_node("MatMul", [nodes[at].input[0], f"{module}.change"], [f"{module}.more"], f"{module}.m")
+        nodes.insert(at + 1, more)
+    write(tmp_path / "a", tensors, {"r": 3, "lora_alpha": 6})
+    onnx.save(model, tmp_path / "model.onnx")
+    scores = []
+    for path, adapters in ((tmp_path / "model.onnx", None), (source / "model.onnx", {"a": tmp_path / "a"})):
+        with DecodeSession.open(path, tokenizer=False, adapters=adapters, capacity=64) as session:
+            slot = session.cache.acquire(adapter="a" if adapters else None)
+            scores.append(session.update({slot: [5, 17, 33, 70, 91]}, keep=5)[slot])
+            if adapters:
+                base = session.cache.acquire()
+                scores.append(session.update({base: [5, 17, 33, 70, 91]}, keep=5)[base])
+    assert np.abs(scores[0] - scores[1]).max() < 1e-4
+    assert np.abs(scores[1] - scores[2]).max() > 0.1
 
 
 def test_quantized_caches_take_adapters(tmp_path: Path) -> None:
