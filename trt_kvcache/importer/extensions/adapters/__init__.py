@@ -138,7 +138,13 @@ def _compared(
     """The products whose weights are those of a checkpoint."""
     found = []
     for product in products:
-        parts = contents.parts_of(graph.constants[product.root], product.turned, folder, weights)
+        root = graph.constants[product.root]
+        if product.scales is None:
+            parts = contents.parts_of(root, product.turned, folder, weights)
+        else:
+            parts = (
+                contents.parts_near(root, graph.constants[product.scales], folder, weights) if product.turned else []
+            )
         if parts:
             planned = tuple(AdapterPart(*part) for part in parts)
             found.append(_Found(product, planned, None, f"weights of {contents.name}"))

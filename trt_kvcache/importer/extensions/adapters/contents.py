@@ -3,6 +3,10 @@
 A weight ``[inputs, outputs]`` is one tensor of the checkpoint ``[outputs, inputs]`` turned, or several of them side by
 side. The first numbers of a column find a tensor, and corners of both are compared then: all tensors of a checkpoint
 together are not read.
+
+A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. Its rows are near those of the tensor that
+it was made of, but for a number in each block, the zero point: two rows are compared by the angle between them, without
+the mean of each block.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.weights import detached
+from trt_kvcache.importer.protos import byte_size
+from trt_kvcache.importer.weights import detached, raw_bytes
 from trt_kvcache.lora import module_key
 from trt_kvcache.stored_tensors import StoredTensors
 
@@ -26,6 +31,8 @@ __all__ = ["Contents"]
 Array = npt.NDArray[Any]
 _FEW = 16  # numbers that find a tensor
 _CORNER = 64
+_NEAR = 0.8  # cosine; rows of 4 bits have 0.99, those of other tensors 0.1
+_BITS: dict[int, int] = {TensorProto.UINT4: 4, TensorProto.INT4: 4, TensorProto.UINT8: 8, TensorProto.INT8: 8}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
@@ -65,6 +72,7 @@ class Contents:
         self.name = folder.name or str(folder)
         self._tensors = [*_tensors(files)]
         self._index: dict[np.dtype[Any], dict[bytes, list[_Tensor]]] = {}
+        self._near: dict[tuple[int, int], Array] = {}
 
     @classmethod
     def beside(cls, given: str | None, folder: Path) -> Contents | None:
@@ -101,6 +109,52 @@ class Contents:
             found.append((fitting[0].module, at, stop))
             at = stop
         return found
+
+    def parts_near(
+        self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
+    ) -> list[tuple[str, int, int]]:
+        """The modules that a quantized weight ``[outputs, inputs]`` holds side by side, see `parts_of`.
+
+        Args:
+            tensor: of the model.
+            scales: ``[outputs, blocks]``.
+            folder: of external data.
+            weights: that stand-ins stand for.
+        """
+        if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
+            return []
+        (outputs, inputs), blocks = tensor.dims, scales.dims[1]
+        if outputs != scales.dims[0] or inputs % blocks or inputs % 2:
+            return []
+        data = _bytes(tensor, folder, weights).reshape(outputs, -1)
+        scale = _array(scales, folder, weights).astype(np.float32)
+        candidates = [t for t in self._tensors if t.array().shape[0] == inputs]
+        firsts = self._directions(inputs, blocks, candidates)
+        found: list[tuple[str, int, int]] = []
+        at = 0
+        while at < outputs and len(firsts):
+            near = firsts @ _direction(_numbers(data[at], tensor.data_type), scale[at])
+            best = int(near.argmax())
+            others = np.delete(near, best)
+            stop = at + candidates[best].array().shape[1]
+            if near[best] < _NEAR or others.max(initial=0) > _NEAR or stop > outputs:
+                return []
+            last = candidates[best].array()[:, -1].astype(np.float32)
+            end = _direction(_numbers(data[stop - 1], tensor.data_type), scale[stop - 1])
+            if end @ _direction(last, np.ones(blocks, np.float32)) < _NEAR:
+                return []
+            found.append((candidates[best].module, at, stop))
+            at = stop
+        return found
+
+    def _directions(self, inputs: int, blocks: int, candidates: list[_Tensor]) -> Array:
+        """Those of the first columns of tensors, ``[n, inputs]``."""
+        key = inputs, blocks
+        if key not in self._near:
+            ones = np.ones(blocks, np.float32)
+            made = [_direction(t.array()[:, 0].astype(np.float32), ones) for t in candidates]
+            self._near[key] = np.stack(made) if made else np.zeros((0, inputs), np.float32)
+        return self._near[key]
 
     def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
         """The tensors by their first numbers in this type."""
@@ -141,6 +195,32 @@ def _cast(values: Array, dtype: np.dtype[Any]) -> Array:
 
 def _key(values: Array) -> bytes:
     return np.ascontiguousarray(values).tobytes()
+
+
+def _numbers(data: Array, data_type: int) -> Array:
+    """A row of packed numbers."""
+    if _BITS[data_type] == 4:
+        data = np.stack([data & 15, data >> 4], -1).reshape(-1)
+        return ((data ^ 8).astype(np.float32) - 8) if data_type == TensorProto.INT4 else data.astype(np.float32)
+    return (data.view(np.int8) if data_type == TensorProto.INT8 else data).astype(np.float32)
+
+
+def _direction(row: Array, scales: Array) -> Array:
+    """Of a row ``[inputs]`` with a scale for each block, without the mean of each block: of length 1."""
+    blocks = row.reshape(len(scales), -1)
+    flat = ((blocks - blocks.mean(1, keepdims=True)) * scales[:, None]).reshape(-1)
+    made: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)
+    return made
+
+
+def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
+    """The bytes of a weight, where they lie if that is a file."""
+    tensor = detached(tensor, weights) or tensor
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return np.frombuffer(raw_bytes(tensor), np.uint8)
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    offset = int(entries.get("offset") or 0)
+    return np.memmap(folder / entries["location"], np.uint8, "r", offset, (byte_size(tensor) or 0,))
 
 
 def _array(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:

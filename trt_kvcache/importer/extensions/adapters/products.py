@@ -31,12 +31,14 @@ class Product:
         rows: what is multiplied, ``[B, S, inputs]``, or what it was made of, where it has one axis for the first two.
         root: the initializer that its weight is made of.
         turned: the initializer is ``[outputs, inputs]``.
+        scales: the initializer ``[outputs, blocks]`` that a quantized weight ``[outputs, inputs]`` is scaled with.
     """
 
     node: NodeProto
     rows: str
     root: str
     turned: bool
+    scales: str | None
     inputs: int
     outputs: int
     dtype: str
@@ -78,25 +80,27 @@ class ProductGraph:
                 continue
             turned = "transB" in attributes and bool(attributes["transB"].i)
             shape = self.shapes.get(node.input[1])
-            root, flips = self._root(node.input[1])
+            root, flips, scales = self._root(node.input[1])
             if root is None or shape is None or len(shape) != 2 or not all(isinstance(d, int) for d in shape):
                 continue
             inputs, outputs = map(int, reversed(shape) if turned else shape)
             rows = self._with_rows(node.input[0])
             dtype = self._types.get(node.input[0], 0) or self._types.get(node.output[0], 0)
             if rows is not None and dtype in FLOATS:
-                yield Product(node, rows, root, turned ^ flips, inputs, outputs, dtype_name(dtype))
+                yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
 
-    def _root(self, name: str) -> tuple[str | None, bool]:
-        """The initializer that a weight is made of, and whether it was turned; None: it is no weight."""
-        turned = False
+    def _root(self, name: str) -> tuple[str | None, bool, str | None]:
+        """The initializer that a weight is made of, whether it was turned, and its scales; None: it is no weight."""
+        turned, scales = False, None
         while name not in self.constants:
             node = self._makes.get(name)
             if node is None or node.op_type not in _OF_WEIGHTS:
-                return None, False
+                return None, False, None
+            if node.op_type == "DequantizeLinear" and node.input[1] in self.constants:
+                scales = node.input[1]
             turned ^= node.op_type == "Transpose"
             name = node.input[0]
-        return name, turned
+        return name, turned, scales
 
     def _with_rows(self, name: str) -> str | None:
         """A tensor of three axes; or of more, which a Reshape makes two of, so that rows lie sequence by sequence."""
