@@ -12,7 +12,7 @@ import pytest
 from adapters import write
 from safetensors.numpy import save_file
 
-from trt_kvcache import OptionError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.lora import module_key, open_lora
 
 MODULE = "model.layers.0.self_attn.q_proj"

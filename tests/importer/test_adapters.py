@@ -15,9 +15,7 @@ from safetensors.numpy import save_file
 from trt_kvcache import (
     BuildOptions,
     DecodeSession,
-    OptionError,
     PlanOptions,
-    UnsupportedModelError,
     VerifyOptions,
     build_engine,
     load_manifest,
@@ -25,6 +23,7 @@ from trt_kvcache import (
     rewrite_model,
     verify_model,
 )
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import AdapterProduct, CachePlan, Role
 from trt_kvcache.proof.file import load_proof
 from trt_kvcache.proof.replay import replay
@@ -307,8 +306,8 @@ def test_adapters_as_onnxruntime_genai_takes_them_are_refused_by_name(tmp_path: 
 def test_a_manifest_whose_adapters_fit_nothing_is_refused(tmp_path: Path) -> None:
     from runtime.engines import write_engine
 
-    from trt_kvcache import ManifestError
     from trt_kvcache.engine.manifest import manifest_path, save_manifest
+    from trt_kvcache.errors import ManifestError
 
     onnx.save(onnx.load(LLAMAS["mobius/llama_dynamic_f32"]), tmp_path / "model.onnx")
     engine = write_engine(tmp_path / "model.onnx", options=OPTIONS)

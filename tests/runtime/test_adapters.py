@@ -16,8 +16,8 @@ from decoders import DecoderConfig, write_decoder
 from runtime.engines import runner_on
 from small_adapter import write_adapter
 
-from trt_kvcache import CacheFileError, DecodeSession, OptionError, PlanOptions, SlotError
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache import DecodeSession, PlanOptions
+from trt_kvcache.errors import CacheFileError, OptionError, SlotError, TrtKvCacheError
 
 PROMPT = [5, 17, 33, 70, 91, 4, 8, 120]
 NAMES = ("ann", "bob", "cid", "dot", "eve")
