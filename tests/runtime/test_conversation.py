@@ -242,4 +242,4 @@ def test_chat_needs_a_template(folder: Path, tmp_path: Path) -> None:
     assert "open the session with --tokenizer" in missing
     byte_level().save(str(tmp_path / "tokenizer.json"))
     assert "has no chat template" in chat(tmp_path, code=1).stderr
-    assert "--logprobs are shown by generate --json" in chat(folder, options=("--logprobs",), code=1).stderr
+    assert "there is no --logprobs: generate shows them" in chat(folder, options=("--logprobs",), code=1).stderr
