@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
+from trt_kvcache.cli.manifest_view import manifest_lines
 from trt_kvcache.engine import marked
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
 from trt_kvcache.engine.protocol import Done, Job
@@ -260,11 +261,19 @@ def test_no_memory_for_the_replay(own: Path) -> None:
 
 def test_an_engine_without_a_proof(own: Path) -> None:
     engine = write_proved(own)
-    edit(engine, lambda m: replace(m, proof=None))
-    with Gpu().open(engine):
-        pass
-    with pytest.raises(ManifestError, match="was built without a proof"):
-        Gpu().open(engine, check="always")
+    cases = {
+        ("the engine has no proof: 32 steps take 300 s",): "32 steps take 300 s",
+        ("something else",): "it was built with --proof off",
+    }
+    for noted, why in cases.items():
+        edit(engine, lambda m, said=noted: replace(m, proof=None, warnings=said))
+        with Gpu().open(engine):
+            pass
+        said = f"{why}; 'build --proof STEPS' records one of so many steps, whatever they take"
+        with pytest.raises(ManifestError) as refused:
+            Gpu().open(engine, check="always")
+        assert refused.value.message == f"{engine}: was built without a proof: {said}"
+        assert ("proof", f"none: {said}") in manifest_lines(load_manifest(engine))
 
 
 @pytest.mark.parametrize("check", ["sometimes", None, 1])

@@ -32,6 +32,8 @@ def manifest_lines(manifest: Manifest) -> list[tuple[str, str]]:
     lines = [("backend", f"{manifest.backend} {manifest.backend_version}, compute capabilities: {built_for}")]
     files = {"engine": manifest.engine, "encoder": manifest.encoder, "proof": manifest.proof}
     lines += [(label, file_text(file)) for label, file in files.items() if file is not None]
+    if manifest.no_proof:
+        lines.append(("proof", f"none: {manifest.no_proof}"))
     if len(manifest.model) == 1:
         lines.append(("model", file_text(manifest.model[0])))
     elif manifest.model:

@@ -20,6 +20,7 @@ from trt_kvcache.words import human_bytes
 
 __all__ = [
     "ENCODER",
+    "NO_PROOF",
     "SCHEMA_VERSION",
     "FileIdentity",
     "Manifest",
@@ -38,6 +39,8 @@ _LARGEST = 1 << 28  # bytes
 _SIZES = 1 << 31  # TensorRT counts elements of an axis in 32 bits
 _FEW = 4
 SCHEMA_VERSION = 1
+NO_PROOF = "the engine has no proof: "
+"""The beginning of the warning of a build that recorded none."""
 ENCODER = "encoder"
 """The profile of an encoder's engine."""
 
@@ -118,6 +121,15 @@ class Manifest:
         files = [f for f in (self.engine, self.encoder, self.proof, *self.model) if f is not None]
         rows = [(file.name, human_bytes(file.size), file.blake3[:16]) for file in files]
         return tag("div", tag("p", repr(self)[1:-1]), table(("file", "size", "BLAKE3"), rows), self.plan._repr_html_())
+
+    @property
+    def no_proof(self) -> str:
+        """Why the engine has no proof, and how it gets one; empty if it has one, and for an encoder's."""
+        if self.proof is not None or self.is_encoder:
+            return ""
+        said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
+        off = "it was built with --strip-plan" if self.options.get("strip_plan") else "it was built with --proof off"
+        return f"{said[0] if said else off}; 'build --proof STEPS' records one of so many steps, whatever they take"
 
     @property
     def is_encoder(self) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import trt_kvcache
 from trt_kvcache import errors
 from trt_kvcache.child import unless_ended
+from trt_kvcache.engine.manifest import NO_PROOF
 from trt_kvcache.engine.memory import build_memory
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.machine import free_memory
@@ -153,7 +154,7 @@ class Recording:
             why, kind = f"{last}: a fault in trt_kvcache, please report it with the output of --proof 5", "BuildError"
         else:
             raise RuntimeError(f"recording the proof failed:\n{answer.why}")
-        said = f"the engine has no proof: {why}"
+        said = f"{NO_PROOF}{why}"
         if self._auto:
             return b"", (said,)
         error = getattr(errors, kind)

@@ -206,7 +206,7 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
     """
     path = proof_path(engine)
     if manifest.proof is None:
-        raise ManifestError(f"{engine}: was built without a proof; build it again, and look at the notes of the build")
+        raise ManifestError(f"{engine}: was built without a proof: {manifest.no_proof}")
     try:
         content = path.read_bytes()
     except OSError as error:
