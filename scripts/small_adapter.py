@@ -15,18 +15,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trt_kvcache import PlanOptions, plan_model
-from trt_kvcache.errors import NoCapacityError
 
 
 def write_adapter(
     model: Path, folder: Path, rank: int = 8, targets: tuple[str, ...] = ("all",), seed: int = 0, size: float = 1.0
 ) -> None:
     """Write config and weights; each module of the targets gets an A and a B."""
-    options = PlanOptions(lora_rank=rank, lora_targets=targets)
-    try:
-        plan = plan_model(model, options)
-    except NoCapacityError:
-        plan = plan_model(model, PlanOptions(lora_rank=rank, lora_targets=targets, capacity=64))
+    plan = plan_model(model, PlanOptions(lora_rank=rank, lora_targets=targets))
     assert plan.adapters is not None
     rng = np.random.default_rng(seed)
     tensors = {}

@@ -55,7 +55,6 @@ def data_file(path: Path) -> Path:
 BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda folder: folder / "no.onnx", "no such file; give the path of an .onnx file"),
     "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put that file into"),
-    "no capacity": (of(scatter_model(("B", 2, "L", 8))), "and TensorRT needs a fixed one: pass "),
     "dtype": (of(scatter_model(dtype=TensorProto.COMPLEX64)), "complex64"),
 }
 
