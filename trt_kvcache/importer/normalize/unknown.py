@@ -21,14 +21,18 @@ _ONE = (
     "expand what is there once to the batch, or export with a batch of 1; rows of a trained prefix are given as the "
     "past of the first step"
 )
+_BROADCAST = ("Add", "And", "Mul", "Sub", "Where")  # what a mask meets scores by
 _ANY = "export with a past of any length P, and masks of P + S keys"
 
 
 def why_unfit(graph: gs.Graph, samples: Samples) -> str:
     """Words on sizes for which the model does not run in a step after others; empty where it may run."""
-    for sample in samples.plain:
-        for tensor in (t for node in graph.nodes for t in node.outputs if sample.probe.shape(t.name) is None):
-            why, advice = why_unknown(tensor, sample)
+    for sample in (step for step in samples.plain if step.past):
+        for node in (n for n in graph.nodes if is_op(n, "Concat", *_BROADCAST)):
+            shapes = [sample.probe.shape(t.name) for t in (*node.inputs, *node.outputs) if not t.is_empty()]
+            if shapes[-1] is not None or None in shapes[:-1]:
+                continue
+            why, advice = why_unknown(node.outputs[0], sample)
             if advice in (_ONE, _ANY):
                 return f"{why}; {advice}"
     return ""
