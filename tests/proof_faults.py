@@ -33,6 +33,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.check import Checked
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes, iter_tensors
@@ -75,7 +76,7 @@ class Subject:
         twin = self.dtype == "bfloat16"
         plan = _floats(self.imported.plan) if twin else self.imported.plan
         made = replace(self.imported, plan=plan, model=model or self.rewritten)
-        with patch.object(ort_runner, "import_unchecked", lambda *_, **__: (made, SimpleNamespace(result=tuple))):
+        with patch.object(ort_runner, "import_unchecked", lambda *_, **__: (made, SimpleNamespace(result=Checked))):
             runner = OnnxRuntimeRunner("model.onnx", max_batch=BATCH)
         return TwinRunner(runner, self.imported.plan) if twin else runner
 

@@ -27,6 +27,7 @@ from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.check import Checked
 from trt_kvcache.importer.plan import CacheDtype, CacheLayout, Fallback, Target
 from trt_kvcache.runtime.ort import runner as ort_runner
 
@@ -168,7 +169,7 @@ class Corpus:
             with patch.object(
                 ort_runner,
                 "import_unchecked",
-                lambda *_, **__: (copy.deepcopy(self._imported(name)), SimpleNamespace(result=tuple)),
+                lambda *_, **__: (copy.deepcopy(self._imported(name)), SimpleNamespace(result=Checked)),
             ):
                 runner = runner_on(device, made.model, max_batch=batch, max_chunk=chunk)
         else:
