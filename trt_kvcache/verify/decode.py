@@ -36,7 +36,7 @@ from trt_kvcache.progress import phase
 from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import check_given, guessed, load_inputs, positions_kept, rows_read, span_inputs
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
-from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
+from trt_kvcache.verify.record import Expected, Tape, Written, chosen_rows, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out
 from trt_kvcache.verify.schedule import Episode, beyond_prompt, plan_schedule, schedule_notes, whole
@@ -327,6 +327,11 @@ class Verification:
                 for text, tokens in ((before, step.starts), (present, ends))
             )
         written = written_rows(cache, before, present)
+        if written is not None and name in self.growing:  # even where a token's row is zeros, as were the free ones
+            places = np.arange(written.rows.shape[1])
+            new = (places >= np.array(step.starts)[:, None]) & (places < np.array(ends)[:, None])
+            rows = written.rows | new
+            written = replace(written, rows=rows, values=chosen_rows(cache.rows(present), rows))
         if written is not None and cache.update is not None and self._cuts and name in self.growing:
             free = cache.update.capacity - written.rows.shape[1]
             shape = cache.logical_shape(len(written.rows))
