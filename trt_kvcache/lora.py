@@ -111,7 +111,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
         raise OptionError(f"{path}: {why}; save the adapter as adapter_model.safetensors (safe_serialization=True)")
     settings = read_object(config)
     _check(settings, config)
-    tensors = StoredTensors(weights)
+    tensors = StoredTensors(weights, mapped=False)
     names = _pairs(tensors, path)
     modules = tuple(_module(name, names[name], tensors, settings, path) for name in sorted(names))
     return LoraFolder(path, modules, _digest(modules, names, tensors), tensors, names)
@@ -184,13 +184,15 @@ def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any
     """A number of the config for one module: that of the first pattern that fits its name, as in peft, or of all."""
     import re2
 
+    quiet = re2.Options()
+    quiet.log_errors = False
     given = settings.get(pattern) or {}
     value = settings.get(default)
     for key in given if isinstance(given, dict) else ():
         try:
-            fits = re2.fullmatch(rf"(?:.*\.)?(?:{key})", name)
-        except re2.error as error:
-            raise OptionError(f"{path}: {pattern} has {shown(key)}, which cannot be read: {error}") from None
+            fits = re2.compile(rf"(?:.*\.)?(?:{key})", quiet).fullmatch(name)
+        except (re2.error, UnicodeEncodeError):
+            raise OptionError(f"{path}: {pattern} has {shown(key)}, which RE2 does not read as a pattern") from None
         if fits:
             value = given[key]
             break

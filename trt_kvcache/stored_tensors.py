@@ -1,4 +1,4 @@
-"""Tensors of safetensors files as NumPy reads them where they lie, bfloat16 included: what is not read stays there.
+"""Tensors of safetensors files in NumPy, bfloat16 included; where they lie, or read as a whole.
 
 The file: 8 bytes with the length of a JSON header, the header, and the data. Format:
 https://huggingface.co/docs/safetensors
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class StoredTensors:
 
     Args:
         path: of the file.
+        mapped: tensors stay in the file, which must not change meanwhile: the process dies of one that is cut. Else all
+            of it is read.
 
     Attributes:
         shapes: of all tensors, by name.
@@ -40,7 +43,7 @@ class StoredTensors:
         OptionError: it cannot be read, or is cut short.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mapped: bool) -> None:
         self.path = path
         try:
             with open_regular(path) as file:
@@ -49,10 +52,11 @@ class StoredTensors:
                 if not 1 < length <= min(_HEADER, size - 8):
                     raise OptionError(f"{path}: no safetensors file, or one that was cut: {size} bytes")
                 header = json.loads(file.read(length))
-            self._data: npt.NDArray[np.uint8] = (
-                np.memmap(path, np.uint8, "r", 8 + length) if size > 8 + length else _NONE
-            )
-        except (OSError, ValueError, RecursionError) as error:
+            self._data: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+            if size > 8 + length:
+                read = partial(np.memmap, mode="r") if mapped else np.fromfile
+                self._data = read(path, np.uint8, offset=8 + length)
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise OptionError(f"{path}: cannot be read as safetensors: {error}") from None
         self._entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         try:
@@ -60,7 +64,7 @@ class StoredTensors:
                 if name != "__metadata__":
                     start, stop = map(int, entry["data_offsets"])
                     self._entries[str(name)] = str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             raise OptionError(f"{path}: its header is none of a safetensors file") from None
         for name, (_, _, start, stop) in self._entries.items():
             if not 0 <= start <= stop <= self._data.size:
@@ -88,6 +92,3 @@ class StoredTensors:
                 f"{self.path}: tensor '{name}' {list(shape)} has {stop - start} bytes; copy the file again"
             )
         return np.frombuffer(self._data[start:stop], dtype).reshape(shape)
-
-
-_NONE: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)

@@ -27,7 +27,8 @@ from trt_kvcache.files import read_file
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.resources import resource_dir
 
-NAMED_ROLES = tuple(role for role in Role if role not in (Role.CACHE, Role.SPAN, Role.STATE))
+_FROM_GRAPH = (Role.CACHE, Role.SPAN, Role.STATE, Role.ADAPTER, Role.ADAPTER_WEIGHTS)
+NAMED_ROLES = tuple(role for role in Role if role not in _FROM_GRAPH)
 """The roles that a pattern can give. `Role.OTHER` says that a tensor has none, against what the graph suggests."""
 
 _QUIET = re2.Options()

@@ -167,7 +167,7 @@ class Contents:
 
 
 def _tensors(files: list[Path]) -> Iterator[_Tensor]:
-    for file in map(StoredTensors, files):
+    for file in (StoredTensors(path, mapped=True) for path in files):
         for name, shape in file.shapes.items():
             module, _, kind = name.rpartition(".")
             key = module_key(module)
