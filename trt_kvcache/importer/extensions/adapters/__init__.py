@@ -215,9 +215,11 @@ def _check_found(chosen: Sequence[_Found], found: Sequence[_Found], targets: Seq
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
     if missing:
         near = get_close_matches(missing[0], known, 3, 0.5) or known
-        names = f"there are {list_names(near)}" if near else "no product of the model has the name of a module"
+        said = f"no product of the model is a module '{missing[0]}': there are {list_names(near)}"
+        if not near or missing[0] == "all":
+            said = "no product of the model is known to be a module of the checkpoint, so that nothing takes an adapter"
         advice = "" if compared else "; give --checkpoint, the checkpoint that it was exported from, to compare weights"
-        raise UnsupportedModelError(f"no product of the model is a module '{missing[0]}': {names}{advice}")
+        raise UnsupportedModelError(said + advice)
     keys: dict[object, str] = {}
     for part in (part for one in chosen for part in one.parts):
         key = module_key(part.module)
