@@ -142,8 +142,8 @@ def _adapter(path: Path) -> str | None:
     except (OSError, ValueError, AttributeError):
         base = None
     return (
-        f"an adapter (LoRA){f' of {base}' if isinstance(base, str) else ''}, and no model; merge it into its model "
-        "first (peft: merge_and_unload, then save_pretrained), and export that"
+        f"an adapter (LoRA){f' of {base}' if isinstance(base, str) else ''}, and no model; give its model, and "
+        "the adapter beside it: --adapter NAME=FOLDER (serve and batch: --lora)"
     )
 
 
