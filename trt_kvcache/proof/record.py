@@ -69,7 +69,8 @@ _SAMPLES = 384 << 10  # bytes of cache rows
 _WIDEST, _NARROWEST = 64, 1  # numbers of one cache row that are kept
 _SEEDS = 5  # random tokens, with which each row begins
 _TEXT = 48  # tokens that continue those of the first row; they repeat
-_TIMES = Share(8.0, 5.0)  # what an engine may differ by, as a multiple of what rounding made
+_MEASURED = 2  # times the rounding of an engine's type: what it makes may grow faster than it
+_TIMES = Share(4.0, 2.5)  # what an engine may differ by, as a multiple of what that rounding made
 _LEAST = Share(8.0, 5.0)  # units of rounding, at least
 _CODES = Share(2.5, 1.5)  # steps of a code, at least: a number may be rounded to a neighbour
 _STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
@@ -105,7 +106,7 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
         ask = _Asked(most, rows, steps)
         decoder = _Decoder(light, model, place, ask, twin=twin)
         exact = decoder.decode(_GARBAGE[dtype])
-        moved = with_rounding(model, UNITS[dtype], _SEED + 1)
+        moved = with_rounding(model, _MEASURED * UNITS[dtype], _SEED + 1)
         rounded = _Decoder(light, moved, place, ask, twin=twin, text=decoder.text).decode(exact.ran.garbage)
         proof = _proof(light, decoder, exact, rounded, dtype)
     if (size := sum(array.nbytes for array in proof.arrays.values())) > _MOST_BYTES - _HEADER:
@@ -415,7 +416,7 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     if not any(LOGITS in found for found in tolerances.values()):
         least = min(found[LOGITS].typical for found in rounding.values())
         note = (
-            f"rounding decides the logits of this model: moving its numbers by no more than {unit:.2g} of themselves "
+            f"rounding decides the logits of this model: moving its numbers by no more than {_MEASURED * unit:.2g} of themselves "
             f"changes logits by {least:.2g} of their size; its proof compares cache rows alone"
         )
     vocab = next(iter(exact.logits.values())).shape[-1]
