@@ -120,7 +120,7 @@ each = pytest.mark.parametrize(
 def test_the_plan_is_as_good_as_any_and_verified(trained: Trained, model: str, exporter: str) -> None:
     folder = trained.export(model, exporter, "float16")
     plan = plan_model(folder, PlanOptions(capacity=CAPACITY))
-    assert shortfalls(folder, plan, CAPACITY) == []
+    assert shortfalls(folder, plan) == []
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     assert plan.in_place_text == f"{2 * layers} of {2 * layers} caches in place"
     report = verify_model(folder, PlanOptions(capacity=CAPACITY))
