@@ -165,6 +165,11 @@ class Masks:
         if self.product is None:
             return numbers[(None,) * (4 - numbers.ndim)]
         batch = 1 if numbers.shape[0] == 1 else sample.batch
+        if numbers.size % (batch * sample.length * numbers.shape[-1] or 1):
+            raise UnsupportedModelError(
+                f"the scores of '{self.node}' have the shape {list(numbers.shape)} in a step of {sample.length} tokens "
+                f"of {sample.batch} sequences; supported are scores with a row for each sequence, head and token"
+            )
         made: Array = numbers.reshape(batch, -1, sample.length, numbers.shape[-1])
         return made
 

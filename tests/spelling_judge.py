@@ -1,0 +1,229 @@
+"""Judge what becomes of the models of `spellings`: the rewritten model's logits against ONNX Runtime on the original.
+
+With ``PYTHONPATH=.:tests:tests/corpus``, ``python tests/spelling_judge.py --seeds A:B`` prints a table of outcomes of
+models of which every part is drawn; ``--single N`` of models with one unusual spelling each, N for each spelling;
+``--seed N [--part PART --how HOW] [--text]`` prints one model in detail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from spellings import CAPACITY, VOCABULARY, Spelling, all_single, make, spelled, twin
+
+from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.pipeline import ImportedModel
+from trt_kvcache.importer.plan import PlanOptions, Role
+
+EQUAL, REFUSED, WRONG, TRACE, UNRUN, UNLIKE = "equal", "refused", "wrong", "trace", "not run", "not the same decoder"
+STEPS = (4, 1, 3, 1, 1)
+GARBAGE = 1e4
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    detail: str = ""
+
+
+def session(model: onnx.ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def texts(batch: int) -> Iterator[Array]:
+    """The new tokens of each step."""
+    rng = np.random.default_rng(5)
+    for length in STEPS:
+        yield rng.integers(0, VOCABULARY, (batch, length))
+
+
+def exported(model: onnx.ModelProto, batch: int, heads: int) -> list[Array]:
+    """The logits of each step of a model as exported, which gets its presents back as pasts.
+
+    `heads` are those of keys, where a cache has one axis of sequences and heads.
+    """
+    run = session(model)
+    tokens, *others = _ordered(run, model)
+    names = [o.name for o in run.get_outputs()]
+    caches = [i for i in others if i.type == "tensor(float)"]
+    sizes = {"past": 0, "batch": batch, "rows": batch * heads}
+    held = {i.name: np.zeros([sizes.get(d, d) for d in i.shape], np.float32) for i in caches}
+    past, made = 0, []
+    for ids in texts(batch):
+        length = ids.shape[1]
+        feeds: dict[str, Array] = {tokens.name: ids, **held}
+        for i in others:
+            if i in caches:
+                continue
+            if "total" in i.shape:
+                feeds[i.name] = np.ones((batch, past + length), np.int64)
+            else:
+                feeds[i.name] = np.broadcast_to(past + np.arange(length), ids.shape)
+        logits, *presents = run.run(names, {n: np.ascontiguousarray(v) for n, v in feeds.items()})
+        made.append(logits)
+        held = dict(zip(held, presents, strict=True))
+        past += length
+    return made
+
+
+def _ordered(run: ort.InferenceSession, model: onnx.ModelProto) -> list[Any]:
+    """Inputs with the tokens first: their ids look up the embeddings."""
+    looked_up = next(n.input[1] for n in model.graph.node if n.op_type == "Gather")
+    return sorted(run.get_inputs(), key=lambda i: i.name != looked_up)
+
+
+def rewritten(made: ImportedModel, batch: int) -> list[Array]:
+    """The logits of each step of the rewritten model, of which unused rows hold garbage."""
+    run, plan = session(made.model), made.plan
+    rng = np.random.default_rng(7)
+    held: dict[str, Array] = {}
+    for cache in plan.caches:
+        shape = [batch if isinstance(d, str) else d for d in cache.physical_shape]
+        held[cache.past] = (GARBAGE * rng.standard_normal(shape)).astype(np.float32)
+    past, made_of = 0, []
+    names = [o.name for o in run.get_outputs()]
+    logits = next(n for n in names if n not in {c.present for c in plan.caches})
+    for ids in texts(batch):
+        length, feeds = ids.shape[1], dict(held)
+        for t in plan.tensors:
+            if t.io == "input" and t.name not in held:
+                feeds[t.name] = {
+                    Role.TOKENS: ids,
+                    Role.POSITIONS: np.broadcast_to(past + np.arange(length), ids.shape),
+                    Role.WRITE_INDICES: np.full(batch, past),
+                    Role.VALID_LENGTHS: np.full(batch, past + length),
+                    Role.SPAN: np.arange(past + length),
+                    Role.OTHER: np.arange(length),
+                }[t.role]  # fmt: skip
+        span = plan.logits_span
+        if span is not None:
+            feeds[span.name] = np.arange(length)
+        given = {i.name: np.ascontiguousarray(feeds[i.name]) for i in run.get_inputs()}
+        outs = dict(zip(names, run.run(names, given), strict=True))
+        made_of.append(outs[logits])
+        held = {c.past: outs[c.present] for c in plan.caches}
+        past += length
+    return made_of
+
+
+def judge(spelling: Spelling) -> Outcome:
+    """What becomes of a model."""
+    model = make(spelling)
+    batch = 1 if model.graph.input and _fixed_batch(model) else 2
+    try:
+        wanted = exported(model, batch, spelling.kv_heads)
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime does not run it
+        return Outcome(UNRUN, f"{error}"[:300])
+    usual = exported(make(twin(spelling)), batch, spelling.kv_heads)
+    if why := _apart(usual, wanted):
+        return Outcome(UNLIKE, why)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(model, path)
+        try:
+            made = import_model(path, PlanOptions(capacity=CAPACITY))
+        except TrtKvCacheError as error:
+            return Outcome(REFUSED, f"{type(error).__name__}: {error}")
+        except Exception:  # noqa: BLE001 - a bug
+            return Outcome(TRACE, traceback.format_exc())
+        try:
+            found = rewritten(made, batch)
+        except Exception:  # noqa: BLE001
+            return Outcome(TRACE, "running: " + traceback.format_exc())
+    why = _apart(wanted, found)
+    return Outcome(WRONG, why) if why else Outcome(EQUAL)
+
+
+def _fixed_batch(model: onnx.ModelProto) -> bool:
+    out = model.graph.output[0].type.tensor_type.shape.dim[0]
+    return bool(out.HasField("dim_value"))
+
+
+def _apart(one: Sequence[Array], other: Sequence[Array]) -> str:
+    for step, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a.shape != b.shape or not np.allclose(a, b, rtol=1e-3, atol=1e-4):
+            far = "" if a.shape != b.shape else f", {np.abs(a - b).max():.3g} apart"
+            return f"step {step}: {a.shape} and {b.shape}{far}"
+    return ""
+
+
+# By hand.
+
+
+def _say(text: object) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def pattern(outcome: Outcome) -> str:
+    """A message without names and numbers: for counting."""
+    text = outcome.detail.strip().splitlines()[-1] if outcome.detail.strip() else ""
+    text = re.sub(r"'[^']*'", "'..'", text)
+    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "#", text)[:170]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds")
+    parser.add_argument("--single", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--kept", type=float, default=0.0, help="how probable it is that a part is spelled as usual")
+    parser.add_argument("--part", default="")
+    parser.add_argument("--how", default="")
+    parser.add_argument("--text", action="store_true")
+    parser.add_argument("--log", type=argparse.FileType("w"), help="a line for each model")
+    given = parser.parse_args(arguments)
+    if given.seed is not None:
+        one = spelled(given.seed, given.part, given.how, kept=given.kept)
+        if given.text:
+            _say(onnx.printer.to_text(make(one)))
+        _say(f"{one}\n{one.unusual}\n{judge(one)}")
+        return
+    drawn: list[Spelling] = []
+    if given.single:
+        drawn = [spelled(1000 * i + n, part, how) for i, (part, how) in enumerate(all_single())
+                 for n in range(given.single) if given.part in ("", part)]  # fmt: skip
+    if given.seeds:
+        first, last = map(int, given.seeds.split(":"))
+        drawn += [spelled(seed, kept=given.kept) for seed in range(first, last)]
+    table: dict[tuple[str, str], list[tuple[Spelling, Outcome]]] = collections.defaultdict(list)
+    start = time.time()
+    for spelling in drawn:
+        outcome = judge(spelling)
+        table[outcome.kind, pattern(outcome)].append((spelling, outcome))
+        if given.log:
+            given.log.write(
+                f"{outcome.kind}\t{spelling.seed}\t{spelling.unusual}\t{' '.join(outcome.detail.split())}\n"
+            )
+            given.log.flush()
+    for (kind, what), found in sorted(table.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        _say(f"{len(found):5} {kind:12} {what}")
+        for spelling, outcome in found[: 8 if given.single else 2]:
+            if kind != EQUAL:
+                shown = spelling.unusual if given.single or kind != REFUSED else ""
+                _say(f"{'':12}{spelling.seed}: {shown} {outcome.detail[-200:] if kind not in (EQUAL, REFUSED) else ''}")
+    totals = collections.Counter(kind for (kind, _), found in table.items() for _ in found)
+    _say(f"{dict(totals)}, {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
