@@ -411,7 +411,10 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
             names[value.name] = name or prefix + value.name  # at once the name outside
         elif name:  # passed through, or given twice
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
-    inner = compose.add_prefix_graph(body, prefix, rename_inputs=False, rename_outputs=False, name_map=names)
+    # Inference writes shapes of tensors from outside into a body, too: these keep their names.
+    inner = compose.add_prefix_graph(
+        body, prefix, rename_inputs=False, rename_outputs=False, rename_value_infos=False, name_map=names
+    )
     replace_field(graph.node, [*graph.node[:index], *inner.node, *copies, *graph.node[index + 1 :]])
     graph.initializer.extend(inner.initializer)
     own = set(names.values())
