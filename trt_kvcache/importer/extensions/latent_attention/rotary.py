@@ -17,7 +17,7 @@ from functools import partial
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.extensions.latent_attention.rows import RowFunction, Rows
-from trt_kvcache.importer.graph import INT64, Emitter, is_op
+from trt_kvcache.importer.graph import INT64, Emitter, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -46,13 +46,29 @@ class Positioned:
         Returns:
             True if it was done.
         """
-        places = [i for i, t in enumerate(node.inputs) if (f := self._rows.found.get(t.name)) and f.is_new]
-        if not is_op(node, *_ELEMENTWISE) or len(places) != 1:
+        found = [(i, f) for i, t in enumerate(node.inputs) if (f := self._rows.found.get(t.name)) and f.is_new]
+        if is_op(node, "RotaryEmbedding"):
+            found = [(i, f) for i in (1, 2) if (f := self._tables(node.inputs[i])) is not None]
+            if len(found) != 2 or input_or_none(node, 3) is not None:
+                return False
+        elif not is_op(node, *_ELEMENTWISE) or len(found) != 1:
             return False
-        function = self._rows.found[node.inputs[places[0]].name]
-        shape = self._shape(node, function)
-        if shape is None:
+        shapes = [self._shape(node, function) for _, function in found]
+        if None in shapes:
             return False
+        for (place, function), shape in zip(found, shapes, strict=True):
+            if shape is not None:
+                node.inputs[place] = self._placed(function, *shape)
+        return True
+
+    def _tables(self, tensor: gs.Tensor) -> RowFunction | None:
+        """The rows that a rotary operator reads, before they are repeated for each sequence."""
+        node = producer(tensor)
+        function = self._rows.found.get((node.inputs[0] if node is not None and is_op(node, "Expand") else tensor).name)
+        return function if function is not None and function.is_new else None
+
+    def _placed(self, function: RowFunction, before: tuple[int, ...], after: tuple[int, ...]) -> gs.Tensor:
+        """The same of the new tokens' positions, ``[B, before, S, after]``."""
         emit, tokens = self._canonical.emit, self._canonical.tokens
         flat = emit.once(
             "flat positions",
@@ -60,12 +76,12 @@ class Positioned:
         )
         made = self._emit(function, flat, self._new)
         sizes = [emit.once((tokens.name, i), partial(_size, emit, tokens, i)) for i in (0, 1)]
-        parts = [sizes[0], emit.ints(list(shape[0])), sizes[1], emit.ints(list(shape[1]))]
+        parts = [sizes[0], emit.ints(list(before)), sizes[1], emit.ints(list(after))]
         whole = emit.op("Concat", [p for p in parts if p.shape != [0]], "rows_shape", INT64, axis=0)
-        node.inputs[places[0]] = emit.once(
-            ("rows", function.tensor.name, shape), lambda: emit.op("Reshape", [made, whole], "rows")
+        rows: gs.Tensor = emit.once(
+            ("rows", function.tensor.name, before, after), lambda: emit.op("Reshape", [made, whole], "rows")
         )
-        return True
+        return rows
 
     def holds(self, tensor: gs.Tensor) -> bool:
         """True if a tensor is made of positions, row by row."""
@@ -89,6 +105,8 @@ class Positioned:
         found = set()
         for sample in (*self._samples.plain, *self._samples.twins):
             rows, whole = (sample.probe.shape(t.name) for t in (function.tensor, node.outputs[0]))
+            if whole is not None and is_op(node, "RotaryEmbedding"):  # its tables have no heads
+                whole = (whole[0], whole[-2], whole[-1])
             if rows is None or whole is None:
                 return None
             axis = function.axes[0]
