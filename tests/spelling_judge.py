@@ -112,7 +112,7 @@ def rewritten(made: ImportedModel, batch: int) -> list[Array]:
                     Role.WRITE_INDICES: np.full(batch, past),
                     Role.VALID_LENGTHS: np.full(batch, past + length),
                     Role.SPAN: np.arange(past + length),
-                    Role.OTHER: np.arange(length),
+                    Role.OTHER: np.broadcast_to(past + np.arange(length), ids.shape),  # positions without a name
                 }[t.role]  # fmt: skip
         span = plan.logits_span
         if span is not None:

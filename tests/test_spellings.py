@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import collections
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+import spellings
 from spelling_judge import EQUAL, REFUSED, judge
 from spellings import SPELLINGS, Spelling, all_single, spelled
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.sites.layout import ATTENTION, brought, layouts
 
 SHARE = 25
 
@@ -20,14 +30,38 @@ def _check(spelling: Spelling) -> str:
 @pytest.mark.few(12)
 @pytest.mark.parametrize(("part", "how"), all_single())
 def test_one_unusual_spelling(part: str, how: str) -> None:
-    """Each by itself."""
-    _check(spelled(1000 * list(SPELLINGS).index(part) + SPELLINGS[part].index(how), part, how))
+    """Each by itself is taken."""
+    seed = 1000 * list(SPELLINGS).index(part) + SPELLINGS[part].index(how)
+    assert _check(spelled(seed, part, how)) == EQUAL
+
+
+def test_refusals_say_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The update is in no form that is known by name, and every third key is hidden."""
+
+    def visible(g: Any) -> str:
+        return g.Unsqueeze(g.Greater(g.Mod(g.Range(1, g.Add(g.scalar(g.total), 1), 1), 3), g.constant(0)), [0, 1, 2])
+
+    monkeypatch.setattr(spellings, "_visible", visible)
+    onnx.save(spellings.make(spelled(0, "append", "pad")), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"at 4 tokens, query 0 gives no weight to key 2"):
+        import_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def test_layouts() -> None:
+    """Each layout of [B, S, H * D] and [B * N, D] that its sizes allow, and where its numbers lie."""
+    sizes = {"b": 5, "n": 2, "g": 1, "s": 7, "d": 4}
+    found = list(layouts((5, 7, 8), sizes))
+    assert found == [(("b",), ("s",), ("n", "d")), (("b",), ("s",), ("d", "n"))]
+    numbers = np.arange(5 * 7 * 8).reshape(5, 7, 8)
+    brought_back = brought(numbers, found[0], sizes, ATTENTION)
+    np.testing.assert_array_equal(brought_back[:, :, 0], numbers.reshape(5, 7, 2, 4).transpose(0, 2, 1, 3))
+    assert list(layouts((10, 4), {"b": 5, "n": 2, "d": 4})) == [(("b", "n"), ("d",)), (("n", "b"), ("d",))]
 
 
 def test_softmax_over_rows() -> None:
     """Scores in two dimensions: rows of all sequences, heads and tokens."""
     for seed in range(3):
-        _check(spelled(seed, "softmax", "2-D rows"))
+        assert _check(spelled(seed, "softmax", "2-D rows")) == EQUAL
 
 
 @pytest.mark.slow
@@ -35,4 +69,4 @@ def test_softmax_over_rows() -> None:
 @pytest.mark.parametrize("first", range(0, 400, SHARE))
 def test_everything_drawn(first: int, kept: float) -> None:
     kinds = collections.Counter(_check(spelled(seed, kept=kept)) for seed in range(first, first + SHARE))
-    assert sum(kinds.values()) == SHARE
+    assert kinds[EQUAL] > 0.8 * SHARE

@@ -34,7 +34,7 @@ NAMES = {
     "'git lfs pull' in the folder",
     "plan outside": "model.onnx.data is a pointer of Git LFS",
     "export shallow -o out/": "model.safetensors is a pointer of Git LFS",
-    "generate adapter --prompt x": "an adapter (LoRA) of org/base, and no model; give its model, and the adapter beside it",
+    "generate adapter --prompt x": "an adapter (LoRA) of org/base, and no model; give its model, and",
     "export adapter -o out/": "an adapter (LoRA) of org/base, and no model",
     "plan engine": "engine: an engine; this command takes the model that it was built from, and 'trt-kvcache inspect "
     "engine' shows the engine's plan",

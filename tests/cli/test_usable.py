@@ -61,7 +61,11 @@ def write(folder: Path, after: Callable[[Build, str], str], output: str = "logit
 @pytest.mark.parametrize(
     ("after", "output", "said"),
     [
-        (lora, "logits", "none: input 'lora_a' (float [16, 'rank']) is a factor of an adapter as onnxruntime-genai takes"),
+        (
+            lora,
+            "logits",
+            "none: input 'lora_a' (float [16, 'rank']) is a factor of an adapter as onnxruntime-genai takes",
+        ),
         (indices, "logits", "none: input 'logits_to_keep' (int64 ['kept']) has no known part in decoding"),
         (at_index, "logits", "none: input 'last_index' (int64 ['batch']) has no known part in decoding"),
         (lambda _, x: x, "next_token", "none: no output has the role 'logits' (outputs: 'next_token' int64"),

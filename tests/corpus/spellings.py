@@ -58,6 +58,7 @@ class Spelling:
 
     Attributes:
         window: keys that a query sees, its own included; 0: all.
+        softcap: of scores; 0: none.
         bias: projections add a bias.
         interleaved: rotary turns neighbours, not halves.
         rotates: it has rotary positions.
@@ -74,6 +75,7 @@ class Spelling:
     bias: bool = False
     interleaved: bool = False
     rotates: bool = True
+    softcap: float = 0.0
 
     @property
     def unusual(self) -> dict[str, str]:
@@ -91,7 +93,7 @@ def spelled(seed: int, part: str = "", how: str = "", *, kept: float = 0.0) -> S
     made = Spelling(
         seed, {**usual, part: how} if part else drawn, int(rng.integers(1, 3)), heads, kv_heads,
         int(rng.choice([4, 8])), int(rng.choice([0, 0, 3, 5])), bool(rng.integers(2)), bool(rng.integers(2)),
-        bool(rng.integers(3)),
+        bool(rng.integers(3)), float(rng.choice([0.0, 0.0, 0.0, 2.0])),
     )  # fmt: skip
     if part == "repeat" and heads == kv_heads:
         made = replace(made, kv_heads=2)
@@ -708,6 +710,8 @@ def _softmax(g: _Build, scores: str, mask: str) -> tuple[str, str | None]:
         scores = g.Mul(scores, g.f(g.s.size**-0.5))
     if g.how("scale") == "sqrt of size":
         scores = g.Div(scores, g.Sqrt(g.Cast(g.constant(g.s.size), to=_FLOAT)))
+    if g.s.softcap:
+        scores = g.Mul(g.Tanh(g.Div(scores, g.f(g.s.softcap))), g.f(g.s.softcap))
     how = g.how("softmax")
     if how == "masked after exp":
         top = g.ReduceMax(scores, [-1], keepdims=1)

@@ -95,7 +95,7 @@ def checkpoint_of(model: Path, folder: Path, dtype: str = "float32", *, double: 
 def test_weights_say_it_where_names_do_not(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"no product of the model is known to be a module .*; give checkpoint, the checkpoint that it was exported",
+        match=r"no product of the model is known to be a module .*; give checkpoint, the checkpoint that it was",
     ):
         plan_model(TORCH, replace(OPTIONS, lora_targets=("q_proj",)))
     given = replace(OPTIONS, checkpoint=str(checkpoint_of(TORCH, tmp_path / "checkpoint")))

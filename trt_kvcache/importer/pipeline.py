@@ -225,6 +225,8 @@ def _check(
             )
     except UnsupportedModelError:
         source.check_unchanged()  # weights that changed meanwhile differ, too
+        if prepared.refusal is not None:
+            raise prepared.refusal from None
         raise
 
 

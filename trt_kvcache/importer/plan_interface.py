@@ -134,18 +134,24 @@ class StackPart:
 
 @dataclass(frozen=True)
 class Stack:
-    """An input or output of the model as exported that holds several caches, each of which has its own here.
+    """An input or output of the model as exported that holds caches otherwise than each alone and by sequence.
 
     Attributes:
         io: ``"input"`` or ``"output"``.
         shape: as exported.
         parts: all that it holds.
+        order: the axes of what the parts make, in the order in which they lie as exported; None: the same.
+        heads: as many of each sequence lie one after the other along the first axis; None: it has an axis of its own.
+        beside: the axis along which the parts lie side by side, all as long; None: each has a place of its own.
     """
 
     name: str
     io: str
     shape: tuple[Dim, ...]
     parts: tuple[StackPart, ...]
+    order: tuple[int, ...] | None = None
+    heads: int | None = None
+    beside: int | None = None
 
     def fits(self, shape: Sequence[int]) -> bool:
         """True if an array of this shape can be taken apart."""

@@ -13,7 +13,7 @@ from itertools import chain
 
 import onnx
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.normalize import normalize
@@ -40,6 +40,7 @@ class Prepared:
         inlined: names of functions and control-flow nodes that were inlined.
         findings: what normalization did; nothing where the caches were canonical already.
         finishes: what extensions add to the plan.
+        refusal: of the recognizers, where the model was described all the same: it says more than the check's.
     """
 
     reference: onnx.ModelProto
@@ -49,6 +50,7 @@ class Prepared:
     inlined: tuple[str, ...]
     findings: Findings
     finishes: tuple[Callable[[CachePlan], CachePlan], ...]
+    refusal: UnsupportedModelError | None = None
 
 
 def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -> Prepared:
@@ -81,7 +83,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -
     notes += _doubles(model.graph)
     inlined = (*functions, *branches)
     model, finishes = extensions.edit("rewrite", model)
-    model, found = normalize(model, weights, options, usual)
+    model, found, turned, refusal = _normalized(model, weights, options, usual)
     if found is not None:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
@@ -89,7 +91,37 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -
     findings = found or Findings({})
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
     findings = replace(findings, notes=(*notes, *findings.notes))
-    return Prepared(reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
+    return Prepared(
+        reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *turned, *chosen), refusal
+    )
+
+
+def _normalized(
+    model: onnx.ModelProto, weights: dict[str, onnx.TensorProto], options: PlanOptions, usual: int
+) -> tuple[
+    onnx.ModelProto, Findings | None, tuple[Callable[[CachePlan], CachePlan], ...], UnsupportedModelError | None
+]:
+    """The model in canonical form: by what is known of exporters, or else by what its attention computes."""
+    refusal: UnsupportedModelError | None = None
+    try:
+        made, found = normalize(model, weights, options, usual)
+        if found is not None or any(n.op_type in ("TensorScatter", TENSORRT_UPDATE) for n in model.graph.node):
+            return made, found, (), None
+    except UnsupportedModelError as error:
+        refusal = error
+    from trt_kvcache.importer.sites import find_sites  # most models do not need it
+
+    try:
+        described = find_sites(model, weights, options, usual)
+    except (InvalidModelError, UnsupportedModelError):
+        if refusal is None:
+            raise
+        described = None
+    if described is not None:
+        return *described, refusal
+    if refusal is not None:
+        raise refusal
+    return made, found, (), None
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:

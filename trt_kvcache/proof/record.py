@@ -416,8 +416,8 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     if not any(LOGITS in found for found in tolerances.values()):
         least = min(found[LOGITS].typical for found in rounding.values())
         note = (
-            f"rounding decides the logits of this model: moving its numbers by no more than {_MEASURED * unit:.2g} of themselves "
-            f"changes logits by {least:.2g} of their size; its proof compares cache rows alone"
+            f"rounding decides the logits of this model: moving its numbers by no more than {_MEASURED * unit:.2g} of "
+            f"themselves changes logits by {least:.2g} of their size; its proof compares cache rows alone"
         )
     vocab = next(iter(exact.logits.values())).shape[-1]
     columns = _columns(vocab, sum(v.size for v in exact.logits.values()) * 4)

@@ -77,6 +77,10 @@ class Interface:
                 self._inputs[role.name] = replace(
                     role, role=Role.MASK, found_by="graph: a mask by its shape", axes=named
                 )
+            if original is OriginalRole.POSITIONS and role.role is Role.OTHER:
+                self._inputs[role.name] = replace(
+                    role, role=Role.POSITIONS, found_by="graph: queries see the keys up to these", axes=tuple(axes)
+                )
         self.tensors = tuple(tensors)
         self.roles = (*self._inputs.values(), *(r for r in self.roles if r.io == "output"))
         self.inputs = {t.name: t for t in tensors if t.io == "input"}
@@ -161,8 +165,17 @@ class Interface:
         is_mask = role.dtype == "bool" or over_queries or self._is_over_rows(shape)
         if role.role is Role.MASK or (len(shape) == 4 and is_mask):
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
+        if len(shape) == 2 and shape[1] in self._totals and role.dtype in (*_INTEGERS, "bool"):
+            return OriginalRole.PADDING_MASK
         by_step = "sequence" in axes  # such as hidden states for a draft: new ones come with each step
         return OriginalRole.CONSTANT if role.dtype in _FLOATS and not by_step else OriginalRole.OTHER
+
+    @property
+    def _totals(self) -> set[Dim]:
+        """Symbols of as many tokens as growing caches hold after a step."""
+        growing = [f for f in self._found.values() if f.growing and f.axis is not None]
+        found = {(f.past.shape[f.axis], f.present.shape[f.axis]) for f in growing}
+        return {total for past, total in found if isinstance(total, str) and total != past}
 
     def _new_tokens(self) -> int | None:
         tokens = self._inputs[self.tokens].shape

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.extensions.latent_attention import ComputedAttention
     from trt_kvcache.importer.extensions.ring_windows import Rings
 
-__all__ = ["normalize"]
+__all__ = ["Exported", "canonical_form", "normalize", "read_graph"]
 
 FLOAT16, BFLOAT16 = int(onnx.TensorProto.FLOAT16), int(onnx.TensorProto.BFLOAT16)
 _SINGLY = (
@@ -76,7 +76,7 @@ _SINGLY = (
 
 
 @dataclass(frozen=True, eq=False)
-class _Exported:
+class Exported:
     """A model as exported, and what was found in it.
 
     Attributes:
@@ -117,16 +117,17 @@ def normalize(
         return (
             load("ring_windows").slide(model, options, usual) if options.sliding is Sliding.CIRCULAR else (model, None)
         )
-    graph = _read(model)
+    graph = read_graph(model)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_new_rows(graph)
     if not find_candidates(graph) and not any(map(is_held, graph.nodes)):
         return model, None
     exported = _recognize(graph, weights, options, usual)
-    return (model, None) if exported is None else _rewrite(exported, options)
+    return (model, None) if exported is None else canonical_form(exported, options)
 
 
-def _read(model: onnx.ModelProto) -> gs.Graph:
+def read_graph(model: onnx.ModelProto) -> gs.Graph:
+    """A model as a graph that is edited, without Identity."""
     graph = gs.import_onnx(model)
     fold_identities(graph)
     return graph
@@ -134,7 +135,7 @@ def _read(model: onnx.ModelProto) -> gs.Graph:
 
 def _recognize(
     graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, usual: int
-) -> _Exported | None:
+) -> Exported | None:
     """Find caches and attentions, in a graph that is edited; None where what looked like caches is state."""
     graph, model, held = _standard(graph)
     candidates, states = _caches(graph, held)
@@ -142,12 +143,12 @@ def _recognize(
         return None
     candidates, interface, samples = _sampled(Blueprint(model, weights), candidates, held, states, options, usual)
     if (folded := fold_fixed(samples)) is not None:
-        return _recognize(_read(folded), weights, options, usual)
+        return _recognize(read_graph(folded), weights, options, usual)
     samples = samples.that_run()
     writes = tuple(read_update(candidate, samples) for candidate in candidates)
     attentions = read_held(graph, interface, samples)
     cores, computed = _attention(graph, (*writes, *held), interface, samples, options)
-    return _Exported(model, graph, interface, samples, writes, cores, computed, attentions)
+    return Exported(model, graph, interface, samples, writes, cores, computed, attentions)
 
 
 def _attention(
@@ -234,7 +235,7 @@ def _may_be_state(cache: Candidate) -> bool:
     return bool(cache.reason) or any(all(node is not own for own in cache.region) for node in others)
 
 
-def _rewrite(exported: _Exported, options: PlanOptions) -> tuple[onnx.ModelProto, Findings]:
+def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.ModelProto, Findings]:
     """Edit the graph, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
     computed, writes = exported.computed, exported.writes

@@ -120,32 +120,14 @@ class Canonical:
         """The attention over queries and results ``[B, H, S, D]``, with Reshapes where the model has other shapes."""
         emit, query, output = self.emit, core.query, core.output
         if core.query_is_flat:
-            shape = self._sizes(("batch", core.heads, "?", core.head_size))
+            shape = emit_sizes(emit, self.tokens, ("batch", core.heads, "?", core.head_size))
             query = emit.op("Reshape", [query, shape], "query_heads", core.query_type)
         if core.output_shape is not None:
             output = gs.Variable(emit.name("result_heads"), dtype=core.output_type)
-            shape = self._sizes(core.output_shape)
+            shape = emit_sizes(emit, self.tokens, core.output_shape)
             core.output.inputs.clear()
             self.graph.nodes.append(gs.Node("Reshape", emit.name("result"), {}, [output, shape], [core.output]))
         return replace(core, query=query, output=output, query_is_flat=False, output_shape=None)
-
-    def _sizes(self, dims: tuple[Dim, ...]) -> gs.Tensor:
-        """A shape of numbers, "batch" and "sequence" of the tokens, and one "?" at most."""
-        if "?" not in dims:
-            last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
-            dims = tuple("?" if i == last else d for i, d in enumerate(dims))
-        emit = self.emit
-
-        def size(dim: Dim) -> gs.Tensor:
-            if dim not in ("batch", "sequence"):
-                return emit.ints([-1 if isinstance(dim, str) else dim])
-            start = int(dim == "sequence")
-            return emit.op("Shape", [self.tokens], "tokens_size", _INT64, start=start, end=start + 1)
-
-        made: gs.Tensor = emit.once(
-            ("sizes", dims), lambda: emit.op("Concat", [size(d) for d in dims], "sizes", _INT64, axis=0)
-        )
-        return made
 
     def core(self, core: Core) -> None:
         """Make `core.output` by Attention over caches, whatever made it before."""
@@ -241,3 +223,21 @@ class Canonical:
 
         made: gs.Variable = self.emit.once(("input", name), make)
         return made
+
+
+def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
+    """A shape of numbers, "batch" and "sequence" of the tokens, and one "?" at most."""
+    if "?" not in dims:
+        last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
+        dims = tuple("?" if i == last else d for i, d in enumerate(dims))
+
+    def size(dim: Dim) -> gs.Tensor:
+        if dim not in ("batch", "sequence"):
+            return emit.ints([-1 if isinstance(dim, str) else dim])
+        start = int(dim == "sequence")
+        return emit.op("Shape", [tokens], "tokens_size", _INT64, start=start, end=start + 1)
+
+    made: gs.Tensor = emit.once(
+        ("sizes", dims), lambda: emit.op("Concat", [size(d) for d in dims], "sizes", _INT64, axis=0)
+    )
+    return made

@@ -47,7 +47,7 @@ from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, Stack, StackPart
 from trt_kvcache.importer.protos import shape_of
 
-__all__ = ["apart", "rewrite"]
+__all__ = ["apart", "finish", "rewrite"]
 
 _LEAST_RANK = 4
 _SURELY = 5  # no single cache has as many axes
@@ -87,7 +87,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     exported: onnx.ModelProto = gs.export_onnx(graph.toposort())
     del exported.graph.value_info[:]
     exported.ir_version = model.ir_version
-    return exported, partial(_finish, stacks)
+    return exported, partial(finish, stacks)
 
 
 def _refined(old: StackPart, made: Split) -> Iterator[StackPart]:
@@ -339,7 +339,7 @@ def _free_names(graph: gs.Graph, whole: str, count: int) -> list[str]:
     return names
 
 
-def _finish(stacks: tuple[Stack, ...], plan: CachePlan) -> CachePlan:
+def finish(stacks: tuple[Stack, ...], plan: CachePlan) -> CachePlan:
     """The plan with the tensors as exported; what changes is said of these."""
     pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
     _check_places(stacks, pairs)  # of operators that hold caches, and of states, too
@@ -375,7 +375,8 @@ def _changes(stacks: Sequence[Stack], changes: Sequence[InterfaceChange]) -> Ite
             shape = [str(d) for d, at in zip(stack.shape, part.place, strict=True) if at is None]
             end = ends.get((stack.io, part.name))
             new = f"{part.name} [{', '.join(shape)}]" if end is None else end.new
-            why = "one tensor for each cache" + (f"; {end.why}" if end is not None and end.why else "")
+            why = "one tensor for each cache" if len(stack.parts) > 1 else "sequence by sequence"
+            why += f"; {end.why}" if end is not None and end.why else ""
             yield InterfaceChange(stack.io, _at(stack, part), new, why)
     yield from (c for c in changes if (c.io, c.old.partition(" ")[0]) not in parts)
 
@@ -383,6 +384,7 @@ def _changes(stacks: Sequence[Stack], changes: Sequence[InterfaceChange]) -> Ite
 def _at(stack: Stack, part: StackPart) -> str:
     """The place of a cache, such as ``past[0, 1] of [4, 2, B, 8, P, 64]``."""
     places = [":" if at is None else str(at) for at in part.place]
-    while places[-1] == ":":
+    while places and places[-1] == ":":
         places.pop()
-    return f"{stack.name}[{', '.join(places)}] of [{', '.join(map(str, stack.shape))}]"
+    shape = f"[{', '.join(map(str, stack.shape))}]"
+    return f"{stack.name}[{', '.join(places)}] of {shape}" if places else f"{stack.name} {shape}"

@@ -1,9 +1,14 @@
 """A model as exported whose tensors hold several caches, with an input and an output for each of them.
 
 past.0, past.1 -- Unsqueeze, Concat -> past -- (the model) -> present -- Gather -> present.0, present.1
+
+Caches that lie in another order of axes, or with sequences and heads in one axis, get `[B, ...]` by a Transpose and a
+Reshape more.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -23,18 +28,77 @@ def apart(model: ModelProto, plan: CachePlan) -> ModelProto:
         whole = f"{stack.name}/whole"
         values = made.graph.input if stack.io == "input" else made.graph.output
         place, value = next((i, v) for i, v in enumerate(values) if v.name == stack.name)
-        kind, rank = value.type.tensor_type.elem_type, stack.parts[0].place.count(None)
+        kind, rank = value.type.tensor_type.elem_type, stack.parts[0].place.count(None) + (stack.heads is not None)
         del values[place]
         values.extend(helper.make_tensor_value_info(part.name, kind, [None] * rank) for part in stack.parts)
         for node in all_nodes(made.graph):
             for names in (node.input, node.output):
                 names[:] = [whole if name == stack.name else name for name in names]
         if stack.io == "input":
-            before += _joined(stack, whole, opset_version(model) or 1)
+            before += _whole(made.graph, stack, whole, opset_version(model) or 1)
         else:
-            after += take_parts(made.graph, stack, whole)
+            after += _parts(made.graph, stack, whole)
     replace_field(made.graph.node, [*before, *made.graph.node, *after])
     return made
+
+
+def _whole(graph: onnx.GraphProto, stack: Stack, whole: str, opset: int) -> list[NodeProto]:
+    """Nodes that make the tensor as exported."""
+    turned, stacked = f"{whole}/turned", f"{whole}/stacked"
+    turned = whole if stack.heads is None else turned
+    stacked = turned if stack.order is None else stacked
+    names = [part.name for part in stack.parts]
+    if stack.beside is not None:
+        nodes = [helper.make_node("Concat", names, [stacked], stacked, axis=stack.beside)]
+    elif len(names) == 1:
+        nodes = [helper.make_node("Identity", names, [stacked], stacked)]
+    else:
+        nodes = _joined(stack, stacked, opset)
+    if stack.order is not None:
+        nodes.append(helper.make_node("Transpose", [stacked], [turned], turned, perm=stack.order))
+    if stack.heads is not None:
+        nodes += _merged(graph, turned, whole, stack.heads, apart=False)
+    return nodes
+
+
+def _parts(graph: onnx.GraphProto, stack: Stack, whole: str) -> list[NodeProto]:
+    """Nodes that take a tensor as exported apart."""
+    nodes, name = [], whole
+    if stack.heads is not None:
+        nodes += _merged(graph, name, f"{whole}/heads", stack.heads, apart=True)
+        name = f"{whole}/heads"
+    if stack.order is not None:
+        perm = sorted(range(len(stack.order)), key=stack.order.__getitem__)
+        nodes.append(helper.make_node("Transpose", [name], [f"{whole}/ordered"], f"{whole}/ordered", perm=perm))
+        name = f"{whole}/ordered"
+    if stack.beside is not None:
+        names, size = [part.name for part in stack.parts], stack.shape[stack.beside]
+        assert isinstance(size, int)
+        sizes = helper.make_tensor(f"{whole}/sizes", TensorProto.INT64, [len(names)], [size // len(names)] * len(names))
+        graph.initializer.append(sizes)
+        return [*nodes, helper.make_node("Split", [name, sizes.name], names, f"{whole}/split", axis=stack.beside)]
+    return [*nodes, *take_parts(graph, stack, name)]
+
+
+def _merged(graph: onnx.GraphProto, given: str, made: str, heads: int, *, apart: bool) -> list[NodeProto]:
+    """Nodes that make ``[B * heads, ...]`` of ``[B, heads, ...]``, or the other way."""
+    names = {n: f"{made}/{n}" for n in ("shape", "zero", "first", "end", "heads", "count", "rows", "rest", "sizes")}
+    for name, value in (("zero", 0), ("first", 1 if apart else 2), ("end", 1 << 31), ("heads", heads)):
+        graph.initializer.append(helper.make_tensor(names[name], TensorProto.INT64, [1], [value]))
+
+    def node(op: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
+        return helper.make_node(op, [names[n] for n in inputs], [names[output]], names[output], **attributes)
+
+    counted = ["count", "heads"] if apart else ["count"]
+    return [
+        helper.make_node("Shape", [given], [names["shape"]], names["shape"]),
+        node("Slice", ["shape", "zero", "first"], "rows"),
+        node("Slice", ["shape", "first", "end"], "rest"),
+        node("Div", ["rows", "heads"], "count") if apart else node("ReduceProd", ["rows"], "count", keepdims=1),
+        node("Concat", [*counted, "rest"], "sizes", axis=0),
+        # A past may have no rows, and 0 is a size here.
+        helper.make_node("Reshape", [given, names["sizes"]], [made], made, allowzero=1),
+    ]
 
 
 def _joined(stack: Stack, whole: str, opset: int) -> list[NodeProto]:

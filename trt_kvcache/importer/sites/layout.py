@@ -1,0 +1,63 @@
+"""Layouts: the axes of a tensor as products of the sizes of an attention.
+
+The sizes are the batch ``b``, the heads of keys ``n``, the queries that read one of them ``g``, the new tokens ``s``,
+and the numbers of a head ``d``. A layout names, for each axis of a tensor, the sizes that it is made of:
+
+    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Layout = tuple[tuple[str, ...], ...]
+ATTENTION = ("b", "n", "g", "s", "d")
+"""The order of queries and results of an attention, ``[B, H, S, D]``."""
+
+
+def order_of(layout: Layout) -> tuple[str, ...]:
+    """The sizes in the order in which they lie."""
+    return tuple(size for axis in layout for size in axis)
+
+
+def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
+    """Every layout of a shape; sizes of 1 stand in none."""
+    names = [name for name, size in sizes.items() if size != 1]
+    if prod(shape) != prod(sizes.values()):
+        return
+    for order in permutations(names):
+        rest, layout = list(order), []
+        for dim in shape:
+            axis: list[str] = []
+            while prod(sizes[n] for n in axis) < dim and rest:
+                axis.append(rest.pop(0))
+            if prod(sizes[n] for n in axis) != dim:
+                break
+            layout.append(tuple(axis))
+        else:
+            yield tuple(layout)
+
+
+def places(layout: Layout, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """For each number of a tensor of this layout, flat: its place along each size."""
+    order = [n for n in order_of(layout) if n in sizes]
+    grids = np.indices([sizes[n] for n in order]).reshape(len(order), -1)
+    found = dict(zip(order, grids, strict=True))
+    count = prod(sizes[n] for n in order)
+    return {name: found.get(name, np.zeros(count, int)) for name in sizes}
+
+
+def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
+    """A tensor of this layout with an axis for each of `order`; sizes that it lacks have 1 there."""
+    own = order_of(layout)
+    apart = values.reshape([sizes[n] for n in own])
+    apart = apart.transpose([own.index(n) for n in order if n in own])
+    made: Array = apart.reshape([sizes[n] if n in own else 1 for n in order])
+    return made

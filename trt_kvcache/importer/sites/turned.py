@@ -1,0 +1,182 @@
+"""Caches that lie otherwise than each alone and by sequence, turned by nodes around the model.
+
+    past [P, B, N, D]       past [B, P, N, D] -- Transpose
+    past [B * N, P, D]      past [B, N, P, D] -- Reshape
+    past [2, B, N, P, D]    past.0, past.1 [B, N, P, D] -- Unsqueeze, Concat
+    past [B, N, P, 2 * D]   past.0, past.1 [B, N, P, D] -- Concat
+
+`Stack` in the plan says so, and the check and `verify` turn the model as exported likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+
+from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer.plan import Stack, StackPart
+from trt_kvcache.importer.protos import FLOATS, INTEGERS, Shape, elem_type_of, names_read, replace_field, shape_of
+
+Pair = tuple[onnx.ValueInfoProto, onnx.ValueInfoProto, int]
+_MOST_HEADS = 128
+
+
+def growing(graph: onnx.GraphProto) -> list[Pair]:
+    """Caches that grow: inputs and outputs that have one shape but for one open axis.
+
+    A present is made of its past, and of fewer others than the presents of later layers are.
+    """
+    constants = {t.name for t in graph.initializer}
+    counted = [dims[1] for v in graph.input if elem_type_of(v) in INTEGERS and len(dims := shape_of(v) or ()) == 2]
+    inputs = [v for v in graph.input if v.name not in constants and elem_type_of(v) in FLOATS]
+    behind = {v.name: frozenset([v.name]) for v in inputs}
+    for node in graph.node:
+        if node.op_type not in ("Shape", "Size"):
+            made = frozenset[str]().union(*(behind.get(n, frozenset()) for n in names_read(node)))
+            behind |= dict.fromkeys(node.output, made)
+
+    def likely(output: onnx.ValueInfoProto) -> tuple[int, int]:
+        """Logits are as long as the tokens."""
+        return sum(d in counted for d in shape_of(output) or ()), len(behind.get(output.name, ()))
+
+    outputs = sorted(graph.output, key=likely)
+    found = []
+    for past in inputs:
+        for present in outputs:
+            axis = _grown(past, present) if past.name in behind.get(present.name, ()) else None
+            if axis is not None:
+                outputs.remove(present)
+                found.append((past, present, axis))
+                break
+    return found
+
+
+def _grown(past: onnx.ValueInfoProto, present: onnx.ValueInfoProto) -> int | None:
+    """The axis along which a cache grows, as far as shapes tell."""
+    one, two = shape_of(past) or (), shape_of(present) or ()
+    if elem_type_of(past) != elem_type_of(present) or len(one) != len(two) or len(one) < 3:
+        return None
+    apart = [a for a, (m, n) in enumerate(zip(one, two, strict=True)) if m != n]
+    if len(apart) != 1 or isinstance(one[apart[0]], int) or isinstance(two[apart[0]], int):
+        return None
+    return apart[0]
+
+
+def turned(model: onnx.ModelProto, stacks: Sequence[Stack], shapes: dict[str, Shape]) -> onnx.ModelProto:
+    """The model with the interface that `stacks` say, whose parts have these shapes."""
+    made: onnx.ModelProto = load("stacked_caches").apart(model, SimpleNamespace(stacks=stacks))
+    for stack in (s for s in stacks if s.io == "input"):
+        _measure_parts(made.graph, stack)
+    for value in (*made.graph.input, *made.graph.output):
+        if value.name in shapes:
+            kind = elem_type_of(value)
+            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, kind, list(shapes[value.name])))
+    return made
+
+
+def _measure_parts(graph: onnx.GraphProto, stack: Stack) -> None:
+    """Read, in place, the shape of a tensor as exported off that of its first part: nothing else then reads it."""
+    whole = f"{stack.name}/whole"
+    nodes: list[onnx.NodeProto] = []
+
+    def node(op: str, inputs: Sequence[str | list[int]], **attributes: Any) -> str:
+        name = f"{whole}/size_{len(nodes)}"
+        named = [given if isinstance(given, str) else constant(given) for given in inputs]
+        nodes.append(onnx.helper.make_node(op, named, [name], name, **attributes))
+        return name
+
+    def constant(values: list[int]) -> str:
+        name = f"{whole}/numbers_{len(graph.initializer)}"
+        graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [len(values)], values))
+        return name
+
+    readers = [n for n in graph.node if n.op_type == "Shape" and n.input[0] == whole]
+    if not readers:
+        return
+    rank = stack.parts[0].place.count(None) + (stack.heads is not None)
+    axes = [node("Shape", [stack.parts[0].name], start=a, end=a + 1) for a in range(rank)]
+    for axis, at in enumerate(stack.parts[0].place):
+        if at is not None:
+            axes.insert(axis, constant([len(stack.parts)]))
+    if stack.beside is not None:
+        axes[stack.beside] = node("Mul", [axes[stack.beside], [len(stack.parts)]])
+    if stack.order is not None:
+        axes = [axes[a] for a in stack.order]
+    if stack.heads is not None:
+        axes[:2] = [node("Mul", axes[:2])]
+    for reader in readers:
+        bounds = {a.name: a.i for a in reader.attribute}
+        taken = axes[bounds.get("start", 0) : bounds.get("end", len(axes))]
+        nodes.append(onnx.helper.make_node("Concat", taken, reader.output, reader.name, axis=0))
+        graph.node.remove(reader)
+    before = [*nodes, *graph.node]
+    replace_field(graph.node, before)
+
+
+def ways(model: onnx.ModelProto) -> Iterator[tuple[onnx.ModelProto, tuple[Stack, ...]]]:
+    """The model with caches turned, in each way that shapes allow; first as it is if caches lie by sequence."""
+    pairs = growing(model.graph)
+    taken = {v.name for pair in pairs for v in pair[:2]}
+    batch = next((s[0] for v in model.graph.input if v.name not in taken and (s := _of_tokens(v))), None)
+    if not pairs or batch is None:
+        return
+    shape, axis = shape_of(pairs[0][0]) or (), pairs[0][2]
+    for heads, halves in _tries(shape, axis, batch):
+        shapes: dict[str, Shape] = {}
+        stacks = [s for pair in pairs for s in _stacks(pair, batch, heads, halves, shapes)]
+        yield (turned(model, stacks, shapes) if stacks else model), tuple(stacks)
+
+
+def _of_tokens(value: onnx.ValueInfoProto) -> Shape | None:
+    """The shape of an input that may hold tokens, ids or embeddings."""
+    shape = shape_of(value) or ()
+    rank = 2 if elem_type_of(value) in INTEGERS else 3
+    return shape if len(shape) == rank and elem_type_of(value) in (INTEGERS | FLOATS) else None
+
+
+def _tries(shape: Shape, axis: int, batch: int | str) -> Iterator[tuple[int, int | None]]:
+    """Heads in the first axis (0: none), and the axis along which keys and values lie side by side (None: none)."""
+    others = [a for a in range(len(shape)) if a != axis]
+    if batch in [shape[a] for a in others] or len(shape) > 3:
+        yield 0, None
+        if len(shape) == 4:
+            yield from ((0, a) for a in reversed(others) if isinstance(d := shape[a], int) and d % 2 == 0)
+    elif isinstance(shape[0], int):
+        yield shape[0] // (batch if isinstance(batch, int) else 1), None
+    else:
+        yield from ((heads, None) for heads in range(1, _MOST_HEADS + 1))
+
+
+def _stacks(pair: Pair, batch: int | str, heads: int, halves: int | None, shapes: dict[str, Shape]) -> Iterator[Stack]:
+    """Of the past and the present of a cache; none if it lies as it should. `shapes` gets those of the parts."""
+    for io, value in zip(("input", "output"), pair[:2], strict=True):
+        shape = shape_of(value) or ()
+        one: Shape = shape
+        place: tuple[int | None, ...] = (None,) * len(shape)
+        names, beside, order = [value.name], None, None
+        if heads:
+            one = (batch, heads, *shape[1:])
+        elif halves is not None:
+            one = tuple(d // 2 if a == halves and isinstance(d, int) else d for a, d in enumerate(shape))
+            names, beside = [f"{value.name}.{i}" for i in (0, 1)], halves
+        elif len(shape) > 4:
+            row = shape.index(batch) if batch in shape else 0
+            axis = next(a for a, d in enumerate(shape) if isinstance(d, int) and a not in (row, pair[2]))
+            count = shape[axis]
+            assert isinstance(count, int)
+            names = [f"{value.name}.{i}" for i in range(count)]
+            one = (*shape[:axis], *shape[axis + 1 :])
+            place = tuple(0 if a == axis else None for a in range(len(shape)))
+        first = one.index(batch) if batch in one else 0
+        if first and not heads and len(names) == 1:
+            order = (*range(1, first + 1), 0, *range(first + 1, len(one)))
+            one = (one[first], *one[:first], *one[first + 1 :])
+        if one == shape:
+            return
+        at = [tuple(i if p is not None else None for p in place) for i in range(len(names))]
+        shapes |= dict.fromkeys(names, one)
+        parts = tuple(StackPart(n, p) for n, p in zip(names, at, strict=True))
+        yield Stack(value.name, io, shape, parts, order, heads or None, beside)
