@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import numpy as np
+from adapters import Tiny, draw
 from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession
@@ -91,8 +93,8 @@ def encoded(text: str) -> np.ndarray[Any, Any]:
     return np.array([text.encode()], np.object_)
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@contextmanager
+def opened(written: Path, parameters: dict[str, int]) -> Iterator[Any]:
     """The model of a repository, as the backend drives it."""
     backend = ModuleType("triton_python_backend_utils")
     vars(backend).update(
@@ -102,7 +104,7 @@ def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
             Tensor(name, request.inputs[name]) if name in request.inputs else None
         ),
     )  # fmt: skip
-    written = write_repository(folder, tmp_path_factory.mktemp("repository"), "tiny", {"max_batch": 2, "max_queue": 4})
+    said = {name: {"string_value": str(value)} for name, value in parameters.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, backend.__name__, backend)
         spec = importlib.util.spec_from_file_location("model_of_triton", written / "1" / "model.py")
@@ -111,17 +113,46 @@ def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         made = module.TritonPythonModel()
-        parameters = {"max_batch": {"string_value": "2"}, "max_queue": {"string_value": "4"}}
         made.initialize({
-            "model_config": json.dumps({"parameters": parameters}), "model_instance_kind": "CPU", "model_name": "tiny",
+            "model_config": json.dumps({"parameters": said}), "model_instance_kind": "CPU", "model_name": "tiny",
             "model_instance_device_id": "0", "model_repository": str(written), "model_version": "1",
         })  # fmt: skip
         yield made
         left = asked([1], max_tokens=500, ignore_eos=True)
         made.execute([left])
         made.finalize()
-        assert left.error[0] == TritonError.UNAVAILABLE
+        assert left.error[0] in (TritonError.UNAVAILABLE, TritonError.INVALID_ARG)
         patch.delitem(sys.modules, "trt_kvcache.serve.triton")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    parameters = {"max_batch": 2, "max_queue": 4}
+    written = write_repository(folder, tmp_path_factory.mktemp("repository"), "tiny", parameters)
+    with opened(written, parameters) as made:
+        yield made
+
+
+def test_requests_choose_an_adapter(tmp_path: Path) -> None:
+    tiny = Tiny("mobius/llama_dynamic_f32")
+    merged = tmp_path / "merged" / "model.onnx"
+    tiny.merged(draw(tiny, tmp_path / "ann", 0), merged)
+    wanted = []
+    for path in (tiny.path, merged):
+        with DecodeSession.open(path, tokenizer=False, capacity=64) as session:
+            wanted.append(session.generate([5, 17, 33], max_new_tokens=6, eos_token_id=()).tokens)
+    assert wanted[0] != wanted[1]
+    parameters = {"capacity": 64}
+    done = run(tiny.path.parent, "-o", tmp_path / "r", "--name", "m", "--capacity", 64, "--lora", tmp_path / "ann")
+    assert done.exit_code == 0, done.output
+    with opened(tmp_path / "r" / "m", parameters) as made:
+        fields = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+        requests = [asked([5, 17, 33], stream=False, **fields, **chosen) for chosen in ({}, {"model": "ann"})]
+        unknown = asked([5], model="cid")
+        made.execute([*requests, unknown])
+        assert [request.wait()[-1].outputs["output_ids"] for request in requests] == wanted
+        assert "there is no model 'cid'; this is 'tiny', with adapters 'ann'" in unknown.error[1]
+    assert "no adapter: there is no" in run(tiny.path.parent, "-o", tmp_path / "s", "--lora", tmp_path / "r").stderr
 
 
 def test_answers_are_those_of_the_same_prompt_alone(model: Any, alone: DecodeSession) -> None:

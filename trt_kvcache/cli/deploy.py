@@ -46,8 +46,13 @@ def deploy(
     max_queue: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row. Default: 256.")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="An adapter (LoRA) that requests may choose; it is copied."),
+    ] = None,
 ) -> None:
     """Write a model repository for Triton: streams, cancelling, one session for all requests."""
+    from trt_kvcache.cli.options import named_folders
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import print_next
     from trt_kvcache.engine.folder import is_model
@@ -60,9 +65,10 @@ def deploy(
         )
     given = {"max_batch": max_batch, "capacity": capacity, "max_queue": max_queue}
     parameters = {key: value for key, value in given.items() if value is not None}
-    written = write_repository(model, output, name or model.resolve().name, parameters)
+    adapters = named_folders(lora or [], "--lora")
+    written = write_repository(model, output, name or model.resolve().name, parameters, adapters)
     if not (model / "tokenizer.json").is_file():
         print_warnings(["there is no tokenizer: the model takes input_ids and gives output_ids"])
     out = console()
-    out.print(f"{written}: config.pbtxt, 1/model.py, 1/model/")
+    out.print(f"{written}: config.pbtxt, 1/model.py, 1/model/{', 1/adapters/' if adapters else ''}")
     print_next(out, f"tritonserver --model-repository {output}")

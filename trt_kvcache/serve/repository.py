@@ -12,11 +12,12 @@ from trt_kvcache.engine.folder import is_model
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError
 from trt_kvcache.importer.files.folder import find_model
+from trt_kvcache.lora import open_lora
 
-__all__ = ["FOLDER", "write_repository"]
+__all__ = ["ADAPTERS", "FOLDER", "write_repository"]
 
-FOLDER = "model"
-"""Beside ``model.py``: a copy of the folder that was given."""
+FOLDER, ADAPTERS = "model", "adapters"
+"""Beside ``model.py``: copies of the folder that was given, and of those of adapters, by their names."""
 
 _CONFIG = """name: "{name}"
 backend: "python"
@@ -44,7 +45,9 @@ __all__ = ["TritonPythonModel"]
 '''
 
 
-def write_repository(model: Path, output: Path, name: str, parameters: Mapping[str, int]) -> Path:
+def write_repository(
+    model: Path, output: Path, name: str, parameters: Mapping[str, int], adapters: Mapping[str, Path] | None = None
+) -> Path:
     """Write ``output/name/``, complete or not at all; other models of the repository stay.
 
     Args:
@@ -52,17 +55,22 @@ def write_repository(model: Path, output: Path, name: str, parameters: Mapping[s
         output: the repository.
         name: of the model in Triton.
         parameters: `max_batch`, `capacity`, `max_queue`: of the session and its core, where they are said.
+        adapters: folders of adapters (LoRA) by the names that requests choose them by; they are copied.
 
     Returns:
         The folder written.
 
     Raises:
-        OptionError: the name is none for a folder.
+        OptionError: a name is none for a folder, or a folder holds no adapter.
         InvalidModelError, ManifestError: there is no such model or engine.
         OutputError: the model's folder exists in the repository, or cannot be written.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise OptionError(f"name is {name!r}; give letters, digits, and any of _ . - after the first")
+    adapters = adapters or {}
+    for one in (name, *adapters):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", one):
+            raise OptionError(f"name is {one!r}; give letters, digits, and any of _ . - after the first")
+    for folder in adapters.values():
+        open_lora(folder)
     if not model.is_dir():
         raise InvalidModelError(f"{model}: no folder, and all of it is copied; give that of an engine or a model")
     on_cpu = is_model(model)
@@ -83,6 +91,8 @@ def write_repository(model: Path, output: Path, name: str, parameters: Mapping[s
         (made / "config.pbtxt").write_text(config, encoding="utf-8")
         (made / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
         shutil.copytree(model, made / "1" / FOLDER)
+        for one, folder in adapters.items():
+            shutil.copytree(folder, made / "1" / ADAPTERS / one)
         made.rename(final)
     except (OSError, shutil.Error) as error:
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror

@@ -1,7 +1,8 @@
 """A model of Triton's python backend over a serving core; `trt_kvcache.serve.repository` writes what loads it.
 
 A request has one prompt, as `text_input` or `input_ids`, and the fields of ``/v1/completions`` as JSON in
-`sampling_parameters`. The answer is one response, or one for each event where `stream` is true.
+`sampling_parameters`, of which `model` chooses an adapter. The answer is one response, or one for each event where
+`stream` is true.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
 from trt_kvcache.serve.core import ServingCore
-from trt_kvcache.serve.protocol import ApiError, CompletionRequest, as_api, prepare, read_request
-from trt_kvcache.serve.repository import FOLDER
+from trt_kvcache.serve.protocol import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
+from trt_kvcache.serve.repository import ADAPTERS, FOLDER
 
 __all__ = ["TritonPythonModel"]
 
@@ -35,12 +36,11 @@ _ELSEWHERE = {
     "prompt": "give it as text_input or input_ids",
     "stream": "give it as an input of its own",
     "stream_options": "the last response has the finish_reason; leave it out",
-    "model": "the address names it; leave it out",
     "echo": "the prompt is not repeated; leave it out",
     "logprobs": "there is no output for them; leave it out",
 }
 # By name: Triton also imports this to complete the configuration, and then its errors are not there yet.
-_CODES = {400: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAVAILABLE"}
+_CODES = {400: "INVALID_ARG", 404: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAVAILABLE"}
 
 
 class TritonPythonModel:
@@ -56,9 +56,11 @@ class TritonPythonModel:
         options = {name: int(given[name]) for name in ("max_batch", "capacity") if name in given}
         if args["model_instance_kind"] == "GPU":
             options["gpu"] = int(args["model_instance_device_id"])
-        folder = Path(args["model_repository"]) / args["model_version"] / FOLDER
-        self._session = DecodeSession.open(folder, **options)  # type: ignore[arg-type]
-        self._core = ServingCore(self._session, max_queue=int(given.get("max_queue", 256)), name=args["model_name"])
+        version = Path(args["model_repository"]) / args["model_version"]
+        adapters = {folder.name: folder for folder in (version / ADAPTERS).glob("*")}
+        self._session = DecodeSession.open(version / FOLDER, adapters=adapters, **options)  # type: ignore[arg-type]
+        self._name = args["model_name"]
+        self._core = ServingCore(self._session, max_queue=int(given.get("max_queue", 256)), name=self._name)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="answers", daemon=True)
         self._thread.start()
@@ -97,7 +99,9 @@ class TritonPythonModel:
         sender.send(pb_utils.InferenceResponse([], error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     async def _send(self, request: Any, sender: Any) -> None:
-        asked = await asyncio.to_thread(prepare, self._session, _read(request), 1)
+        read = _read(request)
+        adapter = find_adapter(read.model, self._name, self._session.adapters)
+        asked = await asyncio.to_thread(prepare, self._session, read, 1, adapter)
         stream = _given(request, "stream")
         done = Generation(asked.works[0].tokens)
         events = self._core.events(asked.works, asked.config)
