@@ -176,8 +176,11 @@ def test_answers_are_those_of_the_same_prompt_alone(model: Any, alone: DecodeSes
     }  # fmt: skip
 
 
-def test_a_cancelled_request_gives_its_row_to_the_next(model: Any) -> None:
+def test_a_cancelled_request_gives_its_row_to_the_next(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows are taken, and the queue is full; those that are cancelled leave without their 500 steps."""
+    runner = model._session._runner
+    step = runner.step
+    monkeypatch.setattr(runner, "step", lambda batch: (time.sleep(0.005), step(batch))[1])  # 2.5 s for all of them
     requests = [asked([1], max_tokens=500, ignore_eos=True) for _ in range(6)]
     model.execute(requests)
     while not (requests[0].responses and requests[1].responses):
