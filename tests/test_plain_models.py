@@ -21,7 +21,9 @@ def _check(plain: Plain, *, build_too: bool = False) -> str:
     if outcome.kind == BUILD and "Myelin ([ir_verifier.cpp" in outcome.detail:
         return BUILD  # a fault of TensorRT for RTX 1.7.1 in models without any open size
     assert outcome.kind in (EQUAL, REFUSED), (plain.seed, plain.odd, outcome)
-    assert "could not be compared" not in outcome.detail, (plain.seed, plain.odd, outcome)
+    # Of a few models ONNX Runtime infers sizes that do not fit, and runs them neither way (1.32.0; seed 524).
+    compared = "could not be compared" not in outcome.detail or "ShapeInferenceError" in outcome.detail
+    assert compared, (plain.seed, plain.odd, outcome)
     return outcome.kind
 
 
