@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from trt_kvcache.lora import (
+    LoraFolder,
+    LoraModule,
+)
 from trt_kvcache.runtime.adapters import (
+    Adapter,
     Adapters,
 )
 from trt_kvcache.runtime.cache import (
@@ -42,8 +47,12 @@ from trt_kvcache.runtime.requests import (
     PositionsAll,
     Prompt,
 )
+from trt_kvcache.stored_tensors import (
+    StoredTensors,
+)
 
 __all__ = [
+    "Adapter",
     "Adapters",
     "EmbedsAll",
     "FinishReason",
@@ -54,12 +63,15 @@ __all__ = [
     "Grammar",
     "KVCache",
     "LogitsProcessor",
+    "LoraFolder",
+    "LoraModule",
     "PositionsAll",
     "PrefixStats",
     "Prompt",
     "Settings",
     "Source",
     "SpeculationStats",
+    "StoredTensors",
     "TokenEvent",
     "TokenMask",
 ]

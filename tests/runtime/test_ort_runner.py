@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 from trt_kvcache import DecodeSession
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer import pipeline
+from trt_kvcache.importer.check import Checked
 from trt_kvcache.runtime.ort import memory
 from trt_kvcache.runtime.ort import runner as runner_module
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
@@ -65,7 +66,7 @@ def test_weights_are_loaded_beside_the_check_and_no_step_runs_before_its_end(
             raise UnsupportedModelError("no kernel")
         return real(*given, **options)
 
-    def check(*_: Any, **__: Any) -> tuple[str, ...]:
+    def check(*_: Any, **__: Any) -> Checked:
         assert opened.wait(60)
         ran.append(True)
         raise UnsupportedModelError("another meaning")
@@ -75,7 +76,7 @@ def test_weights_are_loaded_beside_the_check_and_no_step_runs_before_its_end(
     monkeypatch.setattr(pipeline, "check_rewrite", check)
     with pytest.raises(UnsupportedModelError, match="another meaning"):
         OnnxRuntimeRunner(model)
-    monkeypatch.setattr(pipeline, "check_rewrite", lambda *_, **__: ("said of the check",))
+    monkeypatch.setattr(pipeline, "check_rewrite", lambda *_, **__: Checked(("said of the check",)))
     if opens:
         assert "said of the check" in OnnxRuntimeRunner(model).plan.notes
 
