@@ -1,4 +1,4 @@
-"""What sessions take and give: ``from trt_kvcache.decoding import TokenEvent``."""
+"""Types that sessions take and give: ``from trt_kvcache.decoding import TokenEvent``."""
 
 from __future__ import annotations
 

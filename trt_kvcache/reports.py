@@ -1,4 +1,4 @@
-"""What builds, inspections, verifications and diagnoses report: ``from trt_kvcache.reports import VerifyReport``."""
+"""Reports of builds, inspections, verifications and diagnoses: ``from trt_kvcache.reports import VerifyReport``."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _OTHERS = {
     "openvino_*.xml": "OpenVINO",
     "model.bin": "CTranslate2",
 }
-"""Of folders that another tool made: files in them."""
+"""Files that tell a folder of another tool."""
 _PYTORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 

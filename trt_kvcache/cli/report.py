@@ -108,7 +108,7 @@ def _without_path(message: str, path: Path) -> str:
 
 
 def _alike(found: dict[str, Any]) -> Any:
-    """What two outcomes have to have in common: no names, and no numbers that follow from weights."""
+    """Return the part of an outcome that two reports must share: no names, no numbers that follow from weights."""
     if found["kind"] == "plan":
         plan = found["plan"]
         caches = [(c["past"], c["route"], c["physical_shape"]) for c in plan["caches"]]

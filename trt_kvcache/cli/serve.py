@@ -20,7 +20,7 @@ from trt_kvcache.cli.output import print_warnings, visible
 from trt_kvcache.errors import OptionError
 
 _LINES = 1000
-"""Of the log, that wait to be written."""
+"""Lines of the log that may wait to be written."""
 
 
 def serve(

@@ -44,7 +44,7 @@ class Adapter:
 
     @property
     def bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory."""
         return sum(array.nbytes for array in self.arrays.values())
 
 

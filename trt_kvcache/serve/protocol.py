@@ -209,7 +209,7 @@ class ChatRequest(_Request):
 
 
 class AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Of the endpoints that load and unload adapters, as vLLM has them.
+    """A request to load or unload an adapter, as vLLM has it.
 
     Attributes:
         lora_path: in the server's folder of adapters; None: the name.

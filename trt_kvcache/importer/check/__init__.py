@@ -43,7 +43,7 @@ _UNREAD = "because it has more weights than can be read, and no fewer rows and c
 
 @dataclass(frozen=True)
 class Checked:
-    """What the check adds to a plan.
+    """Facts that the check adds to a plan.
 
     Attributes:
         notes: on what was not compared, and on what is seen in runs alone.

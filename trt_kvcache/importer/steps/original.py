@@ -16,6 +16,9 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
 
 A past that grows has one length for all rows of a batch, so each row runs by itself, unless the model was exported for
 a batch of another size than one: then all rows must start together.
+
+ONNX nodes around the original could translate, too (tried): they take more code than this, since each row of a batch
+would still run by itself.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _compared(
 
 
 def _merged(named: Sequence[_Found], compared: Sequence[_Found]) -> list[_Found]:
-    """What weights say, and names for other products."""
+    """The modules that weights tell, and names for other products."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
     others = [
@@ -281,7 +281,7 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], b
 
 
 def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
-    """What comes after a product, whose own result gets another name."""
+    """The nodes after a product, whose own result gets another name."""
     result, stem = node.output[0], planned.a.removesuffix(".a")
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
