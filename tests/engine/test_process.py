@@ -68,7 +68,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def children() -> list[psutil.Process]:
-    """Build processes. Those that check models and render templates stay, and so do those of other tests' pools.
+    """Build processes. Those that check models stay; templates, tokenizers and pools may be those of other tests.
 
     Those that record proofs end with the build, as tests/proof/test_build.py sees.
     """
@@ -76,7 +76,10 @@ def children() -> list[psutil.Process]:
     return [
         p
         for p in found
-        if not re.search("importer.check.worker|template_process|multiprocessing|proof.worker", " ".join(p.cmdline()))
+        if not re.search(
+            "importer.check.worker|template_process|tokenizer_process|multiprocessing|proof.worker",
+            " ".join(p.cmdline()),
+        )
     ]
 
 
