@@ -43,7 +43,7 @@ def beyond_prompt(options: VerifyOptions, *, few: bool) -> VerifyOptions:
 def plan_schedule(limits: Limits, options: VerifyOptions, *, empty: bool = False) -> tuple[Episode, ...]:
     """All episodes of a verification; `empty`: the one whose caches hold no random rows."""
     lengths = _fitting(limits, options)
-    if empty:
+    if empty and limits.indexed:  # without write indices every step begins at row 0 anyway
         return (Episode("decode", consecutive(limits, lengths, (0,) * limits.batch)),)
     if not limits.indexed:
         return _from_row_zero(limits, lengths)

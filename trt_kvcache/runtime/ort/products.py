@@ -5,8 +5,8 @@ becomes
     y = com.microsoft.MatMulNBits(a, uint8 [N, K / block, bytes of a block], scales)
 
 ONNX Runtime does not fuse the Transpose (1.32.0). It makes floats of all weights at each step: a token of SmolLM2-135M
-in 4 bits took about 15 times as long. The weights are the same bytes. The numbers differ by the order of
-sums alone, since `accuracy_level`, which would round activations to 8 bits, stays absent.
+in 4 bits takes 352 ms so, and 13 ms by the operator (two cores). The weights are the same bytes. The numbers differ by
+the order of sums alone, since `accuracy_level`, which would round activations to 8 bits, stays absent.
 """
 
 from __future__ import annotations
