@@ -18,10 +18,11 @@ import pytest
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: serve)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
+from adapters import Tiny, draw
 from serve.models import TEMPLATE
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
 
@@ -48,11 +49,23 @@ def module() -> Iterator[Any]:
         EngineConfig=SimpleNamespace, LlmRegistration=SimpleNamespace, WorkerConfig=SimpleNamespace, LLMEngine=object,
         Worker=None,
     )  # fmt: skip
+    llm = ModuleType("dynamo.llm")
+    llm.registered = []  # type: ignore[attr-defined]
+
+    async def register_model(*given: Any, **named: Any) -> None:
+        llm.registered.append((*given, named["lora_name"], named["base_model_path"], named["worker_type"]))
+
+    kinds = SimpleNamespace(Chat=1, Completions=2)
+    vars(llm).update(
+        ModelInput=SimpleNamespace(Tokens="tokens"), ModelType=kinds, WorkerType=SimpleNamespace(Aggregated="all"),
+        register_model=register_model,
+    )  # fmt: skip
     exceptions = ModuleType("dynamo.llm.exceptions")
     vars(exceptions).update(InvalidArgument=InvalidArgument, EngineShutdown=EngineShutdown, HttpError=HttpError)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("dynamo", "dynamo.common", "dynamo.llm"):
+        for name in ("dynamo", "dynamo.common"):
             patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, llm.__name__, llm)
         patch.setitem(sys.modules, backend.__name__, backend)
         patch.setitem(sys.modules, exceptions.__name__, exceptions)
         import trt_kvcache.serve.dynamo
@@ -69,7 +82,7 @@ def session(folder: Path) -> Iterator[DecodeSession]:
 
 @pytest.fixture
 def engine(module: Any, session: DecodeSession) -> Iterator[Any]:
-    engine = module.Engine(session, "tiny", 4)
+    engine = module.Engine(session, "tiny", Path("texts"), 4)
     yield engine
     asyncio.run(engine.cleanup())
     assert not session.cache.slots
@@ -160,6 +173,36 @@ def test_fields_that_ask_for_nothing_are_taken(engine: Any) -> None:
     assert len(tokens_of(asyncio.run(chunks(engine, request)))) == 8
 
 
+def test_adapters_are_models_of_their_own(module: Any, tmp_path: Path) -> None:
+    tiny = Tiny("mobius/llama_dynamic_f32")
+    folders = {name: tmp_path / name for name in ("ann", "bob")}
+    for seed, folder in enumerate(folders.values()):
+        draw(tiny, folder, seed)
+    options = PlanOptions(capacity=64)
+    with DecodeSession.open(tiny.path, tokenizer=False, adapters=folders, plan_options=options) as session:
+        wanted = {
+            name or "tiny": session.generate([5, 17, 33], adapter=name, max_new_tokens=8, eos_token_id=()).tokens
+            for name in (None, *folders)
+        }
+        engine = module.Engine(session, "tiny", Path("texts"), 4)
+
+        async def all_names() -> dict[str, list[int]]:
+            config = await engine.start(0)
+            assert config.served_model_name == "tiny"
+            await engine.on_endpoint_ready("endpoint")
+            given = [("tokens", 3, "endpoint", "texts", name, "texts", "all") for name in folders]
+            assert sys.modules["dynamo.llm"].registered == given
+            read = [chunks(engine, asked([5, 17, 33]) | {"model": name}) for name in wanted]
+            return dict(zip(wanted, map(tokens_of, await asyncio.gather(*read)), strict=True))
+
+        assert asyncio.run(all_names()) == wanted
+        assert len({tuple(tokens) for tokens in wanted.values()}) == 3
+        with pytest.raises(HttpError, match="no model 'cid'; this is 'tiny', with adapters 'ann', 'bob'") as refused:
+            asyncio.run(chunks(engine, asked([1]) | {"model": "cid"}))
+        assert refused.value.code == 404
+        asyncio.run(engine.cleanup())
+
+
 def test_a_request_that_is_aborted_frees_its_row(engine: Any, session: DecodeSession) -> None:
     """Dynamo stops to read the generator, and does not close it."""
 
@@ -192,7 +235,7 @@ def test_a_request_that_is_aborted_frees_its_row(engine: Any, session: DecodeSes
 
 def test_a_worker_that_ends_hands_over_what_runs(module: Any, session: DecodeSession) -> None:
     async def main() -> None:
-        engine = module.Engine(session, "tiny", 4)
+        engine = module.Engine(session, "tiny", Path("texts"), 4)
         read = engine.generate(asked([1], 500), Context())
         await anext(read)
 
@@ -227,7 +270,7 @@ def test_settings_that_count_new_tokens_are_refused(
 ) -> None:
     monkeypatch.setattr(session, "config", replace(session.config, begin_suppress_tokens=(5,)))
     with pytest.raises(OptionError, match=r"generation_config.json sets begin_suppress_tokens, which counts new"):
-        module.Engine(session, "tiny", 4)
+        module.Engine(session, "tiny", Path("texts"), 4)
 
 
 @pytest.fixture

@@ -48,7 +48,8 @@ def batch(
     ] = None,
 ) -> None:
     """Answer a file of requests, in its order. Killed at any moment, the same command goes on where it was."""
-    options = {"tokenizer": tokenizer, **running.options(), **adapters.options(), **planning.session_options(model)}
+    named = name or model.resolve().name
+    options = running.options() | adapters.options(named) | planning.session_options(model) | {"tokenizer": tokenizer}
     fields = json_object(defaults, "--defaults", '{"max_tokens": 200}')
     try:
         from trt_kvcache.serve.batch import RowRunner, run_batch
@@ -63,8 +64,6 @@ def batch(
     import asyncio
 
     from trt_kvcache.runtime.session import DecodeSession
-
-    named = name or model.resolve().name
 
     def compute(rows: Iterator[Row], take: Callable[[str, Answered], None]) -> None:
         async def run() -> None:

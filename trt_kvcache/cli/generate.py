@@ -269,9 +269,16 @@ class LoraFlags:
         ),
     ] = None
 
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of `DecodeSession.open`."""
-        return {"adapters": named_folders(self.lora, "--lora")} if self.lora else {}
+    def options(self, model: str) -> dict[str, Any]:
+        """Return the arguments of `DecodeSession.open`.
+
+        Args:
+            model: name of the model, which no adapter may have.
+        """
+        folders = named_folders(self.lora or [], "--lora")
+        if model in folders:
+            raise OptionError(f"--lora {model}=...: the model has this name; give another one, or --name")
+        return {"adapters": folders} if folders else {}
 
 
 def generate(

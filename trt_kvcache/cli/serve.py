@@ -72,15 +72,11 @@ def serve(
             f"everyone who reaches {host} could use the model; give --api-key-file FILE, or --no-api-key if "
             "that is meant"
         )
-    with (
-        bind(host, port) as sock,
-        DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **adapters.options(), **options) as session,
-    ):
+    named = name or model.resolve().name
+    options |= running.options() | adapters.options(named)
+    with bind(host, port) as sock, DecodeSession.open(model, tokenizer=tokenizer, **options) as session:
         if session.tokenizer is None:
             print_warnings(["there is no tokenizer: /v1/completions takes and gives token ids, and there are no chats"])
-        named = name or model.resolve().name
-        if named in session.adapters:
-            raise OptionError(f"--lora {named}=...: the model has this name; give another one, or --name")
         told = _start_log()
         service = Service(
             session, named, keys, max_queue=max_queue, origins=allow_origin or (), lora_folder=lora_folder, told=told

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.generate import RunFlags
+from trt_kvcache.cli.generate import LoraFlags, RunFlags
 from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
@@ -23,6 +23,7 @@ class WorkerEngine(str, Enum):
 def worker(
     model: RunnableArgument,
     running: RunFlags,
+    adapters: LoraFlags,
     planning: SessionPlanFlags,
     engine: Annotated[WorkerEngine, typer.Option(help="dynamo: NVIDIA Dynamo.")] = WorkerEngine.DYNAMO,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
@@ -44,11 +45,12 @@ def worker(
     if host not in ("127.0.0.1", "::1", "localhost"):
         print_warnings([f"everyone who reaches {host} can use the model: Dynamo's workers ask for no key"])
     named = name or model.resolve().name
-    with DecodeSession.open(model, tokenizer=tokenizer, **running.options(), **options) as session:
+    options |= running.options() | adapters.options(named)
+    with DecodeSession.open(model, tokenizer=tokenizer, **options) as session:
         texts = write_texts(model, tokenizer, session)
 
         def started() -> None:
             sys.stderr.write(f"{named}: {session.name}; a worker of Dynamo at {host}, Ctrl-C ends it\n")
             sys.stderr.flush()
 
-        run(Engine(session, named, max_queue), texts, named, host, started)
+        run(Engine(session, named, texts, max_queue), texts, named, host, started)

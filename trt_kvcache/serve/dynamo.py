@@ -3,6 +3,8 @@
 Dynamo's frontend has the HTTP interface, chat templates and tokenizers. If a worker ends, the frontend sends its
 requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn
 by the seed and its position. What would depend on the number of new tokens is refused.
+
+Adapters (LoRA) are registered as models of their own, whose requests come to the same endpoint with their names.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, Worker, WorkerConfig
+from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
 from trt_kvcache.engine.folder import TEXTS, made_folders
@@ -30,7 +33,7 @@ from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
 from trt_kvcache.serve.core import EndingError, ServingCore, Work
-from trt_kvcache.serve.protocol import as_api
+from trt_kvcache.serve.protocol import as_api, find_adapter
 
 __all__ = ["Engine", "run", "write_texts"]
 
@@ -124,13 +127,14 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     Args:
         session: stays open.
         name: of the model.
+        texts: see `write_texts`.
         max_queue: see `ServingCore`.
 
     Raises:
         OptionError: the model's own settings count new tokens, or its prompts depend on their steps.
     """
 
-    def __init__(self, session: DecodeSession, name: str, max_queue: int) -> None:
+    def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:
         if session.plan.whole_prompts:
             raise OptionError(
                 "tokens of one step see each other in this model, and a sequence that moves to another worker is "
@@ -143,7 +147,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
                     f"generation_config.json sets {setting}, which counts new tokens; a sequence that moves to another "
                     "worker would count anew; remove it, or use 'trt-kvcache serve'"
                 )
-        self._session, self._name = session, name
+        self._session, self._name, self._texts = session, name, str(texts)
         self._core = ServingCore(session, max_queue=max_queue, name=name)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by id of the request
 
@@ -167,6 +171,20 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
                 max_num_batched_tokens=self._session.max_batch * self._session.max_chunk,
             ),
         )
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Register the adapters."""
+        for name in self._session.adapters:
+            await register_model(
+                ModelInput.Tokens,
+                ModelType.Chat | ModelType.Completions,
+                endpoint,
+                self._texts,
+                worker_type=WorkerType.Aggregated,
+                lora_name=name,
+                base_model_path=self._texts,
+                ignore_weights=True,
+            )
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Continue the prompt of a request: chunks of one token each.
@@ -197,7 +215,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         self, request: dict[str, Any], chunks: asyncio.Queue[dict[str, Any] | Exception | None]
     ) -> None:
         try:
-            work, config = read_request(self._session, request)
+            work, config = read_request(self._session, self._name, request)
             made = 0
             async with aclosing(self._core.events([work], config)) as events:
                 async for _, event in events:
@@ -232,36 +250,39 @@ def _as_dynamo(error: TrtKvCacheError) -> Exception:
     return HttpError(refused.status, refused.message)  # type: ignore[no-any-return]
 
 
-def read_request(session: DecodeSession, request: dict[str, Any]) -> tuple[Work, GenerationConfig]:
+def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> tuple[Work, GenerationConfig]:
     """Return what a request asks for.
 
     Args:
         session: to run it.
+        name: of the model.
         request: Dynamo's ``PreprocessedRequest``.
 
     Raises:
+        ApiError: it names another model, or an adapter that is not loaded.
         OptionError: it asks for something that is not supported, or a value is illegal.
         PromptError, CapacityError: the prompt does not fit.
     """
-    for name in _PROMPTS:
-        if request.get(name):
-            raise OptionError(f"{name}: prompts are token ids, prefilled here; leave it out")
+    adapter = find_adapter(request.get("model"), name, session.adapters)
+    for field in _PROMPTS:
+        if request.get(field):
+            raise OptionError(f"{field}: prompts are token ids, prefilled here; leave it out")
     given: dict[str, Any] = {}
     for group, known in _KNOWN.items():
-        for name, value in (request.get(group) or {}).items():
+        for field, value in (request.get(group) or {}).items():
             if value is None:
                 continue
-            values, why = _ONLY[group].get(name, ((), "it is not known here; leave it out"))
-            if name in known:
-                given[name] = value
+            values, why = _ONLY[group].get(field, ((), "it is not known here; leave it out"))
+            if field in known:
+                given[field] = value
             elif value not in values:
-                raise OptionError(f"{name}: {why}")
+                raise OptionError(f"{field}: {why}")
     tokens = list(request["token_ids"])
     capacity = session.cache.capacity
     left = _UNBOUNDED if capacity is None else max(1, capacity - len(tokens) + 1)
     ends = {*session.config.eos_token_ids}
-    for name in ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden"):
-        ends.update(given.get(name) or ())
+    for field in ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden"):
+        ends.update(given.get(field) or ())
     settings: dict[str, Any] = {"max_new_tokens": given.get("max_tokens") or left, "eos_token_id": tuple(sorted(ends))}
     if given.get("ignore_eos"):
         settings |= {"eos_token_id": (), "forced_eos_token_id": None}
@@ -277,7 +298,7 @@ def read_request(session: DecodeSession, request: dict[str, Any]) -> tuple[Work,
         }
     if "repetition_penalty" in given:
         settings["repetition_penalty"] = given["repetition_penalty"]
-    return Work(tokens), changed(session.config, settings)
+    return Work(tokens), changed(session.config, settings | {"adapter": adapter})
 
 
 def run(engine: Engine, texts: Path, name: str, host: str, started: Callable[[], None]) -> None:
