@@ -17,7 +17,6 @@ from foreign_decoders import make_foreign
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.folder import is_checkpoint
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.export import grade
 from trt_kvcache.export import run as exporting
@@ -25,6 +24,7 @@ from trt_kvcache.export.grade import shortfalls
 from trt_kvcache.export.run import EXPORTERS, Export, Exporter, export_checkpoint, installed
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import AttentionKind, Route
+from trt_kvcache.names import is_checkpoint
 from trt_kvcache.progress import ProgressEvent, listening
 from trt_kvcache.runtime.session import DecodeSession
 

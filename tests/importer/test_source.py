@@ -85,7 +85,7 @@ def test_directory(tmp_path: Path) -> None:
         (b"ftrt\0\0\0\0\x02\0\0\0", "a TensorRT engine"),
         (b"vtrt\0\0\0\0\x02\0\0\0", "a TensorRT engine"),
         (b"PK\x03\x04\0\0\0\0", "a zip archive"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "a Git LFS pointer"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "a pointer of Git LFS"),
         (b"\x10\0\0\0ORTM\0\0", "ONNX Runtime's own format"),
         (b"\x0a\xff\xff\xff\xff", "not an ONNX model, or truncated (5 bytes do not decode)"),
         (scatter_model().SerializeToString().replace(b"present", b"pres\xffnt"), "is not text: b'"),

@@ -244,7 +244,8 @@ def _print(output: Path, manifest: Manifest, seconds: float, chosen: str) -> Non
     from trt_kvcache.cli.plan_view import batch_of, bytes_of
     from trt_kvcache.cli.summary import command_line, print_next, use_line
     from trt_kvcache.engine.backend import driver_present
-    from trt_kvcache.engine.folder import TEXTS, engine_in
+    from trt_kvcache.engine.folder import TEXTS
+    from trt_kvcache.names import engine_in
 
     out = console()
     plan = manifest.plan

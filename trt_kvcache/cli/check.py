@@ -29,7 +29,7 @@ def check(
 ) -> None:
     """Replay the engine's proof on the GPU: a decode of the original model, recorded when it was built."""
     from trt_kvcache.cli.output import print_json
-    from trt_kvcache.engine.folder import engine_in
+    from trt_kvcache.names import engine_in
     from trt_kvcache.proof.check import check_engine_on_gpu
 
     engine = engine_in(engine)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.names import runnable_named
+from trt_kvcache.names import runnable_named
 
 
 class Server(str, Enum):
@@ -55,8 +55,8 @@ def deploy(
     from trt_kvcache.cli.options import named_folders
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import print_next
-    from trt_kvcache.engine.folder import is_model
     from trt_kvcache.errors import OptionError
+    from trt_kvcache.names import is_model
     from trt_kvcache.serve.repository import write_repository
 
     if capacity is not None and not is_model(model):

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.names import checkpoint_named
 from trt_kvcache.cli.options import PlanFlags
+from trt_kvcache.names import checkpoint_named
 
 
 class ExporterChoice(str, Enum):

@@ -14,8 +14,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from trt_kvcache.cli.command import PLANNED
-from trt_kvcache.cli.names import engine_named, model_named, runnable_named
-from trt_kvcache.engine.folder import is_model
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
 from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.plan import (
@@ -28,6 +26,7 @@ from trt_kvcache.importer.plan import (
     Sliding,
     Target,
 )
+from trt_kvcache.names import engine_named, is_model, model_named, runnable_named
 from trt_kvcache.words import as_flags
 
 run_flag = partial(typer.Option, rich_help_panel="How it runs")

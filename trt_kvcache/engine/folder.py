@@ -10,11 +10,9 @@ from pathlib import Path
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.given import given_path
+from trt_kvcache.names import ENGINE, models_in
 
-__all__ = ["ENGINE", "TEXTS", "copy_texts", "engine_in", "is_checkpoint", "is_model", "made_folders", "output_engine"]
-
-ENGINE = "model.engine"
-"""The engine's name in its folder."""
+__all__ = ["TEXTS", "copy_texts", "made_folders", "output_engine"]
 
 TEXTS = (
     "tokenizer.json",
@@ -25,26 +23,6 @@ TEXTS = (
 )
 """Files beside a model that turn text into tokens and back."""
 _LARGEST = 1 << 28  # bytes
-
-
-def engine_in(path: Path) -> Path:
-    """Return the engine in an engine's folder; any other path as it is."""
-    engine = path / ENGINE
-    return engine if engine.is_file() and not _models_in(path) else path
-
-
-def is_model(path: Path) -> bool:
-    """Return True for an ``.onnx`` file, or the folder of one; everything else is taken for an engine."""
-    return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return True for the folder of a checkpoint, weights with their config and no ONNX model; or for a GGUF file."""
-    if path.suffix.lower() == ".gguf":
-        return path.is_file()
-    if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
-        return False
-    return any(next(path.glob(pattern), None) is not None for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
@@ -60,7 +38,7 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
     path = given_path(output, "output", OutputError).expanduser()
     if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):
         return path, None
-    if models := _models_in(path):
+    if models := models_in(path):
         raise OutputError(
             f"{path}: the folder of a model, {models[0].name}; give another folder, or the name of a file"
         )
@@ -118,7 +96,3 @@ def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
             raise OptionError(f"{source / name} cannot be copied: {error.strerror}") from None
         with atomic_file(folder / name) as file:
             file.write(content)
-
-
-def _models_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.onnx")) if folder.is_dir() else []

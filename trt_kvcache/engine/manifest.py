@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from trt_kvcache.engine.folder import engine_in
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import TENSORRT_DTYPES, AdapterPlan, CachePlan, Target
+from trt_kvcache.names import engine_in
 from trt_kvcache.page import Html, table, tag
 from trt_kvcache.words import human_bytes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trt_kvcache.engine.folder import is_model
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer.plan import AttentionKind, CachePlan, Route
 from trt_kvcache.machine import bounded_memory, free_memory
+from trt_kvcache.names import is_model
 from trt_kvcache.progress import phase
 
 __all__ = ["shortfalls"]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trt_kvcache.engine.folder import copy_texts, is_checkpoint, made_folders
+from trt_kvcache.engine.folder import copy_texts, made_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
 from trt_kvcache.export.grade import shortfalls
@@ -22,6 +22,7 @@ from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.given import given_path
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.names import checkpoint_named, is_checkpoint
 from trt_kvcache.progress import phase
 
 __all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "installed"]
@@ -182,7 +183,7 @@ def export_checkpoint(
         OutputError: the folder cannot be written, or holds something.
         UnsupportedModelError: the exporters fail on this checkpoint.
     """
-    source = given_path(checkpoint, "checkpoint")
+    source = checkpoint_named(given_path(checkpoint, "checkpoint"))
     if not is_checkpoint(source):
         raise InvalidModelError(
             f"{source}: no checkpoint; give a folder with config.json and weights (.safetensors), as transformers' "

@@ -7,9 +7,9 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.engine.folder import engine_in, is_model
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.names import engine_in, is_model
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embedding_files import find_embeddings

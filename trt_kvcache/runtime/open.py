@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.engine.folder import engine_in, is_model
 from trt_kvcache.errors import OptionError
 from trt_kvcache.given import given_options, given_path, shown
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.names import engine_in, is_model
 from trt_kvcache.runtime.beside import find_tokenizer
 from trt_kvcache.runtime.runner import Runner
 

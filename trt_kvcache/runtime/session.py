@@ -13,11 +13,11 @@ from typing import Any, Unpack, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.engine.folder import engine_in, is_model
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.given import given_list, given_path, given_switch, given_whole, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.lora import LoraFolder
+from trt_kvcache.names import engine_in, is_model, runnable_named
 from trt_kvcache.page import Html, tag
 from trt_kvcache.runtime.adapters import Adapters, for_adapters, given_adapters
 from trt_kvcache.runtime.beside import Unread, default_config, default_sampling
@@ -215,7 +215,7 @@ class DecodeSession:
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
             VerificationError: the engine does not give the original's numbers on this GPU.
         """
-        model = engine_in(given_path(path, "path"))
+        model = engine_in(runnable_named(given_path(path, "path")))
         beside = None if encoder is None else given_path(encoder, "encoder")
         options = {
             "max_batch": max_batch, "max_chunk": max_chunk, "capacity": capacity, "plan_options": plan_options,

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from trt_kvcache.engine.folder import is_model
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError
 from trt_kvcache.importer.files.folder import find_model
 from trt_kvcache.lora import open_lora
+from trt_kvcache.names import is_model
 
 __all__ = ["ADAPTERS", "FOLDER", "write_repository"]
 

@@ -14,8 +14,8 @@ import pyarrow
 import ray
 import ray.data
 
-from trt_kvcache.engine.folder import is_model
 from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.names import is_model
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.batch import Answered, RowRunner
 from trt_kvcache.serve.rows import Row

@@ -25,6 +25,7 @@ from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
+from trt_kvcache.names import model_named
 
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 
@@ -47,7 +48,6 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"GGUF", "a GGUF file (llama.cpp)", "export the original model to ONNX"),
     (0, b"ftrt", "a TensorRT engine", "give the ONNX model that it was built from"),
     (0, b"vtrt", "a TensorRT engine", "give the ONNX model that it was built from"),
-    (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "run 'git lfs pull'"),
     (0, b"PK\x03\x04", "a zip archive (a PyTorch checkpoint?)", "export the model to ONNX"),
     (0, b"\x80\x02", "a Python pickle (a PyTorch checkpoint?)", "export the model to ONNX"),
     (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
@@ -98,7 +98,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     """Read a model without its external data, and check files and graph.
 
     Args:
-        path: of the file, or of the folder of an export with one decoder in it.
+        path: of the file, or of the folder of an export with one decoder in it; or its name in the local hub cache.
         first_step: take the export of the first step alone as well: caches come out of it, and none go in.
         config: a YAML file with name patterns for roles: inputs with such a name have no default.
 
@@ -108,7 +108,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
-    path = given_path(path, "model")
+    path = model_named(given_path(path, "model"))
     try:
         path = find_model(path) if path.is_dir() else path
     except OSError as error:

@@ -202,9 +202,9 @@ class GenerationConfig:
             OptionError: a file is unreadable, or a value is out of range.
             ManifestError: that of an engine is unreadable.
         """
-        from trt_kvcache.engine.folder import engine_in, is_model
         from trt_kvcache.engine.generation import each_beside
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
+        from trt_kvcache.names import engine_in, is_model
 
         path = engine_in(given_path(model, "model"))
         is_engine = not is_model(path) and manifest_path(path).is_file()

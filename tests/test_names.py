@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from decoders import DecoderConfig, write_decoder
 from typer.testing import CliRunner
 
+from trt_kvcache import DecodeSession, build_engine, plan_model, verify_model
 from trt_kvcache.cli.app import app
+from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.export.run import export_checkpoint
 
 EXPORT = "export it first: trt-kvcache export"
 NAMES = {
@@ -36,10 +41,10 @@ NAMES = {
     "export shallow -o out/": "model.safetensors is a pointer of Git LFS",
     "generate adapter --prompt x": "an adapter (LoRA) of org/base, and no model; give its model, and",
     "export adapter -o out/": "an adapter (LoRA) of org/base, and no model",
-    "plan engine": "engine: an engine; this command takes the model that it was built from, and 'trt-kvcache inspect "
-    "engine' shows the engine's plan",
-    "verify engine/model.engine": "an engine; this command takes the model that it was built from",
-    "build engine -o e/": "an engine; this command takes the model that it was built from",
+    "plan engine": "engine: an engine; give the model that it was built from; 'trt-kvcache inspect engine' shows "
+    "the engine's plan",
+    "verify engine/model.engine": "an engine; give the model that it was built from",
+    "build engine -o e/": "an engine; give the model that it was built from",
     "inspect plain": "the folder of a model, without an engine; build one: trt-kvcache build plain -o engine/",
 }
 
@@ -88,6 +93,27 @@ def test_a_name_gets_what_it_is_and_the_way_out(typed: str, folder: Path, monkey
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
     assert NAMES[typed] in result.stderr
     assert sorted(folder.rglob("*")) == before
+
+
+CALLS: dict[str, Callable[[str, Path], object]] = {
+    "plan": lambda name, out: plan_model(name),
+    "verify": lambda name, out: verify_model(name),
+    "build": lambda name, out: build_engine(name, out / "model.engine"),
+    "export": lambda name, out: export_checkpoint(name, out / "export"),
+    **dict.fromkeys(("generate", "chat", "serve"), lambda name, out: DecodeSession.open(name)),
+}
+
+
+@pytest.mark.parametrize("typed", [typed for typed in NAMES if typed.split()[0] in CALLS])
+def test_functions_answer_names_as_commands_do(
+    typed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_CACHE", "CACHE" if "absent" in typed else str(folder / "cache"))
+    command, name = typed.split()[:2]
+    with pytest.raises(InvalidModelError, match=re.escape(NAMES[typed].replace("--tokenizer", "tokenizer"))):
+        CALLS[command](name, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_name_of_the_hub_is_the_folder_in_its_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,23 @@ import re
 import shlex
 from pathlib import Path
 
-from trt_kvcache.engine.folder import ENGINE, engine_in, is_checkpoint
 from trt_kvcache.errors import InvalidModelError
 
-__all__ = ["checkpoint_named", "engine_named", "model_named", "runnable_named"]
+__all__ = [
+    "ENGINE",
+    "checkpoint_named",
+    "engine_in",
+    "engine_named",
+    "is_checkpoint",
+    "is_model",
+    "model_named",
+    "models_in",
+    "runnable_named",
+]
+
+ENGINE = "model.engine"
+"""The engine's name in its folder."""
+
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OWN = (".onnx", ".engine", ".json", ".gguf", ".plan")
@@ -33,6 +46,31 @@ _OTHERS = {
 _PYTORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 
+def engine_in(path: Path) -> Path:
+    """Return the engine in an engine's folder; any other path as it is."""
+    engine = path / ENGINE
+    return engine if engine.is_file() and not models_in(path) else path
+
+
+def is_model(path: Path) -> bool:
+    """Return True for an ``.onnx`` file, or the folder of one; everything else is taken for an engine."""
+    return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return True for the folder of a checkpoint, weights with their config and no ONNX model; or for a GGUF file."""
+    if path.suffix.lower() == ".gguf":
+        return path.is_file()
+    if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
+        return False
+    return any(next(path.glob(pattern), None) is not None for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def models_in(folder: Path) -> list[Path]:
+    """Return the ``.onnx`` files in a folder, by name."""
+    return sorted(folder.glob("*.onnx")) if folder.is_dir() else []
+
+
 def model_named(path: Path) -> Path:
     """Return the path that a MODEL argument means.
 
@@ -43,8 +81,8 @@ def model_named(path: Path) -> Path:
     engine = engine_in(path)
     if engine.suffix not in (".onnx", ".json") and Path(f"{engine}.json").is_file():
         raise InvalidModelError(
-            f"{path}: an engine; this command takes the model that it was built from, and "
-            f"'{_command('inspect', path)}' shows the engine's plan"
+            f"{path}: an engine; give the model that it was built from; '{_command('inspect', path)}' shows the "
+            "engine's plan"
         )
     return path
 
@@ -62,7 +100,7 @@ def checkpoint_named(path: Path) -> Path:
 def engine_named(path: Path) -> Path:
     """Return the path that an ENGINE argument means; errors as of `model_named`."""
     path = _checked(path, to_run=True)
-    if path.is_dir() and engine_in(path) == path and next(path.glob("*.onnx"), None) is not None:
+    if path.is_dir() and engine_in(path) == path and models_in(path):
         raise InvalidModelError(
             f"{path}: the folder of a model, without an engine; build one: {_command('build', path, '-o', 'engine/')}"
         )
@@ -148,7 +186,7 @@ def _adapter(path: Path) -> str | None:
 
 
 def _foreign(path: Path) -> str | None:
-    if not path.is_dir() or (path / ENGINE).is_file() or next(path.glob("*.onnx"), None) is not None:
+    if not path.is_dir() or (path / ENGINE).is_file() or models_in(path):
         return None
     if is_checkpoint(path):
         return None
@@ -166,7 +204,7 @@ def _foreign(path: Path) -> str | None:
 
 def _below(path: Path) -> str | None:
     """Models that lie one folder deeper."""
-    if not path.is_dir() or any(path.glob("*.onnx")) or (path / ENGINE).exists() or is_checkpoint(path):
+    if not path.is_dir() or models_in(path) or (path / ENGINE).exists() or is_checkpoint(path):
         return None
     inner = sorted((path / "onnx").glob("*.onnx"))
     if inner:
@@ -184,7 +222,7 @@ def _below(path: Path) -> str | None:
 
 
 def _is_some_model(folder: Path) -> bool:
-    return (folder / ENGINE).is_file() or any(folder.glob("*.onnx")) or is_checkpoint(folder)
+    return (folder / ENGINE).is_file() or bool(models_in(folder)) or is_checkpoint(folder)
 
 
 def _command(*words: object) -> str:
