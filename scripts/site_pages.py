@@ -22,7 +22,7 @@ import trt_kvcache
 from trt_kvcache.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
-_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+_PAGES = {"README.md": "about.md", "CHANGELOG.md": "changelog.md"}
 _NAMES = re.compile(r"<!-- all names of ([\w.]+) -->")
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)\s]*)?\)")
 

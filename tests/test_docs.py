@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -28,7 +29,6 @@ from trt_kvcache import (
     plan,
     reports,
 )  # fmt: skip
-from trt_kvcache.export.run import installed
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -76,8 +76,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = {page: (tmp_path / page / "index.html").read_text(encoding="utf-8") for page in (".", "cli", "api")}
-    assert 'href="serving/"' in pages["."]
+    pages = {
+        page: (tmp_path / page / "index.html").read_text(encoding="utf-8") for page in (".", "about", "cli", "api")
+    }
+    assert "The capital of France is Paris." in pages["."]
+    assert 'href="../serving/"' in pages["about"]
     assert "--compute-capabilities" in pages["cli"]
     for module in (trt_kvcache, errors, plan, decoding, reports):
         for name in set(module.__all__) - {"__version__"}:
@@ -90,22 +93,21 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """Without torch, a decoder of the same size takes the place of the export."""
+    """A small decoder takes the place of the trained one; its outputs are of a run with that."""
     pytest.importorskip("nbclient", reason="nbclient is not installed (extra: docs)")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed (extra: docs)")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     export = tmp_path / "docs" / "tutorial" / "my-export"
-    if "torch" not in installed():
-        write_checkpoint(export)
-        (export / "model.safetensors").unlink()
-        onnx.save(make_foreign("concat", DecoderConfig(vocab=512)), export / "model.onnx")
-    (tmp_path / "docs").mkdir(exist_ok=True)
+    write_checkpoint(export)
+    shutil.copytree(export, export.with_name("my-checkpoint"))
+    (export / "model.safetensors").unlink()
+    onnx.save(make_foreign("concat", DecoderConfig(vocab=512)), export / "model.onnx")
     code = (
         "import sys, nbformat, nbclient;"
         "nbclient.NotebookClient(nbformat.read(sys.argv[1], 4), timeout=300, kernel_name='python3').execute()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(DOCS / "tutorial.ipynb")],
+        [sys.executable, "-c", code, str(DOCS / "index.ipynb")],
         cwd=tmp_path / "docs",
         capture_output=True,
         text=True,
