@@ -13,7 +13,8 @@ from trt_kvcache.words import FLAGS, as_arguments, as_flags
 
 PACKAGE = Path(__file__).parent.parent / "trt_kvcache"
 COMPILER = {"fmad", "gpu-architecture", "ptxas-options", "std", "device-as-default-execution-space", "extra_options"}
-COMMANDS = {"chat", "locate", "source"}  # named as flags on purpose: of a command in quotes, or "on the command line"
+COMMANDS = {"adapter", "chat", "locate", "source"}
+"""Named as flags on purpose: of a command in quotes, or "on the command line"."""
 
 
 @pytest.mark.parametrize(

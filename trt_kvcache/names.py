@@ -181,7 +181,7 @@ def _adapter(path: Path) -> str | None:
         base = None
     return (
         f"an adapter (LoRA){f' of {base}' if isinstance(base, str) else ''}, and no model; give its model, and "
-        "the adapter beside it: --adapter NAME=FOLDER (serve and batch: --lora)"
+        "the adapter beside it, as in 'trt-kvcache generate MODEL --adapter FOLDER'"
     )
 
 
