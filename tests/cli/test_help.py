@@ -20,7 +20,7 @@ from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptio
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.cli.command import FOREIGN
-from trt_kvcache.cli.generate import BatchGenerationFlags, EarlyStopping, GenerationFlags
+from trt_kvcache.cli.generate import BatchGenerationFlags, GenerationFlags
 from trt_kvcache.cli.options import PlanFlags
 from trt_kvcache.cli.verify import VerifyFlags
 
@@ -154,6 +154,6 @@ def test_zeros_are_given_and_empty_lists_are_not(tmp_path: Path) -> None:
     assert flags.config(tmp_path / "model.onnx", None) == GenerationConfig(
         do_sample=True, top_k=0, seed=0, sequence_bias={3: float("-inf")}
     )
-    for given, value in ((EarlyStopping.TRUE, True), (EarlyStopping.FALSE, False), (EarlyStopping.NEVER, "never")):
+    for given, value in (("true", True), ("false", False), ("never", "never")):
         made = BatchGenerationFlags(num_beams=2, early_stopping=given).config(tmp_path / "model.onnx", None)
         assert made.early_stopping == value

@@ -57,6 +57,11 @@ def test_compute_capabilities_have_one_form() -> None:
     assert BuildOptions(compute_capabilities=("Current",)).compute_capabilities == ("current",)
 
 
+def test_options_take_the_text_of_their_flags() -> None:
+    text = BuildOptions(workspace="4GiB", compute_capabilities="sm80,8.9", max_shapes="x:1x2")  # type: ignore[arg-type]
+    assert text == BuildOptions(workspace=4 << 30, compute_capabilities=("sm80", "sm89"), max_shapes={"x": (1, 2)})
+
+
 def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     here = BuildOptions(compute_capabilities=("current",))
     monkeypatch.setattr(backend_module, "driver_present", lambda: False)
@@ -77,6 +82,7 @@ def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pyte
         ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
         ({"max_batch": "4"}, "max_batch is '4'; it must be a whole number"),
         ({"max_chunk": -1}, "max_chunk is -1"),
+        ({"workspace": 4}, r"workspace is 4 bytes, and no kernel does with that; give a unit"),
         ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
         ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),
         ({"refit": True}, "refit is True; it must be one of none, any, identical"),

@@ -21,9 +21,9 @@ from trt_kvcache.cli.command import Command, first_sentence
 from trt_kvcache.cli.deploy import deploy
 from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.export import export
+from trt_kvcache.cli.flags import with_flags
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.inspect import inspect
-from trt_kvcache.cli.options import with_flags
 from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
 from trt_kvcache.cli.plugins import plugins

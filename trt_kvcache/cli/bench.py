@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trt_kvcache.cli.options import (
-    Check,
     CheckOption,
-    Device,
     DeviceOption,
     EmbeddingsOption,
     HtmlOption,
@@ -54,8 +52,8 @@ def bench(
     model: RunnableArgument,
     measure: MeasureFlags,
     planning: SessionPlanFlags,
-    device: DeviceOption = Device.AUTO,
-    check: CheckOption = Check.FIRST,
+    device: DeviceOption = "auto",
+    check: CheckOption = "first",
     max_batch: Annotated[
         int | None, run_flag(min=1, metavar="N", help="Rows of the caches. Default: the engine's, else 8.")
     ] = None,
@@ -93,8 +91,8 @@ def bench(
         results = [*earlier, (model.name, load_report(model))]
     else:
         opened: dict[str, Any] = {
-            "device": device.value,
-            "check": check.value,
+            "device": device,
+            "check": check,
             "embeddings": embeddings,
             "max_batch": max_batch,
         }

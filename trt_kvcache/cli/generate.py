@@ -3,94 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trt_kvcache.cli.flags import Flags, flags_of
 from trt_kvcache.cli.options import (
-    Check,
     CheckOption,
-    Device,
     DeviceOption,
     JsonOption,
     RunnableArgument,
     SessionPlanFlags,
     bounded_on_cpu,
-    given_flags,
     named_folders,
     run_flag,
 )
 from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode, read_text
 from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.generation.config import GenerationConfig
 
 if TYPE_CHECKING:
-    from trt_kvcache.runtime.generation.config import GenerationConfig
     from trt_kvcache.runtime.generation.masks import Grammar
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 
-class EarlyStopping(str, Enum):
-    """The end of a beam search."""
-
-    TRUE = "true"
-    FALSE = "false"
-    NEVER = "never"
-
-
-_choice_flag = partial(typer.Option, rich_help_panel="How tokens are chosen (as in transformers' GenerationConfig)")
 _form_flag = partial(typer.Option, rich_help_panel="What the text has to be (extra structured)")
-_end_flag = partial(typer.Option, rich_help_panel="When a sequence ends")
 
 
-@dataclass(frozen=True)
-class GenerationFlags:
-    """Flags of a generation; except for the last two, fields have the names of `GenerationConfig`."""
+_FOR_BATCHES = ("num_beams", "length_penalty", "early_stopping", "output_logprobs")
 
-    do_sample: Annotated[
-        bool | None,
-        _choice_flag(
-            "--sample/--greedy", help="Default: greedy, unless a sampling setting or the file says otherwise."
-        ),
-    ] = None
-    temperature: Annotated[float | None, _choice_flag(metavar="T", help="0 is greedy.")] = None
-    top_k: Annotated[int | None, _choice_flag(min=-1, metavar="N", help="0 and -1 keep all; 50 while sampling.")] = None
-    top_p: Annotated[float | None, _choice_flag(metavar="P")] = None
-    min_p: Annotated[float | None, _choice_flag(min=0, max=1, metavar="P")] = None
-    seed: Annotated[int | None, _choice_flag(min=0, metavar="N", help="Default: a fresh one, which is printed.")] = None
-    repetition_penalty: Annotated[float | None, _choice_flag(metavar="X")] = None
-    no_repeat_ngram_size: Annotated[int | None, _choice_flag(min=0, metavar="N")] = None
-    sequence_bias: Annotated[
-        list[str] | None,
-        _choice_flag("--logit-bias", metavar="ID=BIAS", help="Added to a token's score; -inf forbids it."),
-    ] = None
-    prompt_lookup_num_tokens: Annotated[
-        int | None,
-        _choice_flag("--prompt-lookup", min=1, metavar="N", help="Propose N tokens at a time from the text so far."),
-    ] = None
-    num_assistant_tokens: Annotated[
-        int | None, _choice_flag(min=0, metavar="N", help="Tokens that the --draft guesses at a time. Default: 4.")
-    ] = None
-    max_new_tokens: Annotated[
-        int | None, _end_flag("--max-new-tokens", "-n", min=1, metavar="N", help="Default: 128.")
-    ] = None
-    min_new_tokens: Annotated[int | None, _end_flag(min=0, metavar="N")] = None
-    eos_token_id: Annotated[
-        list[int] | None,
-        _end_flag("--eos", min=0, metavar="ID", help="Default: the file's or model's, else the tokenizer's."),
-    ] = None
-    stop_strings: Annotated[list[str] | None, _end_flag("--stop", metavar="TEXT")] = None
-    ignore_eos: Annotated[bool, _end_flag("--ignore-eos")] = False
+
+@flags_of(GenerationConfig, leave=_FOR_BATCHES, unset=None)
+class GenerationFlags(Flags):
+    """Flags of a generation; those without a value leave a setting to the model's files."""
+
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel="When a sequence ends")] = False
     generation_config: Annotated[
         Path | None,
-        _choice_flag(
+        typer.Option(
             metavar="FILE",
             help="generation_config.json; flags win over it. Default: the one beside the model, but only its tokens "
             "that end or start a text, or never come.",
             readable=False,
+            rich_help_panel="How tokens are chosen (as in transformers' GenerationConfig)",
         ),
     ] = None
 
@@ -105,13 +63,13 @@ class GenerationFlags:
 
         from trt_kvcache.cli.output import print_warnings
         from trt_kvcache.runtime.beside import ended_by, find_tokenizer
-        from trt_kvcache.runtime.generation.config import GenerationConfig
         from trt_kvcache.runtime.generation.settings import with_sampling
 
-        given = given_flags(self)
-        file, ignore_eos = given.pop("generation_config", None), given.pop("ignore_eos")
-        if not given.get("output_logprobs"):
-            given.pop("output_logprobs", None)  # the file decides
+        given, file, ignore_eos = (
+            self.values("generation_config", "ignore_eos"),
+            self.generation_config,
+            self.ignore_eos,
+        )
         if "sequence_bias" in given:
             given["sequence_bias"] = _biases(given["sequence_bias"])
         if "early_stopping" in given:
@@ -141,16 +99,9 @@ class GenerationFlags:
         return config
 
 
-@dataclass(frozen=True)
+@flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
     """Flags of a generation that is no conversation, too."""
-
-    num_beams: Annotated[int | None, _choice_flag(min=1, metavar="N")] = None
-    length_penalty: Annotated[float | None, _choice_flag(metavar="X")] = None
-    early_stopping: Annotated[EarlyStopping | None, _choice_flag(help="For beam search.")] = None
-    output_logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: log-probability of each token.")] = (
-        False
-    )
 
 
 @dataclass(frozen=True)
@@ -191,11 +142,11 @@ class GrammarFlags:
 
 
 @dataclass(frozen=True)
-class RunFlags:
+class RunFlags(Flags):
     """Flags of `DecodeSession.open`."""
 
-    device: DeviceOption = Device.AUTO
-    check: CheckOption = Check.FIRST
+    device: DeviceOption = "auto"
+    check: CheckOption = "first"
     max_batch: Annotated[
         int | None, run_flag(min=1, metavar="N", help="Most sequences at a time. Default: the engine's, else 8.")
     ] = None
@@ -234,7 +185,7 @@ class RunFlags:
         """
         from trt_kvcache.engine.options import parse_bytes
 
-        given = given_flags(self)
+        given = self.values()
         if self.prefix_cache is not None:
             given["prefix_cache"] = parse_bytes(self.prefix_cache)
         return given

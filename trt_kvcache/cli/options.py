@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trt_kvcache.cli.command import PLANNED
-from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
-from trt_kvcache.importer.capacity import USUAL
-from trt_kvcache.importer.plan import (
-    CacheDtype,
-    CacheLayout,
-    Fallback,
-    LatentAttention,
-    LogitPositions,
-    PlanOptions,
-    Sliding,
-    Target,
-)
+from trt_kvcache.cli.flags import Flags, flags_of
+from trt_kvcache.errors import InvalidModelError, OptionError
+from trt_kvcache.importer.plan import PlanOptions, Sliding
 from trt_kvcache.names import engine_named, is_model, model_named, runnable_named
-from trt_kvcache.words import as_flags
 
 run_flag = partial(typer.Option, rich_help_panel="How it runs")
 _plan_flag = partial(typer.Option, rich_help_panel=PLANNED)
@@ -87,86 +74,23 @@ def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
 
 
-class Switch(str, Enum):
-    """``on`` or ``off``."""
-
-    ON = "on"
-    OFF = "off"
-
-
-class Device(str, Enum):
-    """The processor that a session runs on."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Check(str, Enum):
-    """The opens at which an engine is compared with its proof."""
-
-    FIRST = "first"
-    ALWAYS = "always"
-    OFF = "off"
-
-
 CheckOption = Annotated[
-    Check,
+    Literal["first", "always", "off"],
     run_flag(
         help="Replay of an engine's proof. first: once for each GPU, driver and version of TensorRT, which leaves a "
         "receipt beside the engine."
     ),
 ]
-DeviceOption = Annotated[Device, run_flag(help="auto: the device that the file is made for.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], run_flag(help="auto: the device that the file is made for.")]
 
 
-@dataclass(frozen=True)
-class SessionPlanFlags:
+_FOR_BUILDS = ("cache_layout", "attention_span", "fallback")
+
+
+@flags_of(PlanOptions, leave=(*_FOR_BUILDS, "packed_native", "target"), unset=("window_chunk",), group=PLANNED)
+class SessionPlanFlags(Flags):
     """Flags that plan a model for a session on the CPU."""
 
-    capacity: Annotated[
-        int | None,
-        _plan_flag(
-            "--capacity",
-            "-c",
-            min=1,
-            metavar="TOKENS",
-            help="Tokens per sequence, for caches that grow or have a symbolic length. Default: those of the model's "
-            f"longest text, at most {USUAL}; generate takes more if its texts need them.",
-        ),
-    ] = None
-    sliding: Annotated[
-        Sliding,
-        _plan_flag(
-            help="For attention that sees only a window. circular: caches hold the window and one update, not the text."
-        ),
-    ] = Sliding.LINEAR
-    window_chunk: Annotated[
-        int | None,
-        _plan_flag(
-            min=1,
-            metavar="TOKENS",
-            help=f"With --sliding circular: longest update in a step. Default: {PlanOptions().window_chunk}.",
-        ),
-    ] = None
-    latent_attention: Annotated[
-        LatentAttention,
-        _plan_flag(
-            help="For caches that hold latents (MLA). absorbed: for decoding. expanded: for steps of several hundred "
-            "tokens."
-        ),
-    ] = LatentAttention.ABSORBED
-    logits: Annotated[
-        LogitPositions,
-        _plan_flag(
-            help="last: logits of as many of a step's last positions as the caller asks for; prefill needs one. all: "
-            "as exported."
-        ),
-    ] = LogitPositions.LAST
-    cache_dtype: Annotated[
-        CacheDtype | None,
-        _plan_flag(help="Quantize the rows of float caches, with a scale for each row and head. fp8: TensorRT only."),
-    ] = None
     calibrate: Annotated[
         Path | None,
         _plan_flag(
@@ -176,47 +100,6 @@ class SessionPlanFlags:
             readable=False,
         ),
     ] = None
-    config: Annotated[
-        Path | None,
-        _plan_flag(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", readable=False),
-    ] = None
-    lora_rank: Annotated[
-        int | None,
-        _plan_flag(
-            min=1,
-            metavar="N",
-            help="Take adapters (LoRA) of up to this rank as inputs; each sequence chooses one. Default: that of the "
-            "adapters that are given.",
-        ),
-    ] = None
-    lora_slots: Annotated[int, _plan_flag(min=1, metavar="N", help="Adapters that a step may choose from.")] = (
-        PlanOptions().lora_slots
-    )
-    lora_targets: Annotated[
-        str,
-        _plan_flag(metavar="NAME,...|all", help="Modules that adapters may change, such as q_proj,v_proj."),
-    ] = "all"
-    checkpoint: Annotated[
-        Path | None,
-        _plan_flag(
-            metavar="FOLDER",
-            help="For adapters: the checkpoint that the model was exported from, where names in the model do not say "
-            "which product is which module.",
-            readable=False,
-        ),
-    ] = None
-    check_seconds: Annotated[
-        int,
-        _plan_flag(min=1, metavar="SECONDS", help="Processor time for the check of the rewritten model."),
-    ] = PlanOptions().check_seconds
-    check_memory: Annotated[
-        int,
-        _plan_flag(min=1, metavar="GIB", help="Address space that this check may use."),
-    ] = PlanOptions().check_memory
-    recheck: Annotated[
-        bool,
-        _plan_flag("--recheck", help="Check again what an earlier check found equal."),
-    ] = False
 
     def options(self) -> PlanOptions:
         """Return the `PlanOptions` that the flags ask for.
@@ -233,8 +116,7 @@ class SessionPlanFlags:
             raise OptionError(
                 f"--calibrate {self.calibrate} has no effect without --cache-dtype; add that, or leave --calibrate out"
             )
-        given = {name: value for name, value in given_flags(self).items() if name not in ("calibrate", "adapter")}
-        return PlanOptions(**given)
+        return PlanOptions(**self.values("calibrate", "adapter"))
 
     def options_for(self, model: Path) -> PlanOptions:
         """Return the `PlanOptions` for a model. A missing file is an error here, before the slow imports.
@@ -286,20 +168,10 @@ class SessionPlanFlags:
         return {} if self == SessionPlanFlags() else {"plan_options": options}
 
 
-@dataclass(frozen=True)
+@flags_of(PlanOptions, *_FOR_BUILDS, group=PLANNED)
 class BuildPlanFlags(SessionPlanFlags):
     """Flags that plan a model for a build, which follows the builder in everything else."""
 
-    cache_layout: Annotated[
-        CacheLayout,
-        _plan_flag(
-            help="auto: sequence-major caches become [B, N, S_max, H] in the engine. preserve: caches keep their byte "
-            "order."
-        ),
-    ] = CacheLayout.AUTO
-    attention_span: Annotated[Switch, _plan_flag(help="Attend to the active rows only, not to the capacity.")] = (
-        Switch.ON
-    )
     adapter: Annotated[
         list[str] | None,
         _plan_flag(
@@ -307,13 +179,6 @@ class BuildPlanFlags(SessionPlanFlags):
             help="Take adapters such as this one, which peft wrote: its rank and modules; repeatable.",
         ),
     ] = None
-    fallback: Annotated[
-        Fallback,
-        _plan_flag(
-            help="For updates that TensorRT's own layer does not support. contract: native; correct only if no update "
-            "crosses the end of the ring. functional: plain operators, not in place."
-        ),
-    ] = Fallback.AUTO
 
     def options(self) -> PlanOptions:
         """See `SessionPlanFlags.options`; adapters that are given say what the model has to take."""
@@ -325,18 +190,14 @@ class BuildPlanFlags(SessionPlanFlags):
         return for_adapters(options, given_adapters(named_folders(self.adapter, "--adapter")))
 
 
-@dataclass(frozen=True)
+@flags_of(PlanOptions, "packed_native", group=PLANNED)
 class TensorRTPlanFlags(BuildPlanFlags):
     """Flags that plan a model for TensorRT, which need not be installed."""
 
-    packed_native: Annotated[Switch, _plan_flag(help="off for TensorRT 10.15 and 10.16.")] = Switch.ON
 
-
-@dataclass(frozen=True)
+@flags_of(PlanOptions, "target", group=PLANNED)
 class PlanFlags(TensorRTPlanFlags):
     """Flags that plan a model for a builder, which need not be installed."""
-
-    target: Annotated[Target, _plan_flag(help="The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
 
 
 def named_folders(given: list[str], flag: str) -> dict[str, Path]:
@@ -353,61 +214,4 @@ def named_folders(given: list[str], flag: str) -> dict[str, Path]:
         if not name or not str(path) or name in found:
             raise OptionError(f"{flag} {text!r}: give NAME=FOLDER, and each name once")
         found[name] = path
-    return found
-
-
-def given_flags(flags: Any) -> dict[str, Any]:
-    """Return the flags that have a value, by name: enums as their text, switches as bools."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Switch):
-            return value is Switch.ON
-        return value.value if isinstance(value, Enum) else value
-
-    return {name: plain(value) for name, value in vars(flags).items() if value not in (None, [])}
-
-
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes every field of its dataclasses as a flag.
-
-    Args:
-        command: a function whose parameters are annotated for typer, or with a dataclass whose fields are.
-    """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        kind = parameter.annotation
-        if is_dataclass(kind):
-            groups[parameter.name] = kind
-            hints = get_type_hints(kind, include_extras=True)
-            parameters += [
-                inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-                for f in fields(kind)
-            ]
-        else:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-
-    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
-
-    def run(context: typer.Context, **values: Any) -> None:
-        try:
-            made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-            command(**values, **made)
-        except TrtKvCacheError as error:
-            error.args = (as_flags(error.message, _flags_of(context)),)
-            raise
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
-
-
-def _flags_of(context: typer.Context) -> dict[str, tuple[str, str | None]]:
-    """The long flags of a command, by argument: each with the one that says no, or None where it takes a value."""
-    found: dict[str, tuple[str, str | None]] = {}
-    for option in context.command.params:
-        if option.param_type_name == "option":
-            no = max(option.secondary_opts, key=len, default="")
-            found[str(option.name)] = (max(option.opts, key=len), no if getattr(option, "is_flag", False) else None)
     return found

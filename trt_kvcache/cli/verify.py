@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trt_kvcache.cli.options import AllOption, HtmlOption, JsonOption, ModelArgument, PlanFlags, given_flags
+from trt_kvcache.cli.flags import Flags, flags_of
+from trt_kvcache.cli.options import AllOption, HtmlOption, JsonOption, ModelArgument, PlanFlags
+from trt_kvcache.verify import VerifyOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import Console
 
-    from trt_kvcache.verify import VerifyOptions, VerifyReport
+    from trt_kvcache.verify import VerifyReport
 
 
-@dataclass(frozen=True)
-class VerifyFlags:
+@flags_of(VerifyOptions)
+class VerifyFlags(Flags):
     """Flags of a verification; see `VerifyOptions`."""
-
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences, each with its own length.")] = 3
-    chunks: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the prefill chunks.")] = "5,3"
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Single-token steps after the chunks. Default: 4; 3x the chunks where caches change.",
-        ),
-    ] = None
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="SHARE", help="Largest difference, as a share of an output's scale. Default: by dtype."
-        ),
-    ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Seed of tokens, caches and garbage.")] = 0
-    inputs: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Values by name for inputs of unknown role.", readable=False)
-    ] = None
-
-    thorough: Annotated[
-        bool,
-        typer.Option("--thorough", help="Compare after a past of every length, too; see --check-seconds."),
-    ] = False
 
     def options(self) -> VerifyOptions:
         """Return the `VerifyOptions` that the flags ask for.
@@ -54,14 +29,7 @@ class VerifyFlags:
         Raises:
             OptionError: a value is illegal.
         """
-        from trt_kvcache import VerifyOptions
-        from trt_kvcache.errors import OptionError
-
-        try:
-            chunks = tuple(int(chunk) for chunk in self.chunks.split(",") if chunk.strip())
-        except ValueError:
-            raise OptionError(f"--chunks {self.chunks!r} is not a list of token counts such as 5,3") from None
-        return VerifyOptions(**{**given_flags(self), "chunks": chunks})
+        return VerifyOptions(**self.values())
 
 
 def verify(

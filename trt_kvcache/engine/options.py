@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_list, given_path, given_switch, given_whole, is_whole, shown
+from trt_kvcache.given import is_whole, shown
+from trt_kvcache.setting import Setting, check_settings, described
 
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
@@ -23,129 +27,15 @@ CURRENT = "current"
 Shape = tuple[int, ...]
 
 _MOST_STEPS = 256
-_MOST, _MOST_BYTES = 2**31 - 1, 2**63 - 1
-"""TensorRT's largest numbers of sequences, tokens and positions, and of bytes."""
+_MOST = 2**31 - 1
+"""TensorRT's largest number of sequences, tokens and positions."""
+_LEAST_WORKSPACE = 1 << 20  # bytes; a number without a unit means another unit
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     unit: 1024**power
     for power, letter in enumerate("kmgt", start=1)
     for unit in (letter, f"{letter}ib")
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """The options of a build.
-
-    Attributes:
-        backend: ``"tensorrt"``, ``"tensorrt-rtx"``, or ``"auto"``: TensorRT if it and a GPU driver are installed,
-            otherwise TensorRT for RTX.
-        max_batch: the largest batch. None: the model's own, if it is fixed, else 1.
-        opt_batch: the batch that TensorRT chooses kernels for. None: `max_batch`.
-        max_chunk: the longest update in tokens. None: the model's own, if it is fixed, else 512 or the capacity if
-            that is smaller.
-        max_logits: most positions at the end of a step with logits; more positions take several steps. Memory grows
-            with it. None: 16, or the longest update if that is shorter.
-        max_encoder: the longest output of an encoder, in positions, for models that attend one. None: the
-            encoder's output for the longest source, if the encoder is built too and the length is known; otherwise from
-            `max_shapes`.
-        opt_encoder: the length of the encoder's output that TensorRT chooses kernels for. None: `max_encoder`.
-        encoder: the encoder that becomes an engine too. ``"auto"``: the encoder beside the model, if there is one and
-            TensorRT takes it; ``"none"``; or the path of its ``.onnx`` file or folder.
-        decode_weights: for `max_batch` 1; no effect for larger batches. ``"own"``: decode is for a batch of one
-            exactly, for which TensorRT stores weights in a layout of their own. ``"shared"``: decode may also take two,
-            and uses the weights of prefill. ``"auto"``: the smaller engine (measured with TensorRT for RTX 1.7.1): own
-            for quantized weights, otherwise shared.
-        min_shapes, opt_shapes, max_shapes: shapes by input name, for inputs that `max_batch`, `max_chunk` and the
-            capacity do not determine; see `parse_shapes`.
-        compute_capabilities: GPU architectures to build for, as ``"sm80"``, ``"80"`` or ``"8.0"``, or ``"current"``
-            alone, for the GPU of this machine (TensorRT for RTX only). Empty: all from 8.0 on.
-        workspace: most bytes of GPU scratch memory; see `parse_bytes`. None: TensorRT's default.
-        opt_level: TensorRT's builder optimization level, 0 to 5. None: its default (TensorRT only).
-        timing_cache: file of measured kernel times, read if it exists and written after the build (TensorRT only).
-        version_compatible: the engine runs on later TensorRT versions of the same major version (TensorRT only).
-        declare_aliases: tell TensorRT that the plugin's present and past caches are one buffer, instead of only binding
-            one address to both (TensorRT only). TensorRT may then copy whole caches to keep its own promises.
-        strip_plan: leave the weights that can be refitted out of the engine.
-        refit: weights can be set after the build: ``"any"``, or ``"identical"``, those of the build alone, which an
-            engine without them (`strip_plan`) gets back. ``"none"``.
-        profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: detail in which the engine
-            describes its layers.
-        proof: ``"auto"``: record a decode of the original, which the engine has to repeat where it runs, if that takes
-            less than two minutes and fits into memory; ``"off"``; or the number of its steps, whatever it takes.
-        log: file for TensorRT's own log, in full; ``"-"``: stderr. None: warnings and errors alone, as the result has
-            them.
-        memory_check: refuse a build that would not fit into this machine's memory, by an estimate (TensorRT for RTX
-            only).
-
-    Raises:
-        OptionError: a value is illegal.
-    """
-
-    backend: str = "auto"
-    max_batch: int | None = None
-    opt_batch: int | None = None
-    max_chunk: int | None = None
-    max_logits: int | None = None
-    max_encoder: int | None = None
-    opt_encoder: int | None = None
-    encoder: str = "auto"
-    decode_weights: str = "auto"
-    min_shapes: Mapping[str, Shape] = field(default_factory=dict)
-    opt_shapes: Mapping[str, Shape] = field(default_factory=dict)
-    max_shapes: Mapping[str, Shape] = field(default_factory=dict)
-    compute_capabilities: tuple[str, ...] = ()
-    workspace: int | None = None
-    opt_level: int | None = None
-    timing_cache: str | None = None
-    version_compatible: bool = False
-    declare_aliases: bool = False
-    strip_plan: bool = False
-    refit: str = "none"
-    profiling_verbosity: str = "layer-names-only"
-    proof: str | int = "auto"
-    log: str | None = None
-    memory_check: bool = True
-
-    def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("decode_weights", self.decode_weights, DECODE_WEIGHTS)
-        _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
-        _one_of("refit", self.refit, REFITS)
-        for name in ("max_batch", "opt_batch", "max_chunk", "max_logits", "max_encoder", "opt_encoder", "workspace"):
-            if getattr(self, name) is None:
-                continue
-            value = given_whole(getattr(self, name), name)
-            if value < 1:
-                raise OptionError(f"{name} is {value}; it must be at least 1")
-            limit = _MOST_BYTES if name == "workspace" else _MOST
-            if value > limit:
-                raise OptionError(f"{name} is {value}; it must be at most {limit}")
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "proof", _proof(self.proof))
-        if self.log is not None:
-            object.__setattr__(self, "log", str(given_path(self.log, "log")))
-        for name in ("version_compatible", "declare_aliases", "strip_plan", "memory_check"):
-            given_switch(getattr(self, name), name)
-        for name in ("min_shapes", "opt_shapes", "max_shapes"):
-            object.__setattr__(self, name, _shapes(getattr(self, name), name))
-        object.__setattr__(self, "encoder", str(given_path(self.encoder, "encoder")))
-        if self.opt_encoder is not None and self.opt_encoder > (self.max_encoder or 0):
-            most = "none is given" if self.max_encoder is None else f"it is {self.max_encoder}"
-            raise OptionError(
-                f"opt_encoder is {self.opt_encoder}, which needs a max_encoder of at least as much, and {most}"
-            )
-        if self.opt_level is not None:
-            object.__setattr__(self, "opt_level", given_whole(self.opt_level, "opt_level"))
-            if not 0 <= self.opt_level <= 5:
-                raise OptionError(f"opt_level is {self.opt_level}; it must be 0 to 5")
-        texts = given_list(self.compute_capabilities, "compute_capabilities", "texts, such as 'sm80'")
-        capabilities = dict.fromkeys(_compute_capability(text) for text in texts)
-        if CURRENT in capabilities and len(capabilities) > 1:
-            raise OptionError(f"compute capability {CURRENT!r} is this machine's GPU, and goes with no other")
-        object.__setattr__(self, "compute_capabilities", tuple(capabilities))
-        if self.timing_cache is not None:
-            object.__setattr__(self, "timing_cache", str(given_path(self.timing_cache, "timing_cache").absolute()))
 
 
 def parse_shapes(text: str) -> dict[str, Shape]:
@@ -185,6 +75,205 @@ def parse_bytes(text: str) -> int:
     return value
 
 
+def _read_shapes(text: str) -> dict[str, Shape]:
+    return parse_shapes(text) if text else {}
+
+
+_size = partial(Setting, group="What the engine must hold", least=1)
+_how = partial(Setting, group="How the engine is built")
+
+
+@described
+@dataclass(frozen=True)
+class BuildOptions:
+    """The options of a build.
+
+    Raises:
+        OptionError: a value is illegal.
+    """
+
+    max_batch: Annotated[
+        int | None, _size("Most sequences in a step. Default: the model's own, else 1.", metavar="N", most=_MOST)
+    ] = None
+    max_chunk: Annotated[
+        int | None,
+        _size(
+            "Longest update in a step. Default: the model's own, else 512.",
+            "Or the capacity, if that is smaller.",
+            metavar="TOKENS",
+            most=_MOST,
+        ),
+    ] = None
+    max_logits: Annotated[
+        int | None,
+        _size(
+            "Most positions with logits in a step, such as N for drafts of N - 1 tokens. Default: 16.",
+            "Or the longest update, if that is shorter. Memory grows with it; more positions take several steps.",
+            metavar="N",
+            most=_MOST,
+        ),
+    ] = None
+    opt_batch: Annotated[
+        int | None,
+        _size("Batch size that TensorRT chooses kernels for. Default: the largest.", metavar="N", most=_MOST),
+    ] = None
+    max_encoder: Annotated[
+        int | None,
+        _size(
+            "Longest output of an encoder, for models that attend one. Default: the longest output of the encoder that "
+            "is built.",
+            "Otherwise that of `max_shapes`.",
+            metavar="N",
+            most=_MOST,
+        ),
+    ] = None
+    opt_encoder: Annotated[
+        int | None,
+        _size(
+            "Length of the encoder's output that TensorRT chooses kernels for. Default: the longest.",
+            metavar="N",
+            most=_MOST,
+        ),
+    ] = None
+    encoder: Annotated[
+        str,
+        _size(
+            "The encoder that becomes an engine too. auto: the exporter's beside the model, if TensorRT takes it; "
+            "otherwise it runs on the CPU.",
+            metavar="auto|none|FILE|DIR",
+            is_path=True,
+        ),
+    ] = "auto"
+    min_shapes: Annotated[
+        Mapping[str, Shape],
+        _size(
+            "Smallest shapes, for inputs of unknown role.",
+            "Also for others that max_batch, max_chunk and the capacity do not determine. Shapes by name, or their "
+            "text, see `parse_shapes`.",
+            flag="minShapes",
+            metavar="NAME:1x2,...",
+            read=_read_shapes,
+        ),
+    ] = field(default_factory=dict)
+    opt_shapes: Annotated[
+        Mapping[str, Shape],
+        _size("Typical shapes.", flag="optShapes", metavar="NAME:1x2,...", read=_read_shapes),
+    ] = field(default_factory=dict)
+    max_shapes: Annotated[
+        Mapping[str, Shape],
+        _size("Largest shapes.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes),
+    ] = field(default_factory=dict)
+    decode_weights: Annotated[
+        str,
+        _how(
+            "For a batch of one: decode with the weights of prefill, or its own. auto: the smaller engine.",
+            "own: decode is for a batch of one exactly, for which TensorRT stores weights in a layout of their own. "
+            "shared: it may also take two. auto (measured with TensorRT for RTX 1.7.1): own for quantized weights, "
+            "else shared. No effect for larger batches.",
+            choices=DECODE_WEIGHTS,
+        ),
+    ] = "auto"
+    backend: Annotated[str, _how("auto: TensorRT with a GPU, else TensorRT for RTX.", choices=BACKENDS)] = "auto"
+    compute_capabilities: Annotated[
+        tuple[str, ...],
+        _how(
+            "GPUs to build for; current: the GPU of this machine.",
+            "TensorRT for RTX only; TensorRT builds for the GPU of this machine. Default: all from 8.0 on.",
+            metavar="sm80,sm89,...",
+            unit="texts, such as 'sm80'",
+            read=lambda text: text.split(",") if text else (),
+        ),
+    ] = ()
+    workspace: Annotated[
+        int | None,
+        _how(
+            "Most scratch memory of the GPU, such as 4GiB.",
+            "Bytes, or their text, see `parse_bytes`. Default: TensorRT's.",
+            metavar="SIZE",
+            least=1,
+            most=2**63 - 1,
+            read=parse_bytes,
+        ),
+    ] = None
+    opt_level: Annotated[
+        int | None,
+        _how("TensorRT's optimization level.", "TensorRT only. Default: its own.", least=0, most=5),
+    ] = None
+    timing_cache: Annotated[
+        str | None,
+        _how("File of measured kernel times, read and written.", "TensorRT only.", metavar="FILE", is_path=True),
+    ] = None
+    version_compatible: Annotated[
+        bool, _how("The engine runs on later TensorRT versions too.", "Those of the same major version; TensorRT only.")
+    ] = False
+    declare_aliases: Annotated[
+        bool,
+        _how(
+            "Tell TensorRT which outputs of the plugin share a buffer with an input.",
+            "Else only one address is bound to both. TensorRT may then copy whole caches to keep its own promises; "
+            "TensorRT only.",
+        ),
+    ] = False
+    strip_plan: Annotated[bool, _how("Leave the weights out of the engine.", "Those that can be refitted.")] = False
+    refit: Annotated[
+        str,
+        _how(
+            "Weights can be set after the build: any, or identical ones alone, such as those that --strip-plan left "
+            "out.",
+            choices=REFITS,
+        ),
+    ] = "none"
+    profiling_verbosity: Annotated[
+        str, _how("Detail in which the engine describes its layers.", choices=VERBOSITIES)
+    ] = "layer-names-only"
+    proof: Annotated[
+        str | int,
+        _how(
+            "The decode of the original that the engine has to repeat where it runs. auto: unless it takes more than "
+            "two minutes; STEPS: of so many steps, whatever they take.",
+            "auto also leaves it out if memory does not do.",
+            metavar="auto|off|STEPS",
+        ),
+    ] = "auto"
+    log: Annotated[
+        str | None,
+        _how(
+            "File for TensorRT's own log, in full.",
+            '"-": stderr. None: warnings and errors alone, as the result has them.',
+            metavar="FILE",
+            is_path=True,
+        ),
+    ] = None
+    memory_check: Annotated[
+        bool,
+        _how(
+            "Refuse a build that would not fit into this machine's memory.",
+            "By an estimate; TensorRT for RTX only.",
+        ),
+    ] = True
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        object.__setattr__(self, "proof", _proof(self.proof))
+        for name in ("min_shapes", "opt_shapes", "max_shapes"):
+            object.__setattr__(self, name, _shapes(getattr(self, name), name))
+        if self.workspace is not None and self.workspace < _LEAST_WORKSPACE:
+            raise OptionError(
+                f"--workspace is {self.workspace} bytes, and no kernel does with that; give a unit, as in 4GiB"
+            )
+        if self.opt_encoder is not None and self.opt_encoder > (self.max_encoder or 0):
+            most = "none is given" if self.max_encoder is None else f"it is {self.max_encoder}"
+            raise OptionError(
+                f"opt_encoder is {self.opt_encoder}, which needs a max_encoder of at least as much, and {most}"
+            )
+        capabilities = dict.fromkeys(_compute_capability(text) for text in self.compute_capabilities)
+        if CURRENT in capabilities and len(capabilities) > 1:
+            raise OptionError(f"compute capability {CURRENT!r} is this machine's GPU, and goes with no other")
+        object.__setattr__(self, "compute_capabilities", tuple(capabilities))
+        if self.timing_cache is not None:
+            object.__setattr__(self, "timing_cache", str(Path(self.timing_cache).absolute()))
+
+
 def _proof(given: object) -> str | int:
     """Return ``"auto"``, ``"off"`` or a number of steps."""
     if isinstance(given, str) and given in PROOFS:
@@ -193,11 +282,6 @@ def _proof(given: object) -> str | int:
     if not is_whole(steps) or not 1 <= steps <= _MOST_STEPS:
         raise OptionError(f"proof is {shown(given)}; it must be auto, off or a number of steps, 1 to {_MOST_STEPS}")
     return int(steps)
-
-
-def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in legal:
-        raise OptionError(f"{name} is {shown(value)}; it must be one of {', '.join(legal)}")
 
 
 def _shapes(given: object, name: str) -> dict[str, Shape]:

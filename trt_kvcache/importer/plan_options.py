@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Annotated
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_path, given_switch, given_whole, is_number, shown
+from trt_kvcache.given import is_number, shown
+from trt_kvcache.setting import Setting, check_settings, described
 
 
 class Target(str, Enum):
@@ -77,101 +79,168 @@ class CacheDtype(str, Enum):
     """8-bit floats, float8e4m3fn. TensorRT only."""
 
 
+_MOST_ADAPTERS = 4096
+_LEAST, _MOST = 1e-30, 3e38  # of ranges: their scales are normal numbers in float32
+
+
+@described
 @dataclass(frozen=True)
 class PlanOptions:
     """The choices that a caller has about a plan.
-
-    Attributes:
-        target: which builder the plan is for; its package need not be installed.
-        capacity: tokens per sequence, for a model whose caches grow or have a symbolic length. None: those of the
-            longest text that ``config.json`` or ``genai_config.json`` names, at most 4096; see the options of a plan.
-        cache_layout: may caches be reordered physically?
-        attention_span: read only the active rows of the caches (adds an input, see `SpanInput`).
-        fallback: what to do where TensorRT's own layer does not know an update.
-        packed_native: the target knows packed updates natively (TensorRT from 11.0 on, TensorRT for RTX).
-        config: a YAML file with name patterns for roles, used before the shipped ones.
-        sliding: how to hold caches of which attention only sees a window.
-        window_chunk: the most tokens of one update, where `sliding` makes circular caches: they hold that many rows
-            beside the window.
-        latent_attention: how to attend over latents.
-        logits: of which positions of a step the logits are computed.
-        cache_dtype: what the rows of caches are quantized to; None: caches stay in the model's type.
-        cache_ranges: the largest magnitude in the rotated rows of each cache, by the name of its input, as
-            `calibrate_caches` finds it: one scale for the cache follows, and larger numbers become it. None: each row
-            has its own scale.
-        lora_rank: the largest rank of adapters (LoRA), which the model then takes as inputs; None: it takes none.
-        lora_slots: adapters that it holds at a time.
-        lora_targets: last parts of the names of the modules that adapters change, such as ``"q_proj"``; ``"all"``: all
-            linear modules of the layers.
-        checkpoint: folder of the checkpoint that the model was exported from: its weights say which product is which
-            module, where the names in the model do not. None: the model's own folder, if it holds one.
-        check_seconds: the most processor time that the comparison of the rewritten model with the original may take;
-            where other work leaves it less than a fifth of a core, five times as many seconds.
-        check_memory: GiB of address space that it may use.
-        recheck: compare again what an earlier comparison found equal.
 
     Raises:
         OptionError: a value is none of its enum's, or of another type. Those of enums may be given as text.
     """
 
-    target: Target = Target.TENSORRT_RTX
-    capacity: int | None = None
-    cache_layout: CacheLayout = CacheLayout.AUTO
-    attention_span: bool = True
-    fallback: Fallback = Fallback.AUTO
-    packed_native: bool = True
-    config: str | None = None
-    sliding: Sliding = Sliding.LINEAR
-    window_chunk: int = 128
-    latent_attention: LatentAttention = LatentAttention.ABSORBED
-    logits: LogitPositions = LogitPositions.LAST
-    cache_dtype: CacheDtype | None = None
-    cache_ranges: Mapping[str, float] | None = None
-    lora_rank: int | None = None
-    lora_slots: int = 8
-    lora_targets: tuple[str, ...] = ("all",)
-    checkpoint: str | None = None
-    check_seconds: int = 120
-    check_memory: int = 8
-    recheck: bool = False
+    target: Annotated[Target, Setting("The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
+    capacity: Annotated[
+        int | None,
+        Setting(
+            "Tokens per sequence, for caches that grow or have a symbolic length. Default: those of the model's "
+            "longest text, at most 4096; generate takes more if its texts need them.",
+            "The longest text is that of config.json or genai_config.json; see the options of a plan.",
+            short="c",
+            metavar="TOKENS",
+            unit="tokens",
+            least=1,
+        ),
+    ] = None
+    cache_layout: Annotated[
+        CacheLayout,
+        Setting(
+            "auto: sequence-major caches become [B, N, S_max, H] in the engine. preserve: caches keep their byte order."
+        ),
+    ] = CacheLayout.AUTO
+    attention_span: Annotated[
+        bool,
+        Setting(
+            "Attend to the active rows only, not to the capacity.",
+            "Adds an input, see `SpanInput`.",
+            choices=("on", "off"),
+        ),
+    ] = True
+    fallback: Annotated[
+        Fallback,
+        Setting(
+            "For updates that TensorRT's own layer does not support. contract: native; correct only if no update "
+            "crosses the end of the ring. functional: plain operators, not in place.",
+            "auto: `Route.PLUGIN` on TensorRT; on TensorRT for RTX contract where that is possible, else functional.",
+        ),
+    ] = Fallback.AUTO
+    packed_native: Annotated[
+        bool,
+        Setting(
+            "off for TensorRT 10.15 and 10.16.",
+            "Later ones and TensorRT for RTX know packed updates natively.",
+            choices=("on", "off"),
+        ),
+    ] = True
+    config: Annotated[
+        str | None,
+        Setting("Name patterns for roles, tried before the shipped ones.", metavar="YAML", is_path=True),
+    ] = None
+    sliding: Annotated[
+        Sliding,
+        Setting(
+            "For attention that sees only a window. circular: caches hold the window and one update, not the text."
+        ),
+    ] = Sliding.LINEAR
+    window_chunk: Annotated[
+        int,
+        Setting(
+            "With --sliding circular: longest update in a step. Default: 128.",
+            "Caches hold that many rows beside the window.",
+            metavar="TOKENS",
+            unit="tokens",
+            least=1,
+        ),
+    ] = 128
+    latent_attention: Annotated[
+        LatentAttention,
+        Setting(
+            "For caches that hold latents (MLA). absorbed: for decoding. expanded: for steps of several hundred tokens."
+        ),
+    ] = LatentAttention.ABSORBED
+    logits: Annotated[
+        LogitPositions,
+        Setting(
+            "last: logits of as many of a step's last positions as the caller asks for; prefill needs one. all: as "
+            "exported.",
+            "last adds an input, see `LogitsSpan`.",
+        ),
+    ] = LogitPositions.LAST
+    cache_dtype: Annotated[
+        CacheDtype | None,
+        Setting(
+            "Quantize the rows of float caches, with a scale for each row and head. fp8: TensorRT only.",
+            "None: caches stay in the model's type.",
+        ),
+    ] = None
+    cache_ranges: Annotated[
+        Mapping[str, float] | None,
+        Setting(
+            "The largest magnitude in the rotated rows of each cache, by the name of its input, as `calibrate_caches` "
+            "finds it: one scale for the cache follows, and larger numbers become it. None: each row has its own.",
+            has_flag=False,
+        ),
+    ] = None
+    lora_rank: Annotated[
+        int | None,
+        Setting(
+            "Take adapters (LoRA) of up to this rank as inputs; each sequence chooses one. Default: that of the "
+            "adapters that are given.",
+            metavar="N",
+            least=1,
+            most=_MOST_ADAPTERS,
+        ),
+    ] = None
+    lora_slots: Annotated[
+        int,
+        Setting("Adapters that a step may choose from.", metavar="N", least=1, most=_MOST_ADAPTERS),
+    ] = 8
+    lora_targets: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Modules that adapters may change, such as q_proj,v_proj.",
+            "They are the last parts of names; all: the linear modules of all layers.",
+            metavar="NAME,...|all",
+            unit="names of modules, such as q_proj and v_proj, or all",
+            read=lambda text: text.split(","),
+        ),
+    ] = ("all",)
+    checkpoint: Annotated[
+        str | None,
+        Setting(
+            "For adapters: the checkpoint that the model was exported from, where names in the model do not say which "
+            "product is which module.",
+            "None: the model's own folder, if it holds one.",
+            metavar="FOLDER",
+            is_path=True,
+        ),
+    ] = None
+    check_seconds: Annotated[
+        int,
+        Setting(
+            "Processor time for the check of the rewritten model.",
+            "Where other work leaves it less than a fifth of a core, it takes at most five times as many seconds.",
+            metavar="SECONDS",
+            unit="seconds",
+            least=1,
+        ),
+    ] = 120
+    check_memory: Annotated[
+        int, Setting("Address space that this check may use.", metavar="GIB", unit="GiB", least=1)
+    ] = 8
+    recheck: Annotated[bool, Setting("Check again what an earlier check found equal.")] = False
 
     def __post_init__(self) -> None:
-        for name, kind in _ENUMS.items():
-            if name == "cache_dtype" and self.cache_dtype is None:
-                continue
-            try:
-                object.__setattr__(self, name, kind(getattr(self, name)))
-            except (ValueError, TypeError):
-                legal = ", ".join(member.value for member in kind)
-                raise OptionError(f"{name} is {shown(getattr(self, name))}; it must be one of {legal}") from None
-        for name in ("capacity", "window_chunk"):
-            if self.capacity is not None or name != "capacity":
-                object.__setattr__(self, name, given_whole(getattr(self, name), name, " of tokens"))
-        for name, unit in (("check_seconds", "seconds"), ("check_memory", "GiB")):
-            object.__setattr__(self, name, given_whole(getattr(self, name), name, f" of {unit}"))
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        self._check_adapters()
-        for name in ("attention_span", "packed_native", "recheck"):
-            given_switch(getattr(self, name), name)
-        if self.config is not None:
-            object.__setattr__(self, "config", str(given_path(self.config, "config")))
+        check_settings(self)
+        if not self.lora_targets or not all(isinstance(name, str) and name for name in self.lora_targets):
+            raise OptionError(
+                f"lora_targets is {shown(self.lora_targets)}; give names of modules, such as q_proj,v_proj, or all"
+            )
         if self.cache_ranges is not None:
             object.__setattr__(self, "cache_ranges", _given_ranges(self.cache_ranges, self.cache_dtype))
-
-    def _check_adapters(self) -> None:
-        for name in ("lora_rank", "lora_slots"):
-            if self.lora_rank is not None or name != "lora_rank":
-                object.__setattr__(self, name, given_whole(getattr(self, name), name))
-                if not 1 <= getattr(self, name) <= _MOST_ADAPTERS:
-                    raise OptionError(f"{name} is {getattr(self, name)}; it must be 1 to {_MOST_ADAPTERS}")
-        targets: object = self.lora_targets
-        targets = tuple(targets.split(",")) if isinstance(targets, str) else targets
-        if not isinstance(targets, (tuple, list)) or not targets or not all(t and isinstance(t, str) for t in targets):
-            raise OptionError(f"lora_targets is {shown(targets)}; give names of modules, such as q_proj,v_proj, or all")
-        object.__setattr__(self, "lora_targets", tuple(targets))
-        if self.checkpoint is not None:
-            object.__setattr__(self, "checkpoint", str(given_path(self.checkpoint, "checkpoint")))
 
     def unquantized(self) -> PlanOptions:
         """The same with the caches that the model has."""
@@ -190,18 +259,3 @@ def _given_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float]:
                 "above 0"
             )
     return {str(name): float(value) for name, value in ranges.items()}
-
-
-_MOST_ADAPTERS = 4096
-_LEAST, _MOST = 1e-30, 3e38  # their scales are normal numbers in float32
-
-
-_ENUMS: dict[str, type[Enum]] = {
-    "target": Target,
-    "cache_layout": CacheLayout,
-    "fallback": Fallback,
-    "sliding": Sliding,
-    "latent_attention": LatentAttention,
-    "logits": LogitPositions,
-    "cache_dtype": CacheDtype,
-}

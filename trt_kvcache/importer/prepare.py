@@ -66,8 +66,6 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -
         OptionError: the capacity is out of range, or contradicts the model.
     """
     asked = options.capacity or usual
-    if asked < 1:
-        raise OptionError(f"--capacity is {asked}; it must be at least 1 token")
     if asked > _MOST_TOKENS:
         raise OptionError(f"--capacity is {asked}; it must be at most {_MOST_TOKENS} tokens")
     model, weights = detach_weights(source)

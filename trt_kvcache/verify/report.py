@@ -3,71 +3,98 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from trt_kvcache.errors import OptionError, VerificationError
-from trt_kvcache.given import given_list, given_path, given_switch, given_whole, is_number, shown
+from trt_kvcache.given import given_whole
 from trt_kvcache.importer.plan import CacheDtype
+from trt_kvcache.setting import Setting, check_settings, described
 
 # More shows nothing that fewer do not; the schedule of a number like 10 ** 20 would never end.
 _MOST_ROWS = 1 << 16
 _MOST_TOKENS = 1 << 20
 
 
+def _read_chunks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(chunk) for chunk in text.split(",") if chunk.strip())
+    except ValueError:
+        raise OptionError(f"--chunks {text!r} is not a list of token counts such as 5,3") from None
+
+
+@described
 @dataclass(frozen=True)
 class VerifyOptions:
     """Options of a verification.
-
-    Attributes:
-        batch: rows per step, each with its own length; a fixed batch size in the model wins.
-        chunks: lengths of the prefill chunks, in tokens; a fixed update length in the model wins.
-        tokens: single-token steps after the chunks; None: 4, and three times the chunks' tokens for models whose
-            interface normalization changed, all but 4 of them in one more chunk where weights take more than 200 MB.
-        tolerance: largest difference allowed, as a share of the output's largest magnitude; None: by dtype.
-        seed: of tokens, cache contents and garbage.
-        inputs: path of an ``.npz`` file with values, by name, for inputs that no role explains. Axes that vary from
-            step to step are cut to size.
-        thorough: first compare all changed parts after a past of every length up to 4,096. It takes longer:
-            `PlanOptions.check_seconds` limits it.
 
     Raises:
         OptionError: a value is out of range.
     """
 
-    batch: int = 3
-    chunks: tuple[int, ...] = (5, 3)
-    tokens: int | None = None
-    tolerance: float | None = None
-    seed: int = 0
-    inputs: str | None = None
-    thorough: bool = False
+    batch: Annotated[
+        int,
+        Setting(
+            "Sequences, each with its own length.",
+            "A fixed batch size in the model wins.",
+            metavar="N",
+            least=1,
+            most=_MOST_ROWS,
+        ),
+    ] = 3
+    chunks: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Lengths of the prefill chunks.",
+            "In tokens; a fixed update length in the model wins.",
+            metavar="N,...",
+            unit="numbers of tokens",
+            read=_read_chunks,
+        ),
+    ] = (5, 3)
+    tokens: Annotated[
+        int | None,
+        Setting(
+            "Single-token steps after the chunks. Default: 4; 3x the chunks where caches change.",
+            "Where weights take more than 200 MB, all but 4 of those are one more chunk.",
+            metavar="N",
+            least=0,
+            most=_MOST_TOKENS,
+        ),
+    ] = None
+    tolerance: Annotated[
+        float | None,
+        Setting("Largest difference, as a share of an output's scale. Default: by dtype.", metavar="SHARE", least=0),
+    ] = None
+    seed: Annotated[int, Setting("Seed of tokens, caches and garbage.", least=0)] = 0
+    inputs: Annotated[
+        str | None,
+        Setting(
+            "Values by name for inputs of unknown role.",
+            "Axes that vary from step to step are cut to size.",
+            metavar="FILE.npz",
+            is_path=True,
+        ),
+    ] = None
+    thorough: Annotated[
+        bool,
+        Setting(
+            "Compare after a past of every length, too; see --check-seconds.",
+            "Of every length up to 4,096, first, all changed parts.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "tokens", "seed"):
-            if self.tokens is not None or name != "tokens":
-                object.__setattr__(self, name, given_whole(getattr(self, name), name))
-        given_switch(self.thorough, "thorough")
-        chunks = given_list(self.chunks, "chunks", "numbers of tokens")
-        object.__setattr__(self, "chunks", tuple(given_whole(chunk, "a chunk", " of tokens") for chunk in chunks))
-        if self.tolerance is not None:
-            if not is_number(self.tolerance):
-                raise OptionError(f"tolerance is {shown(self.tolerance)}; it must be a number")
-            object.__setattr__(self, "tolerance", float(self.tolerance))
-        if self.inputs is not None:
-            object.__setattr__(self, "inputs", str(given_path(self.inputs, "inputs")))
-        if not 1 <= self.batch <= _MOST_ROWS:
-            raise OptionError(f"the verification batch is {self.batch}; it must be at least 1, at most {_MOST_ROWS}")
+        check_settings(self)
+        chunks = tuple(given_whole(chunk, "a chunk", " of tokens") for chunk in self.chunks)
+        object.__setattr__(self, "chunks", chunks)
         if not all(1 <= chunk <= _MOST_TOKENS for chunk in self.chunks):
             raise OptionError(
                 f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token, at most {_MOST_TOKENS}"
             )
-        if self.tokens is not None and not 0 <= self.tokens <= _MOST_TOKENS:
-            raise OptionError(f"{self.tokens} single-token steps; there must be 0 or more, at most {_MOST_TOKENS}")
         if self.tokens == 0 and not self.chunks:
             raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
-        if self.tolerance is not None and not 0 <= self.tolerance < 1:
+        if self.tolerance is not None and not self.tolerance < 1:
             raise OptionError(f"the tolerance is {self.tolerance}; it is a share of the output's scale, from 0 to 1")
-        if self.seed < 0:
-            raise OptionError(f"the seed is {self.seed}; it must be 0 or more")
 
 
 @dataclass(frozen=True)

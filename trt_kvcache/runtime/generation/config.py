@@ -8,119 +8,287 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.given import given_path, is_number, is_whole, shown
-from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.setting import Setting, check_settings, described
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from trt_kvcache.runtime.generation.masks import Grammar
 
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
-
-LogitsProcessor = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+if not TYPE_CHECKING:
+    LogitsProcessor = Callable
+else:
+    LogitsProcessor = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """A rule of the caller's: the tokens so far ``[T]``, prompt included, and scores ``[V]`` give new scores ``[V]``."""
 
 
+_choice = partial(Setting, group="How tokens are chosen (as in transformers' GenerationConfig)")
+_end = partial(Setting, group="When a sequence ends")
+
+
+@described
 @dataclass(frozen=True, repr=False)
 class GenerationConfig:
     """Settings of a generation. The default is greedy.
 
     Attributes:
-        max_new_tokens: most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)
-        min_new_tokens: no end-of-sequence token before so many new tokens.
-        min_length: no end-of-sequence token before so many tokens with the prompt; `min_new_tokens` counts if both do.
-        do_sample: draw from the distribution; otherwise take the most probable token, of equals the lowest id.
-        temperature: divides the scores; sampling only.
-        top_k: keep the `top_k` highest scores (and equals of the last); 0 and -1 keep all; sampling only.
-        top_p: keep the smallest set of most probable tokens that has at least this probability; sampling only.
-        min_p: keep tokens at least `min_p` times as probable as the most probable one; sampling only.
-        repetition_penalty: divides positive scores, and multiplies negative ones, of tokens that occurred, in the
-            prompt too; above 1 discourages them.
-        presence_penalty: taken from the scores of tokens that were generated, however often; the prompt does not count.
-        frequency_penalty: taken from the score of a token as often as it was generated; the prompt does not count.
-        no_repeat_ngram_size: no token may complete an n-gram of this size that occurred already; 0 allows all.
-        sequence_bias: added to the score of a token, or of the last token of a run of tokens where the others came
-            just before: ``{token: bias, (token, token): bias}``. ``-math.inf`` forbids.
-        bad_words_ids: runs of tokens that no sequence may hold. (Of one end-of-sequence token alone: it may.)
-        suppress_tokens: tokens that never come.
-        begin_suppress_tokens: tokens that do not come first.
-        forced_bos_token_id: the first new token after a prompt of one token, such as the language of a translation.
-        forced_eos_token_id: the token, one of these, that comes last where `max_new_tokens` is reached.
-        exponential_decay_length_penalty: ``(start, factor)``: the score of an end-of-sequence token rises by
-            ``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones.
-        logits_processor: a `LogitsProcessor`, or several, after all of these rules and before temperature, top-k and
+        logits_processor: a `LogitsProcessor`, or several, after the rules above and before temperature, top-k and
             the like. It may write to the scores it gets, has to be a function of the tokens alone (those that prompt
             lookup proposed come and go), may not change the session that calls it, and ends its own sequence where it
             raises.
         grammar: what the new text has to be: `trt_kvcache.Grammars` makes one of a JSON schema, a regular expression
-            or a Lark grammar; or a `Grammar` of your own. It comes after all of these rules. Where they and the grammar
+            or a Lark grammar; or a `Grammar` of your own. It comes after all other rules. Where they and the grammar
             leave no token, the sequence ends with an `OptionError`. A text that `max_new_tokens` or the capacity cuts
             is a beginning of what the grammar allows.
-        eos_token_id: the token, or tokens, that end a sequence.
-        stop_strings: text, or texts, that end a sequence; needs a tokenizer. The text ends before it.
-        seed: of sampling. The random number that chooses a token follows from `seed`, the number `i` of the sequence in
-            its call and the position of the token in the sequence: tokens do not depend on what else runs, and a
-            sequence that goes on in another session or process, or is cropped and goes on, gets the same ones. None
-            takes a fresh one.
-        num_beams: hypotheses kept by beam search; 1 is no beam search.
-        length_penalty: beams are compared by log-probability / length ** length_penalty.
-        early_stopping: beam search ends as soon as `num_beams` hypotheses ended (True), when the best live one cannot
-            win at its present length (False), or only when it cannot at any length ("never").
-        renormalize_logits: beam search compares probabilities that sum to 1 again after the rules.
-        output_logprobs: events carry the log-probability of their token.
-        top_logprobs: with `output_logprobs`: events also carry those of so many most probable tokens.
-        prompt_lookup_num_tokens: propose so many tokens at once by looking the last n-gram up in what came before, and
-            verify them in one update; the tokens stay the same. None is off.
-        max_matching_ngram_size: longest n-gram that prompt lookup looks up.
-        num_assistant_tokens: how many tokens the session's draft model guesses at a time, with the same result; 0: it
-            does not. None: 4, where there is one and prompt lookup is off.
-        adapter: name of the adapter (LoRA) that the sequence is computed with, see `DecodeSession.adapters`; None: the
-            model itself.
 
     Raises:
         OptionError: a value is out of range, or two contradict each other.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    min_length: int = 0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 50
-    top_p: float = 1.0
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    sequence_bias: Mapping[int | tuple[int, ...], float] = field(default_factory=dict, hash=False)
-    bad_words_ids: Sequence[Sequence[int]] = ()
-    suppress_tokens: Sequence[int] = ()
-    begin_suppress_tokens: Sequence[int] = ()
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | Sequence[int] | None = None
-    exponential_decay_length_penalty: tuple[int, float] | None = None
+    max_new_tokens: Annotated[
+        int,
+        _end(
+            "Default: 128.",
+            "Most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)",
+            short="n",
+            metavar="N",
+            least=1,
+        ),
+    ] = 128
+    min_new_tokens: Annotated[
+        int, _end(more="No end-of-sequence token before so many new tokens.", metavar="N", least=0)
+    ] = 0
+    min_length: Annotated[
+        int,
+        _end(
+            more="No end-of-sequence token before so many tokens with the prompt; `min_new_tokens` counts if both do.",
+            least=0,
+            has_flag=False,
+        ),
+    ] = 0
+    do_sample: Annotated[
+        bool,
+        _choice(
+            "Default: greedy, unless a sampling setting or the file says otherwise.",
+            "True: draw from the distribution; else take the most probable token, of equals the lowest id.",
+            flag="sample/greedy",
+        ),
+    ] = False
+    temperature: Annotated[
+        float,
+        _choice("0 is greedy.", "Divides the scores; above 0 in a config, and for sampling only.", metavar="T"),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        _choice(
+            "0 and -1 keep all; 50 while sampling.",
+            "Keeps the `top_k` highest scores, and equals of the last; sampling only.",
+            metavar="N",
+            least=-1,
+        ),
+    ] = 50
+    top_p: Annotated[
+        float,
+        _choice(
+            more="Keeps the smallest set of most probable tokens that has at least this probability; sampling only.",
+            metavar="P",
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float | None,
+        _choice(
+            more="Keeps tokens at least `min_p` times as probable as the most probable one; sampling only.",
+            metavar="P",
+            least=0,
+            most=1,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        _choice(
+            "Default: a fresh one, which is printed.",
+            "Of sampling. The random number that chooses a token follows from `seed`, the number `i` of the sequence "
+            "in its call and the position of the token in the sequence: tokens do not depend on what else runs, and a "
+            "sequence that goes on in another session or process, or is cropped and goes on, gets the same ones.",
+            metavar="N",
+            least=0,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float,
+        _choice(
+            more="Divides positive scores, and multiplies negative ones, of tokens that occurred, in the prompt too; "
+            "above 1 discourages them.",
+            metavar="X",
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        _choice(
+            more="Taken from the scores of tokens that were generated, however often; the prompt does not count.",
+            has_flag=False,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        _choice(
+            more="Taken from the score of a token as often as it was generated; the prompt does not count.",
+            has_flag=False,
+        ),
+    ] = 0.0
+    no_repeat_ngram_size: Annotated[
+        int,
+        _choice(
+            more="No token may complete an n-gram of this size that occurred already; 0 allows all.",
+            metavar="N",
+            least=0,
+        ),
+    ] = 0
+    sequence_bias: Annotated[
+        Mapping[int | tuple[int, ...], float],
+        _choice(
+            "Added to a token's score; -inf forbids it.",
+            "``{token: bias, (token, token): bias}``: to that of the last of a run of tokens, where the others came "
+            "just before.",
+            flag="logit-bias",
+            metavar="ID=BIAS",
+            flag_type=list[str],
+        ),
+    ] = field(default_factory=dict, hash=False)
+    bad_words_ids: Annotated[
+        Sequence[Sequence[int]],
+        _choice(
+            more="Runs of tokens that no sequence may hold. (Of one end-of-sequence token alone: it may.)",
+            has_flag=False,
+        ),
+    ] = ()
+    suppress_tokens: Annotated[Sequence[int], _choice(more="Tokens that never come.", has_flag=False)] = ()
+    begin_suppress_tokens: Annotated[Sequence[int], _choice(more="Tokens that do not come first.", has_flag=False)] = ()
+    forced_bos_token_id: Annotated[
+        int | None,
+        _end(
+            more="The first new token after a prompt of one token, such as the language of a translation.",
+            has_flag=False,
+        ),
+    ] = None
+    forced_eos_token_id: Annotated[
+        int | Sequence[int] | None,
+        _end(
+            more="The token, one of these, that comes last where `max_new_tokens` is reached.",
+            has_flag=False,
+        ),
+    ] = None
+    exponential_decay_length_penalty: Annotated[
+        tuple[int, float] | None,
+        _end(
+            more="``(start, factor)``: the score of an end-of-sequence token rises by "
+            "``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones.",
+            has_flag=False,
+        ),
+    ] = None
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor] = ()
     grammar: Grammar | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    stop_strings: str | Sequence[str] | None = None
-    seed: int | None = None
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    renormalize_logits: bool = False
-    output_logprobs: bool = False
-    top_logprobs: int = 0
-    prompt_lookup_num_tokens: int | None = None
-    max_matching_ngram_size: int = 2
-    num_assistant_tokens: int | None = None
-    adapter: str | None = None
+    eos_token_id: Annotated[
+        int | Sequence[int] | None,
+        _end(
+            "Default: the file's or model's, else the tokenizer's.",
+            "The token, or tokens, that end a sequence; None: no one does.",
+            flag="eos",
+            metavar="ID",
+            least=0,
+            flag_type=list[int],
+        ),
+    ] = None
+    stop_strings: Annotated[
+        str | Sequence[str] | None,
+        _end(
+            more="Text, or texts, that end a sequence; needs a tokenizer. The text ends before it.",
+            flag="stop",
+            metavar="TEXT",
+            flag_type=list[str],
+        ),
+    ] = None
+    num_beams: Annotated[
+        int, _choice(more="Hypotheses kept by beam search; 1 is no beam search.", metavar="N", least=1)
+    ] = 1
+    length_penalty: Annotated[
+        float,
+        _choice(
+            more="Beams are compared by log-probability / length ** length_penalty.",
+            metavar="X",
+            least=-32,  # beyond, a power of 16 million tokens is infinite or 0
+            most=32,
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        _choice(
+            "For beam search.",
+            "It ends as soon as `num_beams` hypotheses ended (True), when the best live one cannot win at its present "
+            'length (False), or only when it cannot at any length ("never").',
+            flag_type=Literal["true", "false", "never"],
+        ),
+    ] = False
+    renormalize_logits: Annotated[
+        bool,
+        _choice(more="Beam search compares probabilities that sum to 1 again after the rules.", has_flag=False),
+    ] = False
+    output_logprobs: Annotated[
+        bool,
+        Setting(
+            "Log-probability of each token, in JSON.",
+            "Events carry that of their token.",
+            flag="logprobs",
+        ),
+    ] = False
+    top_logprobs: Annotated[
+        int,
+        _choice(
+            more="With `output_logprobs`: events also carry those of so many most probable tokens.",
+            least=0,
+            has_flag=False,
+        ),
+    ] = 0
+    prompt_lookup_num_tokens: Annotated[
+        int | None,
+        _choice(
+            "Propose N tokens at a time from the text so far.",
+            "The last n-gram is looked up in what came before, and one update verifies them; the tokens stay the same.",
+            flag="prompt-lookup",
+            metavar="N",
+            least=1,
+        ),
+    ] = None
+    max_matching_ngram_size: Annotated[
+        int, _choice(more="Longest n-gram that prompt lookup looks up.", least=1, has_flag=False)
+    ] = 2
+    num_assistant_tokens: Annotated[
+        int | None,
+        _choice(
+            "Tokens that the --draft guesses at a time. Default: 4.",
+            "With the same result; 0: it does not. None: 4, where there is one and prompt lookup is off.",
+            metavar="N",
+            least=0,
+        ),
+    ] = None
+    adapter: Annotated[
+        str | None,
+        _choice(
+            more="Name of the adapter (LoRA) that the sequence is computed with, see `DecodeSession.adapters`; None: "
+            "the model itself.",
+            has_flag=False,
+        ),
+    ] = None
 
     def __repr__(self) -> str:
         """Only settings that differ from the default: it is in every signature that has one."""
@@ -129,6 +297,7 @@ class GenerationConfig:
         return f"GenerationConfig({', '.join(changed)})"
 
     def __post_init__(self) -> None:
+        check_settings(self)
         _check_types(self)
         self._normalize()
         self._check_ranges()
@@ -222,9 +391,6 @@ class GenerationConfig:
     def _normalize(self) -> None:
         if self.top_k == -1:  # vLLM's word for all
             object.__setattr__(self, "top_k", 0)
-        for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS, "min_p"):
-            if (value := getattr(self, name)) is not None:  # plain ones: NumPy's of 8 bits have no number above 255
-                object.__setattr__(self, name, float(value) if name in (*_NUMBERS, "min_p") else int(value))
         if self.exponential_decay_length_penalty is not None:
             start, factor = self.exponential_decay_length_penalty
             object.__setattr__(self, "exponential_decay_length_penalty", (int(start), float(factor)))
@@ -239,19 +405,10 @@ class GenerationConfig:
         object.__setattr__(self, "sequence_bias", biases)
 
     def _check_ranges(self) -> None:
-        _require(self.max_new_tokens >= 1, self, "max_new_tokens", "at least 1")
-        _require(self.min_new_tokens >= 0, self, "min_new_tokens", "0 or more")
-        _require(self.min_length >= 0, self, "min_length", "0 or more")
         hint = "above 0; for the most probable token do not sample"
-        _require(0 < self.temperature < math.inf, self, "temperature", hint)
-        _require(self.top_k >= 0, self, "top_k", "0 or -1 (keep all) or more")
+        _require(self.temperature > 0, self, "temperature", hint)
         _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
-        _require(self.min_p is None or 0 <= self.min_p <= 1, self, "min_p", "between 0 and 1")
-        _require(0 < self.repetition_penalty < math.inf, self, "repetition_penalty", "above 0; 1 is none")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(math.isfinite(getattr(self, name)), self, name, "a finite number; 0 is none")
-        _require(self.top_logprobs >= 0, self, "top_logprobs", "0 (none) or more")
-        _require(self.no_repeat_ngram_size >= 0, self, "no_repeat_ngram_size", "0 (allow all) or more")
+        _require(self.repetition_penalty > 0, self, "repetition_penalty", "above 0; 1 is none")
         for name in _TOKENS:
             given = _as_sequence(getattr(self, name))
             _require(all(token >= 0 for token in given), self, name, "token ids, 0 or more")
@@ -262,15 +419,6 @@ class GenerationConfig:
         _require(decay is None or (decay[0] >= 0 and 0 < decay[1] < math.inf), self,
                  "exponential_decay_length_penalty", hint)  # fmt: skip
         _require(all(self.stops), self, "stop_strings", "texts of at least one character")
-        _require(self.seed is None or self.seed >= 0, self, "seed", "0 or more")
-        _require(self.num_beams >= 1, self, "num_beams", "at least 1; 1 is no beam search")
-        # Beyond, a power of 16 million tokens is infinite or 0.
-        _require(-32 <= self.length_penalty <= 32, self, "length_penalty", "between -32 and 32")
-        proposed = self.prompt_lookup_num_tokens
-        _require(proposed is None or proposed >= 1, self, "prompt_lookup_num_tokens", "at least 1, or None for off")
-        _require(self.max_matching_ngram_size >= 1, self, "max_matching_ngram_size", "at least 1")
-        guessed = self.num_assistant_tokens
-        _require(guessed is None or guessed >= 0, self, "num_assistant_tokens", "0 (off) or more, or None")
         for tokens, bias in self.biases:
             if not tokens or min(tokens) < 0:
                 raise OptionError(
@@ -339,35 +487,12 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
     return {switch: names for switch, names in idle.items() if names}
 
 
-_INTEGERS = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "min_length",
-    "top_k",
-    "no_repeat_ngram_size",
-    "top_logprobs",
-    "num_beams",
-    "max_matching_ngram_size",
-)
-_OPTIONAL_INTEGERS = ("seed", "prompt_lookup_num_tokens", "num_assistant_tokens")
-_NUMBERS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty")
-_SWITCHES = ("do_sample", "output_logprobs", "renormalize_logits")
 _SEVERAL = ("suppress_tokens", "begin_suppress_tokens")
 _TOKENS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", *_SEVERAL)
 
 
 def _check_types(config: GenerationConfig) -> None:
     """Refuse values of another type by name: JSON and command lines bring them, and they fail late and obscurely."""
-    for name in _INTEGERS:
-        _require(is_whole(getattr(config, name)), config, name, "a whole number")
-    for name in _OPTIONAL_INTEGERS:
-        value = getattr(config, name)
-        _require(value is None or is_whole(value), config, name, "a whole number or None")
-    for name in _NUMBERS:
-        _require(is_number(getattr(config, name)), config, name, "a number")
-    _require(config.min_p is None or is_number(config.min_p), config, "min_p", "a number or None")
-    for name in _SWITCHES:
-        _require(isinstance(getattr(config, name), bool), config, name, "True or False")
     early: object = config.early_stopping
     _require(
         isinstance(early, bool) or (isinstance(early, str) and early == "never"),
@@ -379,8 +504,6 @@ def _check_types(config: GenerationConfig) -> None:
         value = getattr(config, name)
         well = value is None or is_whole(value) or _all(value, is_whole)
         _require(well, config, name, "a token id, several, or None")
-    first: object = config.forced_bos_token_id
-    _require(first is None or is_whole(first), config, "forced_bos_token_id", "a token id, or None")
     for name in _SEVERAL:
         _require(_all(getattr(config, name), is_whole), config, name, "token ids")
     runs = _all(config.bad_words_ids, lambda run: _all(run, is_whole))
@@ -392,8 +515,6 @@ def _check_types(config: GenerationConfig) -> None:
     _require(callable(processor) or _all(processor, callable), config, "logits_processor", "a function, or several")
     startable = config.grammar is None or callable(getattr(config.grammar, "start", None))
     _require(startable, config, "grammar", "what trt_kvcache.Grammars compiles, an object with start(), or None")
-    adapter: object = config.adapter
-    _require(adapter is None or isinstance(adapter, str), config, "adapter", "the name of an adapter, or None")
     stops = config.stop_strings
     texts = stops is None or _all([stops] if isinstance(stops, str) else stops, lambda text: isinstance(text, str))
     _require(texts, config, "stop_strings", "a text, several, or None")

@@ -1,0 +1,161 @@
+"""Flags of commands: fields of dataclasses, of which those of a station's options follow from its settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, get_type_hints
+
+import typer
+
+from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.setting import Setting, settings_of
+from trt_kvcache.words import as_flags
+
+__all__ = ["Flags", "flags_of", "with_flags"]
+
+_Flags = TypeVar("_Flags", bound="type[Flags]")
+_MANY = 1_000  # limits from here on are not shown
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Values of some flags of a command, each a field."""
+
+    switches: ClassVar[tuple[str, ...]] = ()
+    """Of these, those whose value is ``on`` or ``off``."""
+
+    if TYPE_CHECKING:  # fields that a decorator adds
+
+        def __init__(self, **values: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def values(self, *leave: str) -> dict[str, Any]:
+        """Return the flags that have a value, by name: enums as their text, switches as bools.
+
+        Args:
+            leave: names of flags to leave out.
+        """
+        return {
+            name: value == "on" if name in self.switches else getattr(value, "value", value)
+            for name, value in vars(self).items()
+            if value not in (None, []) and name not in leave
+        }
+
+
+def flags_of(
+    options: type, *names: str, leave: Sequence[str] = (), unset: Sequence[str] | None = (), group: str | None = None
+) -> Callable[[_Flags], _Flags]:
+    """Return a decorator for a class of flags: it adds one for each setting of a dataclass of options.
+
+    Args:
+        options: the dataclass, see `Setting`.
+        names: of the settings; none: all that have a flag.
+        leave: settings to leave out.
+        unset: flags whose default is None, so that a command sees whether they are there; None: all.
+        group: title of these flags in the help of a command. None: as the settings say.
+    """
+
+    def decorate(kind: _Flags) -> _Flags:
+        known = {field.name for field in fields(kind)}
+        annotations = inspect.get_annotations(kind)
+        added = {}
+        for field in fields(options):
+            name = field.name
+            value, _, setting = settings_of(options).get(name, (None, False, None))
+            if setting is None or not setting.has_flag or name in {*leave, *known} or name not in (names or [name]):
+                continue
+            default = None if unset is None or name in unset else _as_text(field.default, setting)
+            if value is bool and setting.choices:
+                kind.switches = (*kind.switches, name)
+            added[name] = Annotated[_flag_type(value, setting), _option(name, value, default, setting, group)]
+            setattr(kind, name, default)
+        kind.__annotations__ = {**added, **annotations}
+        return cast("_Flags", dataclass(frozen=True)(kind))
+
+    return decorate
+
+
+def _as_text(default: Any, setting: Setting) -> Any:
+    """A default as the flag has it: several as one text, and the words of a switch."""
+    if isinstance(default, bool) and setting.choices:
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default)) or None
+    return None if default is MISSING else default
+
+
+def _flag_type(kind: Any, setting: Setting) -> Any:
+    if setting.choices:
+        return Literal[tuple(setting.choices)]
+    if setting.is_path and "|" not in str(setting.metavar):
+        return Path
+    plain = setting.read is None and isinstance(kind, type) and issubclass(kind, (int, float, Enum))
+    return setting.flag_type or (kind if plain else str)
+
+
+def _option(name: str, kind: Any, default: Any, setting: Setting, group: str | None) -> Any:
+    words = "/".join(f"--{word}" for word in (setting.flag or name.replace("_", "-")).split("/"))
+    if kind is bool and default and not setting.choices:
+        words += f"/--no-{words[2:]}"
+    short = (f"-{setting.short}",) if setting.short else ()
+    limits: dict[str, Any] = {"min": setting.least, "max": setting.most if (setting.most or _MANY) < _MANY else None}
+    return typer.Option(
+        words,
+        *short,
+        metavar=setting.metavar,
+        help=setting.help,
+        rich_help_panel=group or setting.group or None,
+        readable=False,
+        **(limits if (kind in (int, float) and setting.read is None) or setting.flag_type == list[int] else {}),
+    )
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes every field of its dataclasses as a flag.
+
+    Args:
+        command: a function whose parameters are annotated for typer, or with a dataclass whose fields are.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            hints = get_type_hints(kind, include_extras=True)
+            parameters += [
+                inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+                for f in fields(kind)
+            ]
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
+    def run(context: typer.Context, **values: Any) -> None:
+        try:
+            made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            command(**values, **made)
+        except TrtKvCacheError as error:
+            error.args = (as_flags(error.message, _flags_of(context)),)
+            raise
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _flags_of(context: typer.Context) -> dict[str, tuple[str, str | None]]:
+    """The long flags of a command, by argument: each with the one that says no, or None where it takes a value."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for option in context.command.params:
+        if option.param_type_name == "option":
+            no = max(option.secondary_opts, key=len, default="")
+            found[str(option.name)] = (max(option.opts, key=len), no if getattr(option, "is_flag", False) else None)
+    return found

@@ -1,0 +1,138 @@
+"""Settings: what a field of options has beside type and default, said once for checks, flags and the reference."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.given import given_list, given_path, given_switch, given_whole, is_number, shown
+from trt_kvcache.words import as_arguments
+
+__all__ = ["Setting", "check_settings", "described", "settings_of"]
+
+_Class = TypeVar("_Class", bound=type)
+_MANY = 10_000
+"""Limits from here on are those of number types, which nobody needs to read."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The text, the limits and the flag of a field, in its ``Annotated``.
+
+    Attributes:
+        help: text of the flag, and the beginning of the text in the reference.
+        more: the rest of the text in the reference.
+        metavar: name of the value in the help of a command.
+        least: smallest number.
+        most: largest number.
+        unit: what a whole number counts, such as ``"tokens"``.
+        choices: legal texts; those of an enum follow from its type. A switch has ``("on", "off")`` as a flag.
+        flag: the flag's name without dashes, where it is not that of the field; two with a slash: yes and no.
+        short: the letter of a second name.
+        group: title of the flags in the help of a command.
+        is_path: the text is the path of a file or folder.
+        read: makes the value of the text that the flag takes; Python's callers may give that text, too.
+        flag_type: of the flag, where it is not that of the field, such as ``list[int]`` for one that is repeatable.
+        has_flag: commands have a flag of that name and meaning.
+    """
+
+    help: str = ""
+    more: str = ""
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+    unit: str = ""
+    choices: Sequence[str] = ()
+    flag: str = ""
+    short: str = ""
+    group: str = ""
+    is_path: bool = False
+    read: Callable[[str], Any] | None = None
+    flag_type: Any = None
+    has_flag: bool = True
+
+
+@cache
+def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
+    """Return type, "may be None" and setting of each field that has one, by name, in the order of fields.
+
+    The type of a field that may be of several is `object`.
+    """
+    found = {}
+    for field in fields(options):
+        if str(field.type).startswith("Annotated["):
+            kind, setting = get_args(eval(str(field.type), vars(sys.modules[options.__module__])))
+            parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+            kinds = [part for part in parts if part is not NoneType]
+            found[field.name] = (kinds[0] if len(kinds) == 1 else object, NoneType in parts, setting)
+    return found
+
+
+def described(options: _Class) -> _Class:
+    """Write the texts of a class's settings into its docstring, as its attributes."""
+    lines = [
+        f"    {name}: {as_arguments(f'{setting.help} {setting.more}'.strip())}"
+        for name, (_, _, setting) in settings_of(options).items()
+    ]
+    text, raises, errors = inspect.cleandoc(options.__doc__ or "").partition("Raises:")
+    head, _, own = text.partition("Attributes:\n")
+    options.__doc__ = "\n".join([head.rstrip(), "", "Attributes:", *lines, own.rstrip(), "", raises + errors])
+    return options
+
+
+def check_settings(options: Any) -> None:
+    """Make plain values of those that a caller gave: enums and numbers of Python's own, paths as text.
+
+    Raises:
+        OptionError: a value is of another type, no choice, or out of range.
+    """
+    for name, (kind, optional, setting) in settings_of(options.__class__).items():
+        value = getattr(options, name)
+        if value is None and optional:
+            continue
+        if setting.read is not None and isinstance(value, str):
+            value = setting.read(value)
+        object.__setattr__(options, name, _checked(name, kind, setting, value))
+
+
+def _checked(name: str, kind: Any, setting: Setting, value: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        try:
+            return kind(value)
+        except (ValueError, TypeError):
+            raise OptionError(f"{name} is {shown(value)}; {_one_of([member.value for member in kind])}") from None
+    if kind is bool:
+        return given_switch(value, name)
+    if setting.choices and (not isinstance(value, str) or value not in setting.choices):
+        raise OptionError(f"{name} is {shown(value)}; {_one_of(setting.choices)}")
+    if setting.is_path:
+        return str(given_path(value, name))
+    if get_origin(kind) is tuple:
+        return tuple(given_list(value, name, setting.unit))
+    if kind is str and not isinstance(value, str):
+        raise OptionError(f"{name} is {shown(value)}; it must be a text")
+    return _number(name, kind, setting, value) if kind in (int, float) else value
+
+
+def _number(name: str, kind: Any, setting: Setting, value: Any) -> Any:
+    least, most = setting.least, setting.most
+    if kind is int:
+        value = given_whole(value, name, setting.unit and f" of {setting.unit}")
+    elif not is_number(value) or not math.isfinite(value):
+        raise OptionError(f"{name} is {shown(value)}; it must be a finite number")
+    if (most is not None and value > most) or (least is not None and value < least):
+        one = f"at most {most}" if most is not None and value > most else f"at least {least}"
+        raise OptionError(f"{name} is {value}; it must be {one if (most or _MANY) >= _MANY else f'{least} to {most}'}")
+    return kind(value)
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return f"it must be one of {', '.join(choices)}"
