@@ -61,8 +61,7 @@ QueueOption = Annotated[int, typer.Option(min=0, metavar="N", help="Most sequenc
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 TablesOption = Annotated[bool, typer.Option("--all", help="Every table, with a row for each group of layers.")]
 HtmlOption = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a page for a browser, too.", readable=False),
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser, too.", readable=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 
@@ -175,8 +174,7 @@ class BuildPlanFlags(SessionPlanFlags):
     adapter: Annotated[
         list[str] | None,
         _plan_flag(
-            metavar="FOLDER",
-            help="Take adapters such as this one, which peft wrote: its rank and modules; repeatable.",
+            metavar="FOLDER", help="Take adapters such as this one, which peft wrote: its rank and modules; repeatable."
         ),
     ] = None
 

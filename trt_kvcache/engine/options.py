@@ -156,12 +156,10 @@ class BuildOptions:
         ),
     ] = field(default_factory=dict)
     opt_shapes: Annotated[
-        Mapping[str, Shape],
-        _size("Typical shapes.", flag="optShapes", metavar="NAME:1x2,...", read=_read_shapes),
+        Mapping[str, Shape], _size("Typical shapes.", flag="optShapes", metavar="NAME:1x2,...", read=_read_shapes)
     ] = field(default_factory=dict)
     max_shapes: Annotated[
-        Mapping[str, Shape],
-        _size("Largest shapes.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes),
+        Mapping[str, Shape], _size("Largest shapes.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes)
     ] = field(default_factory=dict)
     decode_weights: Annotated[
         str,
@@ -196,8 +194,7 @@ class BuildOptions:
         ),
     ] = None
     opt_level: Annotated[
-        int | None,
-        _how("TensorRT's optimization level.", "TensorRT only. Default: its own.", least=0, most=5),
+        int | None, _how("TensorRT's optimization level.", "TensorRT only. Default: its own.", least=0, most=5)
     ] = None
     timing_cache: Annotated[
         str | None,
@@ -246,10 +243,7 @@ class BuildOptions:
     ] = None
     memory_check: Annotated[
         bool,
-        _how(
-            "Refuse a build that would not fit into this machine's memory.",
-            "By an estimate; TensorRT for RTX only.",
-        ),
+        _how("Refuse a build that would not fit into this machine's memory.", "By an estimate; TensorRT for RTX only."),
     ] = True
 
     def __post_init__(self) -> None:

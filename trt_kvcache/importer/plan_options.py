@@ -136,8 +136,7 @@ class PlanOptions:
         ),
     ] = True
     config: Annotated[
-        str | None,
-        Setting("Name patterns for roles, tried before the shipped ones.", metavar="YAML", is_path=True),
+        str | None, Setting("Name patterns for roles, tried before the shipped ones.", metavar="YAML", is_path=True)
     ] = None
     sliding: Annotated[
         Sliding,
@@ -195,8 +194,7 @@ class PlanOptions:
         ),
     ] = None
     lora_slots: Annotated[
-        int,
-        Setting("Adapters that a step may choose from.", metavar="N", least=1, most=_MOST_ADAPTERS),
+        int, Setting("Adapters that a step may choose from.", metavar="N", least=1, most=_MOST_ADAPTERS)
     ] = 8
     lora_targets: Annotated[
         tuple[str, ...],

@@ -85,8 +85,7 @@ class GenerationConfig:
         ),
     ] = False
     temperature: Annotated[
-        float,
-        _choice("0 is greedy.", "Divides the scores; above 0 in a config, and for sampling only.", metavar="T"),
+        float, _choice("0 is greedy.", "Divides the scores; above 0 in a config, and for sampling only.", metavar="T")
     ] = 1.0
     top_k: Annotated[
         int,
@@ -183,10 +182,7 @@ class GenerationConfig:
     ] = None
     forced_eos_token_id: Annotated[
         int | Sequence[int] | None,
-        _end(
-            more="The token, one of these, that comes last where `max_new_tokens` is reached.",
-            has_flag=False,
-        ),
+        _end(more="The token, one of these, that comes last where `max_new_tokens` is reached.", has_flag=False),
     ] = None
     exponential_decay_length_penalty: Annotated[
         tuple[int, float] | None,
@@ -240,16 +236,10 @@ class GenerationConfig:
         ),
     ] = False
     renormalize_logits: Annotated[
-        bool,
-        _choice(more="Beam search compares probabilities that sum to 1 again after the rules.", has_flag=False),
+        bool, _choice(more="Beam search compares probabilities that sum to 1 again after the rules.", has_flag=False)
     ] = False
     output_logprobs: Annotated[
-        bool,
-        Setting(
-            "Log-probability of each token, in JSON.",
-            "Events carry that of their token.",
-            flag="logprobs",
-        ),
+        bool, Setting("Log-probability of each token, in JSON.", "Events carry that of their token.", flag="logprobs")
     ] = False
     top_logprobs: Annotated[
         int,

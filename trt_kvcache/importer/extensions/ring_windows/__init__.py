@@ -31,7 +31,6 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.extensions.ring_windows.shifted import check_shifted
 from trt_kvcache.importer.extensions.ring_windows.written import check_ring, emit_by_position
 from trt_kvcache.importer.graph import (
@@ -87,9 +86,6 @@ def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onn
         model: not changed.
         options: capacity, and the longest update.
         usual: the capacity where neither options nor model say it.
-
-    Raises:
-        OptionError: see `make_circular`.
     """
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)
@@ -116,12 +112,7 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
         capacity: of linear caches.
         chunk: the most tokens of one update.
         idle: the lengths are the model's own, and may be 0: the row takes no part in a step.
-
-    Raises:
-        OptionError: `chunk` is not positive.
     """
-    if chunk < 1:
-        raise OptionError(f"--window-chunk is {chunk}; it must be at least 1 token")
     longest: dict[str, int] = {}
     notes: list[str] = []
     before = _all_rows(graph, capacity)
