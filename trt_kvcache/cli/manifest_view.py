@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trt_kvcache.cli.grouping import group_rows
-from trt_kvcache.cli.output import human_bytes, table
+from trt_kvcache.cli.output import human_bytes
+from trt_kvcache.cli.plan_view import Part, print_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from trt_kvcache.engine.manifest import FileIdentity, Manifest
 
 _FEW = 8  # tokens of a setting that are shown
-PROFILE_COLUMNS = ("input", "smallest", "typical", "largest", "profile")
 
 
 def print_manifest(out: Console, manifest: Manifest) -> None:
@@ -23,7 +24,7 @@ def print_manifest(out: Console, manifest: Manifest) -> None:
     given = {name: value for name, value in manifest.options.items() if value not in (None, "", False)}
     if given:
         out.print(f"options     {', '.join(f'{name}={value}' for name, value in given.items())}")
-    print_profiles(out, manifest)
+    print_parts(out, profile_parts(manifest))
 
 
 def manifest_lines(manifest: Manifest) -> list[tuple[str, str]]:
@@ -56,26 +57,16 @@ def _few(tokens: object) -> str:
     return f"{str(tokens[:_FEW])[:-1]}, ...] ({len(tokens)})"
 
 
-def print_profiles(out: Console, manifest: Manifest) -> None:
-    """Print one table of all profiles: the shapes of each input that has a dynamic dimension."""
-    rows = profile_rows(manifest)
-    if not rows:
-        return
-    grid = table(*PROFILE_COLUMNS, title="Profiles")
-    for cells in rows:
-        grid.add_row(*cells)
-    out.print()
-    out.print(grid)
-
-
-def profile_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    """Return input, shapes and profiles, for each input that has a dynamic dimension."""
+def profile_parts(manifest: Manifest) -> Iterator[Part]:
+    """One table of all profiles: the shapes of each input that has a dynamic dimension."""
     profiles_of: dict[tuple[str, ...], list[str]] = {}
     for profile in manifest.profiles:
         for name, shapes in profile.shapes.items():
             sizes = ("x".join(map(str, shape)) or "scalar" for shape in (shapes.min, shapes.opt, shapes.max))
             profiles_of.setdefault((name, *sizes), []).append(profile.name)
-    return [cells for cells, _ in group_rows([(*row, ", ".join(names)) for row, names in profiles_of.items()], 1)]
+    rows = [cells for cells, _ in group_rows([(*row, ", ".join(names)) for row, names in profiles_of.items()], 1)]
+    if rows:
+        yield Part("Profiles", ("input", "smallest", "typical", "largest", "profile"), rows, ())
 
 
 def file_text(file: FileIdentity) -> str:

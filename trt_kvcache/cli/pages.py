@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
-from trt_kvcache.cli.manifest_view import PROFILE_COLUMNS, profile_rows
+from trt_kvcache.cli.manifest_view import profile_parts
 from trt_kvcache.cli.output import human_bytes, shape_text
-from trt_kvcache.cli.plan_view import attention_row, cache_row, mask_text, tensor_row
+from trt_kvcache.cli.plan_view import Part, cache_facts, mask_text, plan_parts
 from trt_kvcache.cli.summary import plan_lines
 from trt_kvcache.cli.verify import output_rows
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, OriginalRole, OriginalTensor, UpdateMode
@@ -20,7 +20,6 @@ from trt_kvcache.page import Html, Point, chart, page, table, tag
 if TYPE_CHECKING:
     from trt_kvcache.cli.summary import Lines
     from trt_kvcache.engine.inspect import EngineReport
-    from trt_kvcache.engine.manifest import Manifest
     from trt_kvcache.runtime.bench import BenchReport, Timing
     from trt_kvcache.verify import VerifyReport
 
@@ -70,7 +69,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
         f"{name}: engine",
         _placed(name, manifest.plan, about),
         _listed(lines),
-        *_profiles(manifest),
+        *(html for part in profile_parts(manifest) for html in shown(part)),
         *_plan(manifest.plan),
     )
 
@@ -134,37 +133,16 @@ def _plan(plan: CachePlan) -> Iterable[Html]:
         yield tag("div", *_memory(plan), class_="charts")
         yield _titled("The graph around each cache", "As exported, and as it is in the engine.")
         yield from _around(plan)
-        rows = group_rows([cache_row(cache) for cache in plan.caches], 2)
-        yield tag("h2", "Caches and routes")
-        yield table(
-            ("past\npresent", "", "shape\nin the engine", "type, mode", "as exported\nlayout", "route", "why"),
-            [
-                (f"{r[0]}\n{r[1]}", f"x{len(n)}", f"{r[3]}\n{r[4]}", f"{r[5]}\n{r[6]}", f"{r[7]}\n{r[8]}", r[9], r[2])
-                for r, n in rows
-            ],
-        )
-    if plan.attention:
-        nodes = group_rows([attention_row(node) for node in plan.attention], 1)
-        yield tag("h2", "Attention")
-        yield table(
-            ("attention", "", "type", "heads", "size", "kind", "keys", "mask", "why"),
-            [(r[0], f"x{len(n)}", *r[2:5], r[7], r[5], r[6], r[1]) for r, n in nodes],
-        )
-    if plan.masks:
-        yield tag("h2", "Masks")
-        yield table(("mask", "a key j is visible to query i where"), [(m.name, mask_text(m)) for m in plan.masks])
-    if plan.changes:
-        changes = group_rows([(c.old, c.new, c.why, c.io) for c in plan.changes], 3)
-        yield tag("h2", "What changes for the caller")
-        yield table(
-            ("", "as exported", "here", "why"),
-            [(io, old or "-", new or "-", why) for (old, new, why, io), _ in changes],
-        )
-    for io in ("input", "output"):
-        tensors = group_rows([tensor_row(t) for t in plan.tensors if t.io == io], 2)
-        if tensors:
-            yield tag("h2", f"{io.title()}s")
-            yield table(("name", "role", "type", "shape", "found by"), [(r[0], *r[2:5], r[1]) for r, _ in tensors])
+    for part in plan_parts(plan):
+        yield from shown(part)
+
+
+def shown(part: Part) -> Iterable[Html]:
+    """The part of an answer, as of `print_parts`."""
+    if part.rows:
+        yield tag("h2", part.title)
+        yield table(part.columns, part.rows)
+    yield from (tag("p", note, class_="dim") for note in part.notes)
 
 
 def _memory(plan: CachePlan) -> Iterable[Html]:
@@ -215,7 +193,10 @@ def _around(plan: CachePlan) -> Iterable[Html]:
             readers.setdefault(past, []).append(node)
     rows, whole = [], {}
     for cache in plan.caches:
-        key = (*cache_row(cache)[2:], *(f"{n.kind.value}, {n.keys}, {n.mask}" for n in readers.get(cache.past, [])))
+        key = (
+            *list(cache_facts(cache).values())[2:],
+            *(f"{n.kind.value}, {n.keys}, {n.mask}" for n in readers.get(cache.past, [])),
+        )
         rows.append((cache.past, cache.present, cache.write_indices or "", *key))
         whole[len(rows) - 1] = cache
     # Groups of one form, keys and values, are one drawing.
@@ -316,11 +297,6 @@ def _listed(lines: Iterable[tuple[str, str]]) -> Html:
             for at, text in enumerate(pair)
         ),
     )
-
-
-def _profiles(manifest: Manifest) -> Iterable[Html]:
-    yield tag("h2", "Profiles")
-    yield table(PROFILE_COLUMNS, profile_rows(manifest))
 
 
 def _bench_charts(results: Sequence[tuple[str, BenchReport]]) -> Iterable[Html]:

@@ -1,24 +1,42 @@
-"""A `CachePlan` as tables."""
+"""What a plan says, once: parts with a title, a table and notes, which `print_parts` and pages show."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.output import human_bytes, shape_text, table
-from trt_kvcache.importer.plan import (
-    AttentionPlan,
-    CachePlan,
-    CacheUpdate,
-    MaskGeometry,
-    Role,
-    TensorRole,
-    UpdateForm,
-)
+from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateForm
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Facts = Mapping[str, str]
+"""What is said of one cache, tensor or the like: texts by name; ``why`` is a reason."""
+
+
+class Part(NamedTuple):
+    """A part of an answer: a table with notes below it, or notes alone."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+
+def print_parts(out: Console, parts: Iterable[Part]) -> None:
+    """Print the parts of an answer."""
+    for part in parts:
+        out.print()
+        if part.rows:
+            grid = table(*part.columns, title=part.title)
+            for cells in part.rows:
+                grid.add_row(*cells)
+            out.print(grid)
+        for note in part.notes:
+            out.print(f"  {note}" if part.rows else note)
 
 
 def print_plan(out: Console, model: str, plan: CachePlan, batch: int) -> None:
@@ -31,22 +49,100 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int) -> None:
         batch: batch size for the memory estimate.
     """
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {plan.in_place_text}")
-    if plan.inlined:
-        out.print(f"inlined: {', '.join(plan.inlined)}")
-    for note in plan.notes:
-        out.print(f"note: {note}")
-    _print_changes(out, plan)
-    _print_caches(out, plan)
-    _print_states(out, plan)
-    _print_attention(out, plan)
-    _print_masks(out, plan)
-    _print_spans(out, plan)
-    _print_logits_span(out, plan)
-    _print_adapters(out, plan)
-    _print_tensors(out, plan)
+    for note in (
+        *([f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []),
+        *(f"note: {n}" for n in plan.notes),
+    ):
+        out.print(note)
+    print_parts(out, plan_parts(plan))
     if plan.caches:
         sequence, total = bytes_of(plan, batch)
         out.print(f"\ncache memory: {human_bytes(sequence)} per sequence, {human_bytes(total)} for a batch of {batch}")
+
+
+def plan_parts(plan: CachePlan) -> Iterator[Part]:
+    """The parts of a plan that has them."""
+    changes = [{"old": c.old or "-", "new": c.new or "-", "why": c.why, "io": c.io} for c in plan.changes]
+    columns = {"": "{io}", "as exported": "{old}", "here": "{new}", "why": "{why}"}
+    yield from _part("What changes for the caller", columns, changes, ("old", "new", "why"))
+    columns = {
+        "past\npresent": "{past}\n{present}",
+        "shape\nin the engine": "{shape}\n{physical}",
+        "dtype\nmode": "{dtype}\n{mode}",
+        "idiom\nlayout": "{idiom}\n{layout}",
+        "route": "{route}{many}",
+    }
+    yield from _part("Caches", columns, list(map(cache_facts, plan.caches)), ("past", "present", "why"), "{route}")
+    states = [
+        {"past": s.past, "present": s.present, "why": s.reason, "shape": shape_text(s.shape), "dtype": s.dtype}
+        for s in plan.states
+    ]
+    columns = {"past": "{past}", "present": "{present}", "shape": "{shape}", "dtype": "{dtype}{many}"}
+    yield from _part("States", columns, states, ("past", "present", "why"), "two buffers")
+    columns = {"attention": "{node}", "dtype": "{dtype}", "heads": "{heads}", "size": "{size}",
+               "kind": "{kind}{many}", "keys": "{keys}", "mask": "{mask}"}  # fmt: skip
+    nodes = list(map(attention_facts, plan.attention))
+    shared = shared_caches(plan)
+    yield from _part("Attention", columns, nodes, ("node", "why"), "{kind}", [shared] if shared else [])
+    masks = [{"mask": m.name, "holds": "float" if m.additive else "bool", "text": mask_text(m)} for m in plan.masks]
+    columns = {"mask": "{mask}", "holds": "{holds}", "a key is visible where": "{text}"}
+    yield from _part("Masks", columns, masks, ("mask",))
+    yield from (Part("", (), (), [text]) for text in _spans(plan))
+    if plan.adapters is not None:
+        products = [
+            {
+                "modules": ", ".join(part.module for part in p.parts), "found": p.found_by, "rank": str(p.rank),
+                "product": f"{p.inputs} x {p.outputs}", "dtype": p.dtype,
+            }
+            for p in plan.adapters.products
+        ]  # fmt: skip
+        columns = {"modules": "{modules}", "rank": "{rank}", "product": "{product}",
+                   "dtype": "{dtype}{many}", "found by": "{found}"}  # fmt: skip
+        yield from _part("Adapters", columns, products, ("modules", "found"), more=[adapters_text(plan)])
+    columns = {"name": "{name}", "role": "{role}", "dtype": "{dtype}", "shape": "{shape}", "found by": "{found}"}
+    for io, title in (("input", "Inputs"), ("output", "Outputs")):
+        tensors = [
+            {
+                "name": t.name, "found": t.found_by.partition(":")[0], "dtype": t.dtype, "shape": shape_text(t.shape),
+                "role": "" if t.role is Role.OTHER else "embeddings" if t.embedded else t.role.value,
+            }
+            for t in plan.tensors if t.io == io
+        ]  # fmt: skip
+        yield from _part(title, columns, tensors, ("name", "found"))
+
+
+def _part(
+    title: str,
+    columns: Mapping[str, str],
+    facts: Sequence[Facts],
+    names: Sequence[str],
+    kind: str = "",
+    more: Sequence[str] = (),
+) -> Iterator[Part]:
+    """Return a table with a row for each group of facts that differ in a layer's number only; nothing without facts.
+
+    Args:
+        title: of the table.
+        columns: by title: the cell, with the names of facts in braces, and ``{many}`` for the number of layers.
+        facts: of one item each.
+        names: of facts, those in which the number of a layer may stand.
+        kind: the beginning of the notes, which say ``why``; nothing: there are none.
+        more: notes.
+    """
+    if not facts:
+        return
+    keys = [*names, *(key for key in facts[0] if key not in names)]
+    rows, reasons = [], dict[tuple[str, str], list[str]]()
+    for row, layers in group_rows([[fact[key] for key in keys] for fact in facts], len(names)):
+        said = {**dict(zip(keys, row, strict=True)), "many": f" x{len(layers)}" if len(layers) > 1 else ""}
+        rows.append([cell.format_map(said) for cell in columns.values()])
+        if kind:
+            reasons.setdefault((kind.format_map(said), said["why"]), []).append(row[0])
+    notes = []
+    for (about, why), of in reasons.items():
+        whose = f" ({', '.join(of)})" if len(reasons) > 1 else ""
+        notes.append(f"{about}{whose}: {why}")
+    yield Part(title, list(columns), rows, [*notes, *more])
 
 
 def plan_data(plan: CachePlan, batch: int) -> dict[str, Any]:
@@ -83,104 +179,37 @@ def shared_caches(plan: CachePlan) -> str | None:
     return f"caches that several layers read: {', '.join(shared[:3])}{more}"
 
 
-def _print_changes(out: Console, plan: CachePlan) -> None:
-    if not plan.changes:
-        return
-    grid = table("", "as exported", "here", "why", title="What changes for the caller")
-    for (old, new, why, io), _ in group_rows([(c.old, c.new, c.why, c.io) for c in plan.changes], 3):
-        grid.add_row(io, old or "-", new or "-", why)
-    out.print()
-    out.print(grid)
-
-
-def _print_states(out: Console, plan: CachePlan) -> None:
-    if not plan.states:
-        return
-    rows = group_rows([(s.past, s.present, s.reason, shape_text(s.shape), s.dtype) for s in plan.states], 3)
-    grid = table("past", "present", "shape", "dtype", title="States")
-    for (past, present, _, shape, dtype), layers in rows:
-        many = f" x{len(layers)}" if len(layers) > 1 else ""
-        grid.add_row(past, present, shape, dtype + many)
-    out.print()
-    out.print(grid)
-    _print_notes(out, [("two buffers", row[0], row[2]) for row, _ in rows])
-
-
-def _print_caches(out: Console, plan: CachePlan) -> None:
-    if not plan.caches:
-        return
-    rows = group_rows([cache_row(cache) for cache in plan.caches], 3)
-    columns = ("past\npresent", "shape\nin the engine", "dtype\nmode", "idiom\nlayout", "route")
-    grid = table(*columns, title="Caches")
-    for (past, present, _, logical, physical, dtype, mode, idiom, layout, route), layers in rows:
-        many = f" x{len(layers)}" if len(layers) > 1 else ""
-        cells = (f"{past}\n{present}", f"{logical}\n{physical}", f"{dtype}\n{mode}", f"{idiom}\n{layout}")
-        grid.add_row(*cells, f"{route}{many}")
-    out.print()
-    out.print(grid)
-    _print_notes(out, [(row[9], row[0], row[2]) for row, _ in rows])
-
-
-def cache_row(cache: CacheUpdate) -> tuple[str, ...]:
-    """Return past, present, reason; shape, shape in the engine, dtype, mode, idiom, layout and route."""
+def cache_facts(cache: CacheUpdate) -> dict[str, str]:
+    """Return what is said of a cache."""
     longest = cache.contract.max_update_length if cache.contract else None
     bound = f", at most {longest} tokens per update" if longest else ""
-    mode = cache.mode.value + (", packed" if cache.form is UpdateForm.PACKED_NHD else "")
-    return (
-        cache.past,
-        cache.present,
-        cache.reason + bound,
-        shape_text(cache.logical_shape),
-        shape_text(cache.physical_shape),
-        cache.dtype,
-        mode,
-        cache.idiom,
-        cache.layout.value,
-        cache.route.value,
-    )
+    return {
+        "past": cache.past,
+        "present": cache.present,
+        "why": cache.reason + bound,
+        "shape": shape_text(cache.logical_shape),
+        "physical": shape_text(cache.physical_shape),
+        "dtype": cache.dtype,
+        "mode": cache.mode.value + (", packed" if cache.form is UpdateForm.PACKED_NHD else ""),
+        "idiom": cache.idiom,
+        "layout": cache.layout.value,
+        "route": cache.route.value,
+    }
 
 
-def _print_attention(out: Console, plan: CachePlan) -> None:
-    if not plan.attention:
-        return
-    rows = group_rows([attention_row(node) for node in plan.attention], 2)
-    grid = table("attention", "dtype", "heads", "size", "kind", "keys", "mask", title="Attention")
-    for (node, _, dtype, heads, size, keys, mask, kind), layers in rows:
-        many = f" x{len(layers)}" if len(layers) > 1 else ""
-        grid.add_row(node, dtype, heads, size, kind + many, keys, mask)
-    out.print()
-    out.print(grid)
-    _print_notes(out, [(row[7], row[0], row[1]) for row, _ in rows])
-    if (shared := shared_caches(plan)) is not None:
-        out.print(f"  {shared}")
-
-
-def attention_row(node: AttentionPlan) -> tuple[str, ...]:
-    """Return node, reason; dtype, heads, head size, keys, mask and kind."""
-    heads = str(node.query_heads) if node.query_heads == node.kv_heads else f"{node.query_heads}/{node.kv_heads}"
+def attention_facts(node: AttentionPlan) -> dict[str, str]:
+    """Return what is said of an attention."""
     same = node.head_size == node.value_head_size
-    size = str(node.head_size) if same else f"{node.head_size}, values {node.value_head_size}"
-    return node.node, node.reason, node.dtype, heads, size, node.keys, node.mask or "none", node.kind.value
-
-
-def _print_notes(out: Console, notes: list[tuple[str, str, str]]) -> None:
-    """Print each distinct reason once, with its names."""
-    names_of: dict[tuple[str, str], list[str]] = {}
-    for kind, name, reason in notes:
-        names_of.setdefault((kind, reason), []).append(name)
-    for (kind, reason), names in names_of.items():
-        whose = "" if len(names_of) == 1 else f" ({', '.join(names)})"
-        out.print(f"  {kind}{whose}: {reason}")
-
-
-def _print_masks(out: Console, plan: CachePlan) -> None:
-    if not plan.masks:
-        return
-    grid = table("mask", "holds", "a key is visible where", title="Masks")
-    for mask in plan.masks:
-        grid.add_row(mask.name, "float" if mask.additive else "bool", mask_text(mask))
-    out.print()
-    out.print(grid)
+    return {
+        "node": node.node,
+        "why": node.reason,
+        "dtype": node.dtype,
+        "heads": str(node.query_heads) + (f"/{node.kv_heads}" if node.query_heads != node.kv_heads else ""),
+        "size": str(node.head_size) if same else f"{node.head_size}, values {node.value_head_size}",
+        "keys": node.keys,
+        "mask": node.mask or "none",
+        "kind": node.kind.value,
+    }
 
 
 def mask_text(mask: MaskGeometry) -> str:
@@ -197,21 +226,17 @@ def mask_text(mask: MaskGeometry) -> str:
     return text + ("; rows that see no key give zero" if mask.guarded else "")
 
 
-def _print_spans(out: Console, plan: CachePlan) -> None:
+def _spans(plan: CachePlan) -> Iterator[str]:
     for span in plan.spans:
-        out.print(
-            f"\nspan: the added input {span.name} [{span.symbol}] holds 0, 1, 2, ...; its shape says how many of the "
+        yield (
+            f"span: the added input {span.name} [{span.symbol}] holds 0, 1, 2, ...; its shape says how many of the "
             f"{span.capacity} cache rows a step reads: at least the largest of {span.lengths}"
         )
-
-
-def _print_logits_span(out: Console, plan: CachePlan) -> None:
-    span = plan.logits_span
-    if span is not None:
-        out.print(
-            f"\nlogits: of the last positions of a step, computed from those of '{span.tensor}'; the shape of the "
-            f"added input {span.name} [{span.symbol}] says of how many, from 1 (the next token) to all; its contents "
-            "do not matter"
+    if (last := plan.logits_span) is not None:
+        yield (
+            f"logits: of the last positions of a step, computed from those of '{last.tensor}'; the shape of the added "
+            f"input {last.name} [{last.symbol}] says of how many, from 1 (the next token) to all; its contents do not "
+            "matter"
         )
 
 
@@ -226,34 +251,3 @@ def adapters_text(plan: CachePlan) -> str:
         f"{adapters.slots} slots of rank {adapters.rank} beside the model itself, in {len(adapters.products)} products "
         f"({', '.join(names)}): {human_bytes(one)} for each, {human_bytes(one * (adapters.slots + 1))} in all"
     )
-
-
-def _print_adapters(out: Console, plan: CachePlan) -> None:
-    if plan.adapters is None:
-        return
-    products = [
-        (", ".join(part.module for part in p.parts), p.found_by, str(p.rank), f"{p.inputs} x {p.outputs}", p.dtype)
-        for p in plan.adapters.products
-    ]
-    grid = table("modules", "rank", "product", "dtype", "found by", title="Adapters")
-    for (modules, found_by, *cells), layers in group_rows(products, 2):
-        grid.add_row(modules, *cells[:2], cells[2] + (f" x{len(layers)}" if len(layers) > 1 else ""), found_by)
-    out.print()
-    out.print(grid)
-    out.print(f"  {adapters_text(plan)}")
-
-
-def _print_tensors(out: Console, plan: CachePlan) -> None:
-    for io, title in (("input", "Inputs"), ("output", "Outputs")):
-        rows = group_rows([tensor_row(tensor) for tensor in plan.tensors if tensor.io == io], 2)
-        grid = table("name", "role", "dtype", "shape", "found by", title=title)
-        for (name, found_by, role, dtype, shape), _ in rows:
-            grid.add_row(name, role, dtype, shape, found_by)
-        out.print()
-        out.print(grid)
-
-
-def tensor_row(tensor: TensorRole) -> tuple[str, ...]:
-    """Return name, source of the role; role, dtype and shape."""
-    role = "" if tensor.role is Role.OTHER else "embeddings" if tensor.embedded else tensor.role.value
-    return tensor.name, tensor.found_by.partition(":")[0], role, tensor.dtype, shape_text(tensor.shape)
