@@ -86,7 +86,7 @@ class Kinds:
     def _read(self) -> dict[str, Kind]:
         first, second = (inference.found for inference in self._inferences)
         return {
-            name: Kind(elem_type, _terms(dims, second[name][1] if name in second else None))
+            name: Kind(elem_type, terms(dims, second[name][1] if name in second else None))
             for name, (elem_type, dims) in first.items()
         }
 
@@ -190,7 +190,8 @@ def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> npt.NDArray[An
     return np.asarray(shape[slice(ends.get("start"), ends.get("end"))], np.int64)
 
 
-def _terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
+def terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
+    """A shape at both `POINTS` as terms; None if a dimension is none, or is not known."""
     if first is None or second is None or len(first) != len(second):
         return None
     terms = [_term(a, b) for a, b in zip(first, second, strict=True)]

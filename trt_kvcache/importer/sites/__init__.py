@@ -11,14 +11,14 @@ operator but Shape, so that it does not matter how an exporter writes an attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.extensions import Finish, load
 from trt_kvcache.importer.graph import FLOATS, Emitter, elem_type, export_inferred, inputs_behind, producer
 from trt_kvcache.importer.interface.exported import Interface
@@ -31,14 +31,16 @@ from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Findings, Visibility, Write
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
-from trt_kvcache.importer.sites.cut import Cutter, MisfitError, Region, SiteError
+from trt_kvcache.importer.sites.cut import Cutter, FartherError, MisfitError, Region, SiteError, UnknownError
 from trt_kvcache.importer.sites.layout import ATTENTION, Layout, order_of
-from trt_kvcache.importer.sites.read import AttentionSeen, CacheSeen, FartherError, Reader, UnknownError
+from trt_kvcache.importer.sites.read import AttentionSeen, CacheSeen, read_attention
 from trt_kvcache.importer.sites.turned import growing, ways
 
 __all__ = ["find_sites"]
 
 _MOST_STEPS = 12  # back from short tensors to those before them
+_PLACES = ((4, 2), (4, 1), (4, 3), (3, 1))  # ranks of caches, and axes of their rows
+_PLAIN = (("b",), ("n", "g"), ("s",), ("d",))
 
 
 def find_sites(
@@ -140,53 +142,37 @@ def _read(
     weights: Mapping[str, onnx.TensorProto],
 ) -> list[AttentionSeen]:
     """Every attention, in the order of the caches."""
-    inputs = [t for t in interface.tensors if t.io == "input"]
-    batch = next((t.shape[0] for t in inputs if t.name == interface.tokens and isinstance(t.shape[0], int)), None)
     presents = {str(c.past.name): str(c.present.name) for c in caches}
     axes = {str(c.past.name): int(c.axis or 0) for c in caches}
-    cutter = Cutter(Graph(model), samples, presents, interface.tokens, weights)
-
+    cutter = Cutter(model, samples, presents, interface.tokens, weights)
     known: dict[str, tuple[Region, AttentionSeen | FartherError]] = {}
-    found: list[AttentionSeen] = []
-    read: set[str] = set()
+
+    def read(past: str) -> AttentionSeen:
+        """The attention over a cache; its region goes back until queries and new rows are one tensor each."""
+        passed: set[str] = set()
+        for _ in range(_MOST_STEPS):
+            region = cutter.region(past, passed)
+            if region.key not in known:
+                try:
+                    known[region.key] = region, read_attention(region, samples.step, axes, samples.capacity)
+                except FartherError as error:
+                    known[region.key] = region, error
+            first, seen = known[region.key]
+            names = dict(zip(first.names, region.names, strict=True))
+            if isinstance(seen, AttentionSeen):
+                return seen.renamed(names)
+            passed.add(max((names[n] for n in seen.names), key=region.texts.index))
+        raise SiteError(f"queries and new rows of '{past}' are no single tensors")
+
+    found: dict[str, AttentionSeen] = {}
     for past in presents:
-        if past not in read:
-            site = _site(
-                cutter, past, known, lambda r: Reader(r, samples.step, cutter.shape, axes, batch or 0, samples.capacity)
-            )
+        if past not in found:
+            site = read(past)
             for cache in (site.key, site.value):
                 if presents[cache.past] != cache.present:
                     raise SiteError(f"'{cache.past}' comes back as '{cache.present}'")
-            read |= {site.key.past, site.value.past}
-            found.append(site)
-    return found
-
-
-def _site(
-    cutter: Cutter,
-    past: str,
-    known: dict[str, tuple[Region, AttentionSeen | FartherError]],
-    reader: Callable[[Region], Reader],
-) -> AttentionSeen:
-    """The attention over a cache; its region goes back until queries and new rows are one tensor each.
-
-    Regions that compute the same are read once: `known` has them by key.
-    """
-    behind: set[str] = set()
-    for _ in range(_MOST_STEPS):
-        region = cutter.region(past, behind)
-        key = region.key(cutter.describe)
-        if key not in known:
-            try:
-                known[key] = region, reader(region).read()
-            except FartherError as error:
-                known[key] = region, error
-        first, seen = known[key]
-        names = dict(zip(first.names, region.names, strict=True))
-        if isinstance(seen, AttentionSeen):
-            return seen.renamed(names)
-        behind.add(max((names[n] for n in seen.names), key=region.texts.index))
-    raise SiteError(f"queries and new rows of '{past}' are no single tensors")
+                found[cache.past] = site
+    return list(dict.fromkeys(found.values()))
 
 
 def _write(graph: gs.Graph, cache: CacheSeen) -> Write:
@@ -194,77 +180,59 @@ def _write(graph: gs.Graph, cache: CacheSeen) -> Write:
     past, present = tensors[cache.past], tensors[cache.present]
     node = producer(present)
     assert node is not None
-    perm = None if cache.perm == tuple(range(len(cache.perm))) else cache.perm
-    order = tuple(n for n in ("b", "n", "d") if n in order_of(cache.layout))
-    rank = len(past.shape)
-    if order_of(cache.layout) != order or (rank, cache.axis) not in ((4, 2), (4, 1), (4, 3), (3, 1)):
+    if (len(past.shape), cache.axis) not in _PLACES:
         raise SiteError(
-            f"the cache '{cache.past}' {list(past.shape)} lies in an order that is not supported: its rows are axis "
-            f"{cache.axis}, and its other axes {cache.layout}"
+            f"the cache '{cache.past}' {list(past.shape)} has its rows on axis {cache.axis}; supported are "
+            "[B, N, P, D], [B, P, N, D], [B, N, D, P] and [B, P, N * D]"
         )
-    return Write(
-        node.op, past, present, tensors[cache.rows], node.name, axis=cache.axis, growing=True, perm=perm,
-    )  # fmt: skip
+    perm = None if cache.perm == tuple(range(len(cache.perm))) else cache.perm
+    return Write(node.op, past, present, tensors[cache.rows], node.name, axis=cache.axis, growing=True, perm=perm)
 
 
 def _core(graph: gs.Graph, emit: Emitter, tokens: gs.Tensor, site: AttentionSeen, writes: Mapping[str, Write]) -> Core:
     """The attention, with what brings queries and results into ``[B, H, S, D]`` and back."""
-    tensors = graph.tensors()
+    tensors, sizes = graph.tensors(), site.sizes
     query, result = tensors[site.query], tensors[site.result]
-    maker = producer(result)
-    assert maker is not None
-    heads = site.heads[0] * site.heads[1]
-    shape: tuple[Dim, ...] = ("batch", heads, "sequence", site.head_size)
+    node = producer(result)
+    assert node is not None
     query_type, result_type = elem_type(query) or 0, elem_type(result) or 0
-    if not _is_plain(site.query_layout, ATTENTION):
-        order = order_of(site.query_layout)
-        named = _named(site, site.head_size)
-        target = [n for n in ATTENTION if n in order]
-        if list(order) != target:
-            query = emit.op("Reshape", [query, emit_sizes(emit, tokens, tuple(named[n] for n in order))], "apart")
-            query = emit.op("Transpose", [query], "turned", perm=[order.index(n) for n in target])
-        query = emit.op("Reshape", [query, emit_sizes(emit, tokens, shape)], "query_heads", query_type)
-    if not _is_plain(site.result_layout, ATTENTION):
-        made = gs.Variable(emit.name("result_heads"), dtype=result.dtype)
-        named = _named(site, site.value_size)
-        order = order_of(site.result_layout)
-        target = [n for n in ATTENTION if n in order]
-        last: gs.Tensor = made
-        if list(order) != target:
-            last = emit.op("Reshape", [last, emit_sizes(emit, tokens, tuple(named[n] for n in target))], "apart")
-            last = emit.op("Transpose", [last], "turned", perm=[target.index(n) for n in order])
-        sizes = emit_sizes(emit, tokens, tuple(_size(axis, named) for axis in site.result_layout))
-        result.inputs.clear()
-        graph.nodes.append(gs.Node("Reshape", emit.name("result"), {}, [last, sizes], [result]))
-        result = made
     seen = Visibility(causal=site.causal, window=site.window)
+
+    def turned(tensor: gs.Tensor, old: Layout, new: Layout, size: int) -> gs.Tensor:
+        """The same numbers in another layout."""
+        named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": size}
+        both = set(order_of(old)).intersection(order_of(new))  # sizes of 1 are in neither
+        before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))
+        if before != after:
+            shape = emit_sizes(emit, tokens, tuple(named[n] for n in before))
+            tensor = emit.op("Reshape", [tensor, shape], "apart")
+            tensor = emit.op("Transpose", [tensor], "turned", perm=[before.index(n) for n in after])
+        shape = emit_sizes(emit, tokens, tuple(_size([named[n] for n in axis]) for axis in new))
+        return emit.op("Reshape", [tensor, shape], "laid")
+
+    if not _is_plain(site.query_layout):
+        query = turned(query, site.query_layout, _PLAIN, sizes["d"])
+    if not _is_plain(site.result_layout):
+        made = gs.Variable(emit.name("result_heads"), dtype=result.dtype)
+        result.inputs.clear()
+        last = turned(made, _PLAIN, site.result_layout, sizes["v"])
+        last.inputs[0].outputs = [result]
+        result = made
     return Core(
-        maker.name, result, query, writes[site.key.past], writes[site.value.past], site.scale, site.softcap, seen,
-        heads, site.head_size, site.value_size, query_type, result_type, wide_weights=site.wide,
+        node.name, result, query, writes[site.key.past], writes[site.value.past], site.scale, site.softcap, seen,
+        sizes["n"] * sizes["g"], sizes["d"], sizes["v"], query_type, result_type, wide_weights=site.wide,
     )  # fmt: skip
 
 
-def _is_plain(layout: Layout, order: Sequence[str]) -> bool:
+def _is_plain(layout: Layout) -> bool:
     """True for ``[B, H, S, D]``."""
-    return (
-        len(layout) == 4
-        and order_of(layout) == tuple(n for n in order if n in order_of(layout))
-        and all(set(axis) <= set(names) for axis, names in zip(layout, ("b", "ng", "s", "d"), strict=True))
-    )
+    order = order_of(layout)
+    in_order = order == tuple(n for n in ATTENTION if n in order)
+    return in_order and len(layout) == 4 and all(map(set.issuperset, map(set, _PLAIN), layout))
 
 
-def _named(site: AttentionSeen, size: int) -> dict[str, Dim]:
-    return {"b": "batch", "n": site.heads[0], "g": site.heads[1], "s": "sequence", "d": size}
-
-
-def _size(axis: Sequence[str], named: Mapping[str, Dim]) -> Dim:
-    """The size of an axis; "?" where it is more than one of batch and new tokens, or one of them and a number."""
-    found = [named[n] for n in axis]
-    if len(found) == 1:
-        return found[0]
-    made = 1
-    for size in found:
-        if isinstance(size, str):
-            return "?"
-        made *= size
-    return made
+def _size(axis: Sequence[Dim]) -> Dim:
+    """The size of an axis of these; "?" where it is more than one of batch and new tokens, or one of them and more."""
+    if len(axis) == 1:
+        return axis[0]
+    return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"

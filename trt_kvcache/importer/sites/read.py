@@ -1,10 +1,10 @@
 """Describe an attention by running its region in ONNX Runtime on chosen numbers.
 
     which past belongs to which new rows     numbered rows, found again in the presents
-    values, keys                             what the result is linear in; what may be scaled against the queries
+    values, keys                             the result is linear in values
     heads, layouts                           numbered values with one key; weights that are the same for a whole head
     weights of keys                          values of 1 in one row
-    keys that a query sees, biases           weights where queries and keys are 0
+    keys that a query sees                   weights where queries and keys are 0
     scale, softcap                           weights against products of queries and keys
 
 Everything here is a guess that the check decides.
@@ -13,7 +13,7 @@ Everything here is a guess that the check decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -23,20 +23,23 @@ import numpy.typing as npt
 
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.protos import INTEGERS
-from trt_kvcache.importer.sites.cut import MisfitError, Region, SiteError
+from trt_kvcache.importer.sites.cut import FartherError, MisfitError, Region, SiteError, UnknownError
 from trt_kvcache.importer.sites.layout import ATTENTION, Layout, brought, layouts, places
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
 from trt_kvcache.importer.steps.runnable import open_types
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
+Step = tuple[float, Array, Array]
+"""A factor of the queries, the scores that weights then show, ``[b, n, g, s, keys]``, and True where they show one."""
 _BATCHES, _PAST, _NEW = (5, 7, 11), 4, 7
-_SMALL = 0.3  # of queries and keys: where a softcap is linear
+_SMALL = 0.3  # times the queries: most softcaps then change little
+_LARGE = 12.0  # scores that a softcap changes
 _FITS = 0.97  # cosine of the weights seen and those expected
 _NOTHING = 1e-9  # the weight of a hidden key
 _CLOSE = 1e-3
 _ITERATIONS, _STEP = 12, 1e-4
-_LARGE = 12.0  # scores that a softcap changes
+_SOME = 4  # of so many keys, the weights of one say how heads lie
 _LONGEST = 1 << 22  # numbers of a cache in a long step
 
 
@@ -48,8 +51,7 @@ class CacheSeen:
         past, present: names.
         rows: the short tensor with its new rows.
         perm: brings `rows` to the order of axes of the cache.
-        axis: of its rows.
-        layout: of its other axes.
+        axis: of its rows; its other axes are batch, heads and numbers of a head, the last two in one or two axes.
     """
 
     past: str
@@ -57,11 +59,6 @@ class CacheSeen:
     rows: str
     perm: tuple[int, ...]
     axis: int
-    layout: Layout = ()
-
-    def renamed(self, names: Mapping[str, str]) -> CacheSeen:
-        """The same of other tensors."""
-        return replace(self, past=names[self.past], present=names[self.present], rows=names[self.rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +69,7 @@ class AttentionSeen:
         result, query: short tensors.
         key, value: its caches.
         result_layout, query_layout: of these.
-        heads: of keys, and queries for each.
-        head_size, value_size: numbers of a head.
+        sizes: of heads of keys (n), queries for each (g), and numbers of a head of queries (d) and of values (v).
         scale, softcap: of scores; 0: no softcap.
         causal, window: see `Visibility`.
         wide: keys, scores or weights are float32.
@@ -85,9 +81,7 @@ class AttentionSeen:
     value: CacheSeen
     result_layout: Layout
     query_layout: Layout
-    heads: tuple[int, int]
-    head_size: int
-    value_size: int
+    sizes: Mapping[str, int]
     scale: float
     softcap: float
     causal: bool
@@ -96,405 +90,305 @@ class AttentionSeen:
 
     def renamed(self, names: Mapping[str, str]) -> AttentionSeen:
         """The same of other tensors."""
-        key, value = self.key.renamed(names), self.value.renamed(names)
+        key, value = (
+            replace(c, past=names[c.past], present=names[c.present], rows=names[c.rows]) for c in (self.key, self.value)
+        )
         return replace(self, result=names[self.result], query=names[self.query], key=key, value=value)
 
 
-@dataclass(eq=False)
-class Reader:
-    """Runs one region.
+def read_attention(
+    region: Region, step: Callable[[int, int, int], Sample], axes: Mapping[str, int], capacity: int
+) -> AttentionSeen:
+    """Describe the attention of a region.
 
-    Attributes:
+    Args:
         region: what runs.
         step: makes a step of batch, past and new tokens.
-        shape: of a text of the region, in a step.
         axes: of the rows of each cache.
-        batch: that the model fixes, else 0.
         capacity: the most tokens.
+
+    Raises:
+        SiteError: in words what was seen instead.
+        FartherError: queries or new rows are no single short tensors of the region, but may be some before them.
     """
+    return _Reader(region, step, axes, capacity).read()
 
-    region: Region
-    step: Callable[[int, int, int], Sample]
-    shape: Callable[[str, int, int], tuple[int, ...]]
-    axes: Mapping[str, int]
-    batch: int
-    capacity: int
-    moved: dict[str, CacheSeen] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+class _Reader:
+    """Runs one region, see `read_attention`; most steps are of `sample`."""
+
+    def __init__(
+        self, region: Region, step: Callable[[int, int, int], Sample], axes: Mapping[str, int], capacity: int
+    ) -> None:
+        self._region, self._step, self._axes, self._capacity = region, step, axes, capacity
         try:
-            self._engine = OrtEngine(open_types(self.region.model, wide=True))
+            self._engine = OrtEngine(open_types(region.model, wide=True))
         except EngineError as error:
             raise SiteError(f"its region does not load: {error}") from None
         self._rng = np.random.default_rng(0)
+        one = step(1, 1, 1).probe
+        taken = {d for name in region.texts for d in one.shape(name) or ()}
+        batch = next((b for b in _BATCHES if not any(d % b == 0 for d in taken)), _BATCHES[-1])
+        past = min(_PAST, max(0, capacity - 2))
+        self._sample = step(batch, past, max(1, min(_NEW, capacity - past)))
+        self._batch, self._length = self._sample.batch, self._sample.length
 
-    def feeds(self, batch: int, past: int, length: int) -> Feeds:
+    def read(self) -> AttentionSeen:
+        region = self._region
+        caches = self._moved()
+        rows = {c.rows for c in caches}
+        queries = [t for t in region.texts if t not in rows]
+        if len(caches) != 2:
+            raise SiteError(f"the attention reads {len(caches)} caches, and not one of keys and one of values")
+        if len(queries) != 1:
+            raise FartherError(queries) if queries else SiteError("no queries go into the attention")
+        self._query = queries[0]
+        self._key, self._value = self._roles(caches)
+        self._sizes, self._results = self._layout()
+        base = self._weights(self._still(self._feeds(self._sample)), self._sample)
+        causal, window = self._visible(base)
+        size, query, scale, softcap = self._scores(base)
+        return AttentionSeen(
+            region.result, self._query, self._key, self._value, self._results, query,
+            {**self._sizes, "d": size, "v": self._sizes["d"]}, scale, softcap, causal, window, region.wide,
+        )  # fmt: skip
+
+    def _feeds(self, sample: Sample) -> Feeds:
         """Random numbers for a step, and what lengths and positions say."""
-        sample = self.step(batch, past, length)
         made: Feeds = {}
-        for name in self.region.texts:
-            made[name] = self._random(self.shape(name, batch, length))
-        for name in self.region.measured:
-            made[name] = self._random(sample.probe.shape(name) or ())
-        for name in self.region.inputs:
+        for name in (v.name for v in self._region.model.graph.input):
             value, shape = sample.probe.value(name), sample.probe.shape(name)
             if value is None and shape is None:
                 raise SiteError(f"nothing says how large '{name}' is in a step")
-            if value is None and name not in self.region.caches and sample.probe.elem_type(name) in INTEGERS:
+            if value is None and name in self._region.inputs and sample.probe.elem_type(name) in INTEGERS:
                 raise UnknownError(name)
-            made[name] = self._random(shape or ()) if value is None else value
+            made[name] = self._rng.standard_normal(shape).astype(np.float32) if value is None else value
         return made
 
-    def _random(self, shape: tuple[int, ...]) -> Array:
-        return self._rng.standard_normal(shape).astype(np.float32)
-
-    def run(self, feeds: Feeds) -> Feeds:
+    def _run(self, feeds: Feeds) -> Feeds:
         """All outputs in float64."""
         try:
             return {name: value.astype(np.float64) for name, value in self._engine.run(feeds).items()}
         except EngineError as error:
             raise MisfitError(f"its region does not run: {error}") from None
 
-    def result(self, feeds: Feeds) -> Array:
-        """The result of the attention."""
-        return self.run(feeds)[self.region.result]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Batch, past and new tokens of a short step."""
-        past = min(_PAST, max(0, self.capacity - 2))
-        return self.batch or self._other_batch(), past, max(1, min(_NEW, self.capacity - past))
-
-    def _other_batch(self) -> int:
-        shapes = [self.shape(name, 1, 1) for name in self.region.texts]
-        taken = {d for shape in shapes for d in shape}
-        return next((b for b in _BATCHES if not any(d % b == 0 for d in taken)), _BATCHES[-1])
-
-    # What is written.
-
-    def read_caches(self) -> None:
-        """Find each cache's new rows, and how they lie.
-
-        Raises:
-            SiteError: a present is not the past with new rows after it.
-            FartherError: the new rows are no short tensor of the region, but may be one before it.
-        """
-        batch, past, length = self.sizes
-        numbers = self.feeds(batch, past, length)
-        first, ranges = 1, {}
-        for name in (*self.region.caches, *self.region.texts):
-            count = numbers[name].size
-            numbers[name] = np.arange(first, first + count, dtype=np.float32).reshape(numbers[name].shape)
-            ranges[name] = (first, first + count)
-            first += count
-        made = self.run(numbers)
-        for present in self.region.presents:
-            self._read_cache(present, made[present], numbers, ranges, past)
-
-    def _read_cache(
-        self, present: str, whole: Array, numbers: Feeds, ranges: Mapping[str, tuple[int, int]], past: int
-    ) -> None:
-        cache = next((c for c in self.region.caches if np.isin(numbers[c], whole).all()), None)
-        if cache is None:
-            raise SiteError(f"'{present}' does not hold all rows of a past")
-        axis = self.axes[cache]
-        before, after = np.split(whole, [past], axis) if whole.ndim > axis else (whole, whole)
-        if before.shape != numbers[cache].shape or not np.array_equal(before, numbers[cache]):
-            raise SiteError(f"'{present}' does not begin with the rows of '{cache}'")
-        rows = next((t for t in self.region.texts if ranges[t][0] <= after.min() and after.max() < ranges[t][1]), None)
-        if rows is None or after.size != numbers[rows].size:
-            sources = [t for t in self.region.texts if np.isin(numbers[t], after).any()]
-            if sources:
+    def _moved(self) -> list[CacheSeen]:
+        """Each cache with its new rows, and how these lie."""
+        feeds, past = self._feeds(self._sample), self._sample.past
+        first = 1
+        for name in (*self._region.caches, *self._region.texts):
+            size = feeds[name].size
+            feeds[name] = np.arange(first, first + size, dtype=np.float32).reshape(feeds[name].shape)
+            first += size
+        made, found = self._run(feeds), []
+        for present in self._region.presents:
+            whole = made[present]
+            held = (c for c in self._region.caches if feeds[c].ndim == whole.ndim and np.isin(feeds[c], whole).all())
+            if (cache := next(held, None)) is None:
+                raise SiteError(f"'{present}' does not hold all rows of a past")
+            axis = self._axes[cache]
+            before, after = np.split(whole, [past], axis)
+            if not np.array_equal(before, feeds[cache]):
+                raise SiteError(f"'{present}' does not begin with the rows of '{cache}'")
+            sources = [t for t in self._region.texts if np.isin(feeds[t], after).any()]
+            if not sources:
+                raise SiteError(f"'{present}' ends with no new rows of '{cache}'")
+            orders = permutations(range(whole.ndim)) if feeds[sources[0]].ndim == whole.ndim else ()
+            perm = next((p for p in orders if np.array_equal(feeds[sources[0]].transpose(p), after)), None)
+            if perm is None:
                 raise FartherError(sources)
-            raise SiteError(f"'{present}' ends with no new rows of '{cache}'")
-        for perm in permutations(range(whole.ndim)) if numbers[rows].ndim == whole.ndim else ():
-            if np.array_equal(numbers[rows].transpose(perm), after):
-                self.moved[cache] = CacheSeen(cache, present, rows, perm, axis)
-                return
-        raise FartherError([rows])
+            found.append(CacheSeen(cache, present, sources[0], perm, axis))
+        return found
 
-    def given(self, cache: CacheSeen, feeds: Feeds, whole: Array) -> Feeds:
-        """Feeds with these rows, in the layout of the cache, in past and new rows; `whole` broadcasts."""
-        past = feeds[cache.past].shape[cache.axis]
-        new = feeds[cache.rows].transpose(cache.perm)
-        sizes = list(new.shape)
-        sizes[cache.axis] += past
-        rows = np.broadcast_to(whole, sizes)
-        before, after = np.split(rows, [past], cache.axis)
-        return {
-            **feeds,
-            cache.past: np.ascontiguousarray(before, np.float32),
-            cache.rows: np.ascontiguousarray(after.transpose(np.argsort(cache.perm)), np.float32),
-        }
+    def _roles(self, caches: list[CacheSeen]) -> tuple[CacheSeen, CacheSeen]:
+        """The caches of keys and of values."""
+        feeds, result = self._feeds(self._sample), self._region.result
+        plain = self._run(feeds)[result]
+        twice = [self._run(feeds | {n: 2 * feeds[n] for n in (c.past, c.rows)})[result] for c in caches]
+        linear = [bool(np.allclose(t, 2 * plain, rtol=1e-3, atol=1e-4 * np.abs(plain).max())) for t in twice]
+        if sum(linear) != 1:
+            shown = sorted(c.past for c in caches)
+            raise SiteError(f"the result is linear in {sum(linear)} of the caches {shown}, and not in one")
+        return caches[linear.index(False)], caches[linear.index(True)]
 
-    # What is computed.
+    def _filled(self, feeds: Feeds, cache: CacheSeen, rows: Array) -> Feeds:
+        """Feeds with these rows, in the layout of the cache, in past and new rows; they broadcast."""
+        past, new = feeds[cache.past], feeds[cache.rows].transpose(cache.perm)
+        whole = np.broadcast_to(rows, np.concatenate([past, new], cache.axis).shape).astype(np.float32)
+        before, after = np.split(whole, [past.shape[cache.axis]], cache.axis)
+        return {**feeds, cache.past: before, cache.rows: after.transpose(np.argsort(cache.perm))}
 
-    def read(self) -> AttentionSeen:
-        """Describe the attention.
-
-        Raises:
-            SiteError: in words what was seen instead.
-            FartherError: queries are no single short tensor.
-        """
-        self.read_caches()
-        if len(self.moved) != 2:
-            raise SiteError(f"the attention reads {len(self.moved)} caches, and not one of keys and one of values")
-        key, value, query = self._roles()
-        batch, past, length = self.sizes
-        feeds = self.feeds(batch, past, length)
-        feeds[query] = feeds[query] * np.float32(_SMALL)
-        blank = self._still(feeds, key, query)
-        sizes, value_layout, result_layout = self._values(key, value, query)
-        value = replace(value, layout=value_layout)
-        weights, base = (self._weights(f, value, sizes, result_layout) for f in (feeds, blank))
-        heads = (sizes["n"], sizes["g"])
-        causal, window = self._visible(base, past, key, value, query)
-        key_layout, query_layout, size, scale, products = self._products(feeds, key, query, sizes, weights, base)
-        key = replace(key, layout=key_layout)
-        scale, softcap = self._softcap(feeds, query, value, sizes, result_layout, base, products, scale, size)
-        return AttentionSeen(
-            self.region.result, query, key, value, result_layout, query_layout, heads, size, sizes["d"], scale, softcap,
-            causal, window, wide=self.region.wide,
-        )  # fmt: skip
-
-    def _roles(self) -> tuple[CacheSeen, CacheSeen, str]:
-        """The caches of keys and of values, and the queries."""
-        rows = {c.rows for c in self.moved.values()}
-        queries = [t for t in self.region.texts if t not in rows]
-        if len(queries) != 1:
-            raise FartherError(queries) if queries else SiteError("no queries go into the attention")
-        feeds = self.feeds(*self.sizes)
-        plain = self.result(feeds)
-
-        def doubled(cache: CacheSeen) -> bool:
-            twice = {n: feeds[n] * np.float32(2) for n in (cache.past, cache.rows)}
-            return np.allclose(self.result(feeds | twice), 2 * plain, rtol=1e-3, atol=1e-4 * np.abs(plain).max())
-
-        values = [c for c in self.moved.values() if doubled(c)]
-        if len(values) != 1:
-            raise SiteError(f"the result is linear in {len(values)} of the caches {sorted(self.moved)}, and not in one")
-        key = next(c for c in self.moved.values() if c is not values[0])
-        return key, values[0], queries[0]
-
-    def _still(self, feeds: Feeds, key: CacheSeen, query: str) -> Feeds:
+    def _still(self, feeds: Feeds) -> Feeds:
         """Feeds with queries and keys of 0."""
-        return self.given(key, feeds | {query: feeds[query] * np.float32(0)}, np.zeros(1))
+        return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1))
 
-    def _values(self, key: CacheSeen, value: CacheSeen, query: str) -> tuple[dict[str, int], Layout, Layout]:
-        """Sizes of heads, and the layouts of values and results: from numbered values and one key."""
-        batch, past, length = self.sizes
-        feeds = self._still(self.feeds(batch, 0, 1), key, query)
-        new = feeds[value.rows].transpose(value.perm)
-        numbers = np.arange(1, new.size + 1, dtype=np.float64).reshape(new.shape)
-        found = self.result(self.given(value, feeds, numbers))
-        if not np.allclose(found, np.rint(found), atol=1e-3):
-            raise SiteError("with one key, the result is no row of values")
-        source = np.rint(found).astype(int).ravel() - 1
-        shape = self.shape(self.region.result, batch, length)
-        width = new.size // batch
-        weights = self._rows(self.feeds(batch, past, length), value)
-        rest = tuple(d for axis, d in enumerate(new.shape) if axis != value.axis)
-        best: tuple[dict[str, int], Layout, Layout] | None = None
-        for n in (n for n in range(1, width + 1) if width % n == 0):
-            groups, left = divmod(prod(shape), batch * length * width)
-            if left or not groups:
-                break
-            sizes = {"b": batch, "n": n, "g": groups, "s": length, "d": width // n}
-            one = sizes | {"s": 1}
-            for values in layouts(rest, {k: sizes[k] for k in "bnd"}):
-                at = places(values, {k: sizes[k] for k in "bnd"})
-                wanted = {k: at[k][source] for k in "bnd"} if source.max() < len(at["b"]) else {}
-                for results in layouts(shape, sizes):
-                    own = places(results, one)
-                    if not wanted or not all(np.array_equal(own[k], wanted[k]) for k in "bnd"):
-                        continue
-                    whole = _arranged(weights, results, sizes)
-                    if np.ptp(whole, axis=4).max() < 1e-5 * np.abs(whole).max():
-                        best = best or (sizes, values, results)  # the largest heads come first
-        if best is None:
-            raise SiteError("heads of the result lie in no order that is known")
-        return best
-
-    def _rows(self, feeds: Feeds, value: CacheSeen) -> Array:
-        """The weight of each key in each number of the result, keys last."""
-        total = feeds[value.past].shape[value.axis] + self._new(feeds, value)
-        rank = len(value.perm)
-        columns = []
-        for place in range(total):
-            hot = np.zeros([total if a == value.axis else 1 for a in range(rank)])
-            hot[tuple(place if a == value.axis else 0 for a in range(rank))] = 1
-            columns.append(self.result(self.given(value, feeds, hot)))
+    def _shares(self, feeds: Feeds, keys: range) -> Array:
+        """The weight of each of these keys in each number of the result, keys last."""
+        value, columns = self._value, []
+        total = feeds[value.past].shape[value.axis] + feeds[value.rows].transpose(value.perm).shape[value.axis]
+        for place in keys:
+            hot = (np.arange(total) == place).reshape([-1 if a == value.axis else 1 for a in range(len(value.perm))])
+            columns.append(self._run(self._filled(feeds, value, hot))[self._region.result])
         return np.stack(columns, -1)
 
-    def _new(self, feeds: Feeds, cache: CacheSeen) -> int:
-        return int(feeds[cache.rows].transpose(cache.perm).shape[cache.axis])
-
-    def _weights(self, feeds: Feeds, value: CacheSeen, sizes: dict[str, int], results: Layout) -> Array:
+    def _weights(self, feeds: Feeds, sample: Sample) -> Array:
         """The weights ``[b, n, g, s, keys]``."""
-        own = sizes | {"s": self._new(feeds, value)}
-        return _arranged(self._rows(feeds, value), results, own)[:, :, :, :, 0]
+        sizes = self._sizes | {"s": sample.length}
+        return _arranged(self._shares(feeds, range(sample.total)), self._results, sizes)[..., 0, :]
 
-    def _products(
-        self, feeds: Feeds, key: CacheSeen, query: str, sizes: dict[str, int], weights: Array, base: Array
-    ) -> tuple[Layout, Layout, int, float, Array]:
-        """Layouts of keys and queries, the size of their heads, the scale, and the products: what fits the weights."""
-        batch, length = sizes["b"], sizes["s"]
-        logits, seen = _logits(weights, base)
+    def _layout(self) -> tuple[dict[str, int], Layout]:
+        """Sizes of heads, and the layout of results: from numbered values and one key."""
+        value, batch = self._value, self._batch
+        feeds = self._still(self._feeds(self._step(batch, 0, 1)))
+        shape = feeds[value.rows].transpose(value.perm).shape
+        numbers = np.arange(prod(shape)).reshape(shape)
+        found = self._run(self._filled(feeds, value, numbers))[self._region.result]
+        source = np.rint(found).astype(int).ravel()
+        if not np.allclose(found.ravel(), source, atol=1e-3) or not np.isin(source, numbers).all():
+            raise SiteError("with one key, the result is no row of values")
+        shares = self._shares(self._feeds(self._sample), range(0, self._sample.total, _SOME))
+        width = prod(shape) // batch
+        groups = prod(shares.shape[:-1]) // (batch * self._length * width)
+        for n in (shape[2 if value.axis == 1 else 1],) if len(shape) == 4 else range(1, width + 1):
+            sizes = {"b": batch, "n": n, "g": groups, "s": self._length, "d": width // n}
+            if width % n:
+                continue
+            wanted = dict(zip("bnd", np.unravel_index(source, (batch, n, width // n)), strict=True))
+            for layout in layouts(shares.shape[:-1], sizes):
+                here = places(layout, sizes | {"s": 1})
+                uneven = np.ptp(_arranged(shares, layout, sizes), axis=4).max()  # the largest heads come first
+                if uneven < 1e-5 * shares.max() and all(np.array_equal(here[k], at) for k, at in wanted.items()):
+                    return sizes, layout
+        raise SiteError("heads of the result lie in no order that is known")
+
+    def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
+        """Size of heads, layout of queries, scale and softcap: what fits the weights of small and of large scores.
+
+        `base` are the weights where queries and keys are 0.
+        """
+        sample, key, query = self._sample, self._key, self._query
+        feeds = self._feeds(sample)
+
+        def scores(factor: float) -> Step:
+            weights = self._weights(feeds | {query: feeds[query] * np.float32(factor)}, sample)
+            seen = np.minimum(base, weights) > _NOTHING
+            logs = (np.log(np.where(seen, w, 1)) for w in (weights, base))
+            return factor, _level(next(logs) - next(logs), seen), seen
+
+        few = scores(_SMALL)
         whole = np.concatenate([feeds[key.past], feeds[key.rows].transpose(key.perm)], key.axis)
-        whole = np.moveaxis(whole, key.axis, -1)
-        rest, total = whole.shape[:-1], whole.shape[-1]
-        count = prod(rest) // batch // sizes["n"]
-        best: tuple[float, Layout, Layout, int, float, Array] = (0.0, (), (), 0, 0.0, logits)
-        for keys in layouts(rest, {"b": batch, "n": sizes["n"], "d": count}):
-            own = {"b": batch, "n": sizes["n"], "d": count, "t": total}
-            k = brought(whole, (*keys, ("t",)), own, ("b", "n", "d", "t"))
-            for queries in layouts(feeds[query].shape, sizes | {"d": count}):
-                q = brought(feeds[query], queries, sizes | {"d": count}, ATTENTION)
-                made = np.einsum("bngsd,bndt->bngst", q.astype(np.float64), k.astype(np.float64))
-                level = _level(np.broadcast_to(made, logits.shape), seen)
-                norm = float((level * level).sum()) or 1.0
-                scale = float((level * logits).sum()) / norm
-                fit = abs(scale) * np.sqrt(norm) / (np.sqrt((logits * logits).sum()) or 1.0)
-                if fit > best[0]:
-                    best = (float(fit), keys, queries, count, scale, made)
-        if best[0] < _FITS:
+        size, left = divmod(whole.size, self._batch * self._sizes["n"] * sample.total)
+        if left:
+            raise SiteError(f"'{key.past}' has not as many heads as '{self._value.past}', which has {self._sizes['n']}")
+        keys = np.moveaxis(whole, key.axis, -1).reshape(self._batch, -1, size, sample.total)
+        sizes = self._sizes | {"d": size}
+        fits = []
+        for layout in layouts(feeds[query].shape, sizes):
+            queries = brought(feeds[query], layout, sizes, ATTENTION)
+            products = np.einsum("bngsd,bndt->bngst", queries, keys, dtype=np.float64)
+            level = _level(products, few[2])
+            norm = np.sqrt((level * level).sum() * (few[1] * few[1]).sum())
+            fits.append((abs((level * few[1]).sum()) / (norm or 1.0), layout, products))
+        fit, layout, products = max(fits, key=lambda f: f[0], default=(0.0, (), base))
+        if fit < _FITS:
             raise SiteError(
-                f"the weights of keys are no softmax of products of '{query}' and '{key.past}' (closest fit "
-                f"{best[0]:.3f}) in a step of {length} tokens"
+                f"the weights of keys are no softmax of products of '{query}' and '{key.past}' (closest fit {fit:.3f}) "
+                f"in a step of {sample.length} tokens"
             )
-        return (*best[1:4], _rounded(best[4], best[3]), best[5])
+        scale = _scaled(products, few)
+        many = scores(_LARGE / (np.abs(products * scale).max() or 1.0))
+        return size, layout, *_fitted(products, (few, many), scale, size)
 
-    def _softcap(
-        self,
-        feeds: Feeds,
-        query: str,
-        value: CacheSeen,
-        sizes: dict[str, int],
-        results: Layout,
-        base: Array,
-        made: Array,
-        scale: float,
-        size: int,
-    ) -> tuple[float, float]:
-        """Scale and softcap of scores, from large ones; 0: no softcap. `made` are the products, `scale` is a guess."""
-        factor = _LARGE / (np.abs(made * scale).max() or 1.0)
-        weights = self._weights(feeds | {query: feeds[query] * np.float32(factor)}, value, sizes, results)
-        logits, seen = _logits(weights, base)
-        products = made * factor
-
-        def miss(scale: float, cap: float) -> Array:
-            scores = products * scale
-            return (_level(cap * np.tanh(scores / cap) if cap else scores, seen) - logits).ravel()
-
-        if np.abs(miss(scale, 0.0)).max() < _CLOSE * _LARGE:
-            return scale, 0.0
-        found = scale, float(min(np.geomspace(0.5, 1000, 100), key=lambda cap: float(np.abs(miss(scale, cap)).max())))
-        for fixed in (False, True):  # Gauss-Newton: both, then the softcap beside the scale that models state
-            for _ in range(_ITERATIONS):
-                off = miss(*found)
-                slopes = [(miss(found[0] * (1 + _STEP), found[1]) - off) / _STEP] if not fixed else []
-                slopes.append((miss(found[0], found[1] * (1 + _STEP)) - off) / _STEP)
-                change = np.linalg.lstsq(np.stack(slopes, -1), -off, rcond=None)[0].clip(-0.3, 0.3)
-                found = found[0] * (1.0 if fixed else 1 + float(change[0])), found[1] * (1 + float(change[-1]))
-            found = _rounded(found[0], size), found[1]
-        if np.abs(miss(*found)).max() > _CLOSE * _LARGE:
-            raise SiteError(
-                "weights of keys do not follow from products of queries and keys, with or without a softcap"
-            )
-        return found[0], float(f"{found[1]:.4g}")
-
-    def _visible(self, base: Array, past: int, key: CacheSeen, value: CacheSeen, query: str) -> tuple[bool, int | None]:
-        """True for causal attention, and the window."""
-        length, total = base.shape[-2:]
+    def _visible(self, base: Array) -> tuple[bool, int | None]:
+        """True for causal attention, and the window; `base` are the weights where queries and keys are 0."""
+        sample = self._sample
         seen = base > _NOTHING
         mask = seen[0, 0, 0]
         if not (seen == mask).all():
             raise SiteError("heads or sequences see different keys where all queries and keys are 0")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            uneven = np.where(seen, base * seen.sum(-1, keepdims=True), 1)
-        if np.abs(uneven - 1).max() > 1e-3:
+        if np.abs(base * seen.sum(-1, keepdims=True) - 1)[seen].max(initial=0) > _CLOSE:
             raise SiteError("keys that are 0 have different weights: a bias by position, or sinks")
-        keys, own = np.arange(total), past + np.arange(length)[:, None]
-        window = self._window(key, value, query)
-        for causal in (True, False):
-            wanted = keys <= own if causal else np.ones_like(mask)
-            if window is not None:
-                wanted = wanted & (keys > own - window)
-            if np.array_equal(mask, wanted):
+        window = self._window()
+        keys, own = np.arange(sample.total), sample.past + np.arange(sample.length)[:, None]
+        within = keys > own - (window or np.inf)
+        for causal, wanted in ((False, within), (True, within & (keys <= own))):
+            if np.array_equal(mask, wanted) and (self._length > 1 or causal):
                 return causal, window
-        wanted = keys <= own
         query_place, key_place = (int(i) for i in np.argwhere(mask != wanted)[0])
         gives = "gives weight to" if mask[query_place, key_place] else "gives no weight to"
-        raise SiteError(f"at {past} tokens, query {query_place} {gives} key {key_place}")
+        raise SiteError(f"at {sample.past} tokens, query {query_place} {gives} key {key_place}")
 
-    def _long_past(self, value: CacheSeen) -> int:
-        """A past that is longer than any number in the region, if there is room."""
-        fits = [n for n in self.region.integers if n < self.capacity - 1]
-        width = prod(self.shape(value.rows, 1, 1))
-        return min(self.capacity - 1, max(fits, default=0) + 2, max(1, _LONGEST // max(width, 1)))
-
-    def _window(self, key: CacheSeen, value: CacheSeen, query: str) -> int | None:
+    def _window(self) -> int | None:
         """The keys that a query sees after a past that is longer than any number in the region, if it sees not all."""
-        past = self._long_past(value)
-        feeds = self._still(self.feeds(self.batch or 1, past, 1), key, query)
-        total = past + 1
-        for cache in (key, value):
-            rows = self.run(feeds)[cache.present].shape[cache.axis]
-            if rows != total:
+        fits = [n for n in self._region.integers if n < self._capacity - 1]
+        width = self._sizes["n"] * self._sizes["d"]
+        sample = self._step(self._batch or 1, min(self._capacity - 1, max(fits, default=0) + 2, _LONGEST // width), 1)
+        feeds, total = self._still(self._feeds(sample)), sample.total
+        for cache in (self._key, self._value):
+            if (rows := self._run(feeds)[cache.present].shape[cache.axis]) != total:
                 raise SiteError(f"'{cache.present}' has {rows} rows after {total} tokens")
-        hot = np.zeros([total if a == value.axis else 1 for a in range(len(value.perm))])
-        hot[tuple(-1 if a == value.axis else 0 for a in range(len(value.perm)))] = 1
-        share = self.result(self.given(value, feeds, hot)).max()
+        share = self._shares(feeds, range(total - 1, total)).max()
         seen = round(1 / share) if share > 0 else 0
         return seen if 0 < seen < total else None
 
 
-class UnknownError(SiteError):
-    """An input of whole numbers may be positions, and nothing else says so.
-
-    Attributes:
-        name: of the input.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"nothing says what '{name}' holds in a step: name it with --config")
-        self.name = name
-
-
-class FartherError(Exception):
-    """A tensor at which a region has to end lies before those at which it does.
-
-    Attributes:
-        names: short tensors behind it.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = names
-
-
-def _arranged(rows: Array, results: Layout, sizes: dict[str, int]) -> Array:
+def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
     """Numbers of a result, with keys last, as ``[b, n, g, s, d, keys]``."""
-    own = sizes | {"t": rows.shape[-1]}
-    return brought(rows, (*results, ("t",)), own, (*ATTENTION, "t"))
+    return brought(rows, (*results, ("t",)), {**sizes, "t": rows.shape[-1]}, (*ATTENTION, "t"))
 
 
-def _level(logits: Array, seen: Array) -> Array:
-    """Numbers of which the mean of those that are seen is 0, and 0 where none is seen."""
-    counts = np.maximum(seen.sum(-1, keepdims=True), 1)
-    means = np.where(seen, logits, 0).sum(-1, keepdims=True) / counts
-    return np.where(seen, logits - means, 0)
+def _level(scores: Array, seen: Array) -> Array:
+    """Scores of which the mean of those that are seen is 0, and 0 where none is seen: a softmax tells no more."""
+    means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
+    return np.where(seen, scores - means, 0)
 
 
-def _logits(weights: Array, base: Array) -> tuple[Array, Array]:
-    """Logarithms of weights against those of products of 0, and where both say something."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logits = np.log(weights) - np.log(base)
-    seen = np.isfinite(logits) & (base > _NOTHING) & (weights > _NOTHING)
-    return _level(np.where(seen, logits, 0), seen), seen
+def _scaled(products: Array, step: Step) -> float:
+    """The scale without a softcap."""
+    factor, scores, seen = step
+    level = _level(products * factor, seen)
+    return float((level * scores).sum() / ((level * level).sum() or 1.0))
+
+
+def _fitted(products: Array, steps: tuple[Step, Step], scale: float, size: int) -> tuple[float, float]:
+    """Scale and softcap; 0: none.
+
+    Args:
+        products: of queries and keys.
+        steps: with small and with large ones.
+        scale: a guess.
+        size: of a head.
+
+    Raises:
+        SiteError: scores do not follow from products, with or without a softcap.
+    """
+
+    def missed(at: Array) -> Array:
+        scale, cap = at
+        found = []
+        for factor, scores, seen in steps:
+            made = products * factor * scale
+            found.append(_level(made if np.isinf(cap) else cap * np.tanh(made / cap), seen) - scores)
+        return np.ravel(found)
+
+    at = np.array([_rounded(_scaled(products, steps[1]), size), np.inf])
+    if np.abs(missed(at)).max() > _CLOSE * _LARGE:
+        tried = np.stack(np.broadcast_arrays(scale, np.geomspace(0.5, 1000, 100)), -1)
+        at = min(tried, key=lambda at: float(np.square(missed(at)).sum()))
+        for free in ([0, 1], [1]):  # Gauss-Newton: both, then the softcap beside the scale that models state
+            for _ in range(_ITERATIONS):
+                off = missed(at)
+                slopes = [(missed(at * (1 + _STEP * (np.arange(2) == i))) - off) / _STEP for i in free]
+                at[free] *= 1 + np.linalg.lstsq(np.stack(slopes, -1), -off, rcond=None)[0].clip(-0.3, 0.3)
+            at[0] = _rounded(at[0], size)
+        if np.abs(missed(at)).max() > _CLOSE * _LARGE:
+            raise SiteError(
+                "weights of keys do not follow from products of queries and keys, with or without a softcap"
+            )
+    return float(at[0]), 0.0 if np.isinf(at[1]) else float(f"{at[1]:.4g}")
 
 
 def _rounded(scale: float, size: int) -> float:
     """The scale that a model states, if it is one that many have."""
     known = (size**-0.5, 1.0, 1.0 / size)
-    return next((k for k in known if abs(scale - k) < 1e-4 * k), float(f"{scale:.6g}"))
+    return next((k for k in known if abs(scale - k) < 3e-4 * k), float(f"{scale:.6g}"))

@@ -65,55 +65,45 @@ def _grown(past: onnx.ValueInfoProto, present: onnx.ValueInfoProto) -> int | Non
     return apart[0]
 
 
-def turned(model: onnx.ModelProto, stacks: Sequence[Stack], shapes: dict[str, Shape]) -> onnx.ModelProto:
+def _turned(model: onnx.ModelProto, stacks: Sequence[Stack], shapes: dict[str, Shape]) -> onnx.ModelProto:
     """The model with the interface that `stacks` say, whose parts have these shapes."""
     made: onnx.ModelProto = load("stacked_caches").apart(model, SimpleNamespace(stacks=stacks))
     for stack in (s for s in stacks if s.io == "input"):
         _measure_parts(made.graph, stack)
-    for value in (*made.graph.input, *made.graph.output):
-        if value.name in shapes:
-            kind = elem_type_of(value)
-            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, kind, list(shapes[value.name])))
+    for value in (v for v in (*made.graph.input, *made.graph.output) if v.name in shapes):
+        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, elem_type_of(value), list(shapes[value.name])))
     return made
 
 
 def _measure_parts(graph: onnx.GraphProto, stack: Stack) -> None:
     """Read, in place, the shape of a tensor as exported off that of its first part: nothing else then reads it."""
-    whole = f"{stack.name}/whole"
+    whole, part = f"{stack.name}/whole", stack.parts[0]
     nodes: list[onnx.NodeProto] = []
 
-    def node(op: str, inputs: Sequence[str | list[int]], **attributes: Any) -> str:
+    def node(op: str, *inputs: str, **attributes: Any) -> str:
         name = f"{whole}/size_{len(nodes)}"
-        named = [given if isinstance(given, str) else constant(given) for given in inputs]
-        nodes.append(onnx.helper.make_node(op, named, [name], name, **attributes))
-        return name
-
-    def constant(values: list[int]) -> str:
-        name = f"{whole}/numbers_{len(graph.initializer)}"
-        graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [len(values)], values))
+        nodes.append(onnx.helper.make_node(op, inputs, [name], name, **attributes))
         return name
 
     readers = [n for n in graph.node if n.op_type == "Shape" and n.input[0] == whole]
     if not readers:
         return
-    rank = stack.parts[0].place.count(None) + (stack.heads is not None)
-    axes = [node("Shape", [stack.parts[0].name], start=a, end=a + 1) for a in range(rank)]
-    for axis, at in enumerate(stack.parts[0].place):
-        if at is not None:
-            axes.insert(axis, constant([len(stack.parts)]))
+    rank = part.place.count(None) + (stack.heads is not None)
+    axes = [node("Shape", part.name, start=a, end=a + 1) for a in range(rank)]
+    count = node("Constant", value_ints=[len(stack.parts)])
+    for axis in (a for a, at in enumerate(part.place) if at is not None):
+        axes.insert(axis, count)
     if stack.beside is not None:
-        axes[stack.beside] = node("Mul", [axes[stack.beside], [len(stack.parts)]])
+        axes[stack.beside] = node("Mul", axes[stack.beside], count)
     if stack.order is not None:
         axes = [axes[a] for a in stack.order]
     if stack.heads is not None:
-        axes[:2] = [node("Mul", axes[:2])]
+        axes[:2] = [node("Mul", *axes[:2])]
     for reader in readers:
         bounds = {a.name: a.i for a in reader.attribute}
         taken = axes[bounds.get("start", 0) : bounds.get("end", len(axes))]
         nodes.append(onnx.helper.make_node("Concat", taken, reader.output, reader.name, axis=0))
-        graph.node.remove(reader)
-    before = [*nodes, *graph.node]
-    replace_field(graph.node, before)
+    replace_field(graph.node, [*nodes, *(n for n in graph.node if n not in readers)])
 
 
 def ways(model: onnx.ModelProto) -> Iterator[tuple[onnx.ModelProto, tuple[Stack, ...]]]:
@@ -127,7 +117,7 @@ def ways(model: onnx.ModelProto) -> Iterator[tuple[onnx.ModelProto, tuple[Stack,
     for heads, halves in _tries(shape, axis, batch):
         shapes: dict[str, Shape] = {}
         stacks = [s for pair in pairs for s in _stacks(pair, batch, heads, halves, shapes)]
-        yield (turned(model, stacks, shapes) if stacks else model), tuple(stacks)
+        yield (_turned(model, stacks, shapes) if stacks else model), tuple(stacks)
 
 
 def _of_tokens(value: onnx.ValueInfoProto) -> Shape | None:
