@@ -70,14 +70,18 @@ class Subject:
     imported: ImportedModel
     proof: Proof
     rewritten: ModelProto
+    batch: int
 
     def open(self, model: ModelProto | None = None) -> Any:
         """A runner of the rewritten model, or of a form of it."""
         twin = self.dtype == "bfloat16"
         plan = _floats(self.imported.plan) if twin else self.imported.plan
         made = replace(self.imported, plan=plan, model=model or self.rewritten)
-        with patch.object(ort_runner, "import_unchecked", lambda *_, **__: (made, SimpleNamespace(result=Checked))):
-            runner = OnnxRuntimeRunner("model.onnx", max_batch=BATCH)
+        with (
+            patch.object(ort_runner, "import_unchecked", lambda *_, **__: (made, SimpleNamespace(result=Checked))),
+            patch.object(ort_runner, "fuse_attention", lambda model, _: model),  # it follows the plan, not the fault
+        ):
+            runner = OnnxRuntimeRunner("model.onnx", max_batch=self.batch)
         return TwinRunner(runner, self.imported.plan) if twin else runner
 
     def replay(self, runner: Any) -> Replay:
@@ -139,16 +143,16 @@ def retyped(model: ModelProto, dtype: str) -> ModelProto:
     return made
 
 
-def subject(name: str, path: Path, options: PlanOptions, chunk: int = CHUNK) -> Subject:
+def subject(name: str, path: Path, options: PlanOptions, chunk: int = CHUNK, batch: int = BATCH) -> Subject:
     """Record the proof of a model."""
     imported = import_model(path, options)
     tables = index_limits(imported.model, imported.plan)
-    most = Most(BATCH, chunk, LOGITS, min(tables.positions.values(), default=None))
+    most = Most(batch, chunk, LOGITS, min(tables.positions.values(), default=None))
     proof = record_proof(imported, most)
     rewritten = imported.model
     if proof.facts.dtype == "bfloat16":
         rewritten = TwinFolder(path.parent, path.parent).twin(rewritten)
-    return Subject(name, proof.facts.dtype, imported, proof, rewritten)
+    return Subject(name, proof.facts.dtype, imported, proof, rewritten, batch)
 
 
 def stored(dtype: str, only: Sequence[str] = ()) -> Iterator[tuple[str, Callable[[Path], Subject]]]:
@@ -167,14 +171,14 @@ def _stored(name: str, path: Path, dtype: str, options: PlanOptions, folder: Pat
     return subject(name, folder / "model.onnx", options)
 
 
-def real(folder: Path, dtype: str, capacity: int) -> tuple[str, Callable[[Path], Subject]]:
+def real(folder: Path, dtype: str, capacity: int, batch: int) -> tuple[str, Callable[[Path], Subject]]:
     """An export of a trained model in a type, as `stored` gives others."""
     name = f"{folder.name} {dtype}"
 
     def make(scratch: Path) -> Subject:
         model = retyped(onnx.load(folder / "model.onnx"), dtype)
         onnx.save(model, scratch / "model.onnx", save_as_external_data=True, location="model.onnx.data")
-        return subject(name, scratch / "model.onnx", PlanOptions(capacity=capacity), chunk=256)
+        return subject(name, scratch / "model.onnx", PlanOptions(capacity=capacity), 256, batch)
 
     return name, make
 
@@ -498,7 +502,7 @@ class FaultyRunner:
                 data[..., (int(start) + batch.length) % data.shape[-2], :] = 1
                 runner.write_row(self._cache, r, data)
         elif fault == "cache: another sequence's row written":
-            other = next((r for r in range(BATCH) if r not in rows), None)
+            other = next((r for r in range(runner.max_batch) if r not in rows), None)
             if other is not None:
                 data = runner.read_row(self._cache, other, 1 << 30)
                 data[..., 0, :] = 1
@@ -595,10 +599,11 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES))
     parser.add_argument("--real", nargs="*", type=Path, default=[], help="folders of exports, instead of stored ones")
     parser.add_argument("--capacity", type=int, default=300, help="of their caches")
+    parser.add_argument("--batch", type=int, default=BATCH, help="that they are built for")
     asked = parser.parse_args()
     makers = [*decoders(), *(pair for dtype in asked.dtypes for pair in stored(dtype))]
     if asked.real:
-        makers = [real(folder, dtype, asked.capacity) for dtype in asked.dtypes for folder in asked.real]
+        makers = [real(folder, dtype, asked.capacity, asked.batch) for dtype in asked.dtypes for folder in asked.real]
     makers = [(n, m) for n, m in makers if (not asked.only or any(o in n for o in asked.only))]
     makers = [(n, m) for n, m in makers if any(n.endswith(f" {d}") for d in asked.dtypes)]
     counts: Counter[str] = Counter()

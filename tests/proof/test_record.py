@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
+from onnx import helper
 from stored import MODELS
 
 from trt_kvcache.engine.recording import Answer, Recording
@@ -105,3 +107,21 @@ def test_what_a_proof_cannot_show_is_a_note_of_the_build() -> None:
     recording.answer = Future()
     recording.answer.set_result(Answer(b"proof", "rounding decides"))
     assert recording.result() == (b"proof", ("rounding decides",))
+
+
+def test_logits_of_the_original_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    """An engine that computes the same in a wider type has numbers there, and is right."""
+    path = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
+    model = onnx.load(path)
+    last = next(node for node in model.graph.node if "logits" in node.output)
+    last.output[0] = "before"
+    model.graph.node.append(helper.make_node("Sqrt", ["before"], ["logits"]))
+    onnx.save(model, tmp_path / "roots.onnx")
+    proof = _recorded(tmp_path / "roots.onnx")
+    assert proof.facts.note.startswith("the original has logits that are not a number")
+    assert "\n" not in proof.facts.note
+    assert not any("logits" in found for found in proof.facts.tolerances.values())
+    assert any(proof.facts.tolerances.values())
+    runner = OnnxRuntimeRunner(path, max_batch=4, max_chunk=8)
+    assert replay(runner, proof).passed
+    runner.close()

@@ -112,7 +112,7 @@ class Recording:
         """TensorRT may build meanwhile."""
 
         def seconds(rows: int, steps: int | None) -> float:
-            runs = 2 * (steps or _USUAL) * (min(rows, most[0]) if imported.plan.original else 1) + _TEXT
+            runs = 2 * (steps or _USUAL) * (min(rows, max(most[0], 2)) if imported.plan.original else 1) + _TEXT
             return gigabytes * (2 * _OPEN + runs * _STEP)
 
         if wanted == "off":

@@ -35,7 +35,7 @@ from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.importer.steps.schedule import Limits, Step
 from trt_kvcache.proof.contents import Contents, copies, draws_digest
 from trt_kvcache.proof.file import Episode, Facts, Proof, Share, share_of
-from trt_kvcache.proof.places import LOGITS, places, rows_apart
+from trt_kvcache.proof.places import LOGITS, places
 from trt_kvcache.proof.rounding import UNITS, rounding_dtype, with_rounding
 from trt_kvcache.proof.schedule import DRAWN, MOST_POSITIONS, Most, keeps, plan_proof, within
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -56,6 +56,7 @@ Array = npt.NDArray[Any]
 MOST_ROWS = 3
 """Rows of the batch in a step."""
 
+_FEWEST = 2  # rows: an engine of one sequence replays them one after the other
 _SEED = 0
 _PREFIX = "trt_kvcache.proof/last/"
 _GARBAGE = {"float32": 1e4, "bfloat16": 1e4, "float16": 30.0}
@@ -70,7 +71,7 @@ _WIDEST, _NARROWEST = 64, 1  # numbers of one cache row that are kept
 _SEEDS = 5  # random tokens, with which each row begins
 _TEXT = 48  # tokens that continue those of the first row; they repeat
 _MEASURED = 2  # times the rounding of an engine's type: what it makes may grow faster than it
-_TIMES = Share(5.0, 2.5)  # what an engine may differ by, as a multiple of what that rounding made
+_TIMES = Share(5.0, 2.5)  # what an engine may differ by, as a multiple of what that rounding made in three rows
 _LEAST = Share(8.0, 5.0)  # units of rounding, at least
 _CODES = Share(2.5, 1.5)  # steps of a code, at least: a number may be rounded to a neighbour
 _STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
@@ -96,7 +97,6 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
     """
     RuntimeInputs(imported.plan)  # refuses what no session runs
     StepLogits(imported.plan)
-    rows = rows if rows_apart(imported.plan) else 1
     if imported.plan.options.cache_dtype is not None:
         # The original has other numbers: the rewritten model, whose codes `verify` compares with it, stands for it.
         source = replace(imported.source, proto=imported.model)
@@ -219,7 +219,7 @@ class _Decoder(Verification):
         longest = max(_LOGITS // self._vocab, 1)
         self.bounds, self.wanted = replace(ask.most, chunk=min(ask.most.chunk, longest)), ask.steps
         self._state: dict[str, Array] = {}
-        options = VerifyOptions(batch=min(ask.rows, ask.most.batch), tokens=0, seed=_SEED)
+        options = VerifyOptions(batch=min(ask.rows, max(ask.most.batch, _FEWEST)), tokens=0, seed=_SEED)
         super().__init__(light, options, model, light.model, folder, twin=twin)
         self._goes_on = text is None and not tokens.embedded and self.limits.length in (None, 1)
         self.text = text or _Text(self.limits.batch, self._vocab)
@@ -399,21 +399,28 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     unit = UNITS[dtype]
     coded = {b.past for b in carried_buffers(plan) if "int" in b.dtype or plan.options.cache_dtype is not None}
     code = 1 / _STEPS[plan.options.cache_dtype]
+    usual = _usual(rounding)
+    few = math.sqrt(MOST_ROWS / decoder.limits.batch)  # samples: their largest is smaller
     tolerances = {
         episode: {
-            name: Share(_TIMES.largest * r.largest, _TIMES.typical * r.typical).most(
+            name: Share(few * _TIMES.largest * r.largest, few * _TIMES.typical * r.typical).most(
                 Share(_CODES.largest * code, _CODES.typical * code)
                 if name in coded
                 else Share(_LEAST.largest * unit, _LEAST.typical * unit)
             )
-            for name, r in found.items()
+            for name, r in ((n, own.most(usual[n])) for n, own in found.items())
         }
         for episode, found in rounding.items()
     }
     shows = {e: _FAINT * unit if e == DRAWN else _SHOWS for e in tolerances}
     tolerances = {e: {n: s for n, s in found.items() if s.typical <= shows[e]} for e, found in tolerances.items()}
     note = ""
-    if not any(LOGITS in found for found in tolerances.values()):
+    if any(np.isnan(v).any() for v in exact.logits.values()):
+        note = (
+            "the original has logits that are not a number, as where float16 overflows; its proof leaves these "
+            "episodes' logits out; bfloat16 or float32 has room for them"
+        )
+    elif not any(LOGITS in found for found in tolerances.values()):
         least = min(found[LOGITS].typical for found in rounding.values())
         note = (
             f"rounding decides the logits of this model: moving its numbers by no more than {_MEASURED * unit:.2g} of "
@@ -461,9 +468,26 @@ def _rounding(exact: _Heard, rounded: _Heard) -> dict[str, dict[str, Share]]:
     for place, name, before, after in both:
         known = found.setdefault(exact.episodes[int(place.split("/")[0])].name, {})
         for one, other in zip(before, after, strict=True):
-            share = share_of(one, other)
+            # Of cache rows, a number that is none is not known; a logit decides nothing.
+            nothing = name == LOGITS and np.isnan(one).any()
+            share = Share(math.inf, math.inf) if nothing else share_of(one, other)
             known[name] = known.get(name, share).most(share)
     return found
+
+
+def _usual(rounding: Mapping[str, Mapping[str, Share]]) -> dict[str, Share]:
+    """What rounding makes of each output, as the root of the mean square over the episodes of the model's own history.
+
+    One sample in one episode says little: where rounding is amplified, others are several times as large.
+    """
+    outputs: dict[str, list[Share]] = {}
+    for episode, found in rounding.items():
+        for name, share in found.items():
+            shares = outputs.setdefault(name, [])
+            if episode != DRAWN and math.isfinite(share.largest):
+                shares.append(share)
+    squares = {n: np.square([(s.largest, s.typical) for s in shares or [Share(0, 0)]]) for n, shares in outputs.items()}
+    return {name: Share(*map(float, np.sqrt(values.mean(0)))) for name, values in squares.items()}
 
 
 def _columns(vocab: int, size: int) -> Array | None:

@@ -7,7 +7,7 @@ caches   after each episode: newest rows against the original's, those that no t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = ["Difference", "Finding", "Replay", "Watch", "replay"]
 Array = npt.NDArray[Any]
 
 _CHOSEN = 0.25  # of the rows of an output, at most, that chosen experts may change
+_ONE = 4.0  # times what is allowed: one row of an episode, in which a token came where rounding is amplified
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Watch(Protocol):
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
     """Rows of the caches that a replay takes: one beside those in use, where the engine has it."""
-    return min(proof.facts.rows + 1, most) if rows_apart(plan) else proof.facts.rows
+    return min(proof.facts.rows + 1, most) if rows_apart(plan) else 1
 
 
 def replay(runner: Runner, proof: Proof, watch: Watch | None = None) -> Replay:
@@ -147,18 +148,25 @@ class _Replay:
         self._embedded = embedded(runner.plan)
         self._count = 0
         rows = facts.rows
-        self._first = int(runner.max_batch > rows)  # rows in use come after another one, which must not change
-        self._spare = [r for r in (0, rows) if r < runner.max_batch and not self._first <= r < self._first + rows]
-        self._ends = (0,) * rows
+        # Rows that an engine does not take together come one after the other.
+        self._together = together = rows if rows_apart(self._plan) and rows <= runner.max_batch else 1
+        self._first = int(runner.max_batch > together)  # rows in use come after another one, which must not change
+        used = range(self._first, self._first + together)
+        self._spare = [r for r in (0, together) if r < runner.max_batch and r not in used]
+        self._turn, self._ends = slice(together), (0,) * together
+        self._outside: dict[tuple[str, str], set[object]] = {}  # rows by episode and output, or one row's episodes
         self._apart: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
 
     def run(self) -> Replay:
-        for at, episode in enumerate(self._proof.facts.episodes):
-            self._episode(at, episode)
-            self._ends = episode.ends
-            if self._findings and not self._proof.facts.chooses:
-                break
-        if self._proof.facts.chooses:
+        facts = self._proof.facts
+        for row in range(0, facts.rows, self._together):
+            self._turn, self._ends = slice(row, row + self._together), (0,) * self._together
+            for at, episode in enumerate(facts.episodes):
+                if not self._findings or facts.chooses:
+                    part = replace(episode, starts=episode.starts[self._turn])
+                    self._episode(at, part)
+                    self._ends = part.ends
+        if facts.chooses:
             self._leave_out_choices()
         return Replay(self._count, tuple(self._findings.values()), tuple(self._worst.values()))
 
@@ -171,11 +179,8 @@ class _Replay:
     def _misfit(self) -> str:
         """Why a proof cannot be of this engine, as far as sizes say; empty if it can."""
         facts, arrays, runner = self._proof.facts, self._proof.arrays, self._runner
-        if facts.rows > runner.max_batch or facts.chunk > runner.max_chunk:
-            return (
-                f"its steps have up to {facts.rows} rows and {facts.chunk} tokens, and the engine takes "
-                f"{runner.max_batch} and {runner.max_chunk}"
-            )
+        if facts.chunk > runner.max_chunk:
+            return f"its steps have up to {facts.chunk} tokens, and the engine takes {runner.max_chunk}"
         if unknown := {n for found in facts.tolerances.values() for n in found} - {*self._buffers, LOGITS}:
             return f"it has a cache '{min(unknown)}'"
         columns = len(self._columns)
@@ -207,16 +212,17 @@ class _Replay:
         return tuple(inputs.read({name: v[row : row + 1] for name, v in drawn.items()}) for row in rows)
 
     def _episode(self, at: int, episode: Episode) -> None:
-        rows, first = len(episode.starts), self._first
+        first, turn = self._first, self._turn
         for name in self._buffers:
             self._begin(name, at, episode)
         prints = {n: {r: self._prints(b, r) for r in self._rows(b)} for n, b in self._buffers.items()}
         starts = np.array(episode.starts, np.int64)
         for number, length in enumerate(episode.lengths):
             tokens = self._proof.arrays[f"{at}/{number}/tokens"].astype(np.int64)
+            embeds = self._embeds(tokens.shape)
             batch = StepBatch(
-                first, tokens, starts, episode.keep[number], self._constants[:rows], self._embeds(tokens.shape),
-                self._positions(starts, length),
+                first, tokens[turn], starts, episode.keep[number], self._constants[turn],
+                None if embeds is None else embeds[turn], self._positions(starts, length),
             )  # fmt: skip
             if self._watch is not None:
                 self._watch.before(batch)
@@ -235,7 +241,8 @@ class _Replay:
         """The contents of a cache before an episode."""
         buffer, cache = self._buffers[name], self._contents.caches[name]
         drawn = episode.name == DRAWN
-        fresh = self._contents.first(name, at, episode.starts if drawn else (0,) * len(episode.starts))
+        whole = self._proof.facts.episodes[at].starts
+        fresh = self._contents.first(name, at, whole if drawn else (0,) * len(whole))[self._turn]
         for row in self._spare if self._count == 0 else ():
             self._runner.write_row(name, row, fresh[0])
         for row, (start, end) in enumerate(zip(episode.starts, self._ends, strict=True)):
@@ -248,7 +255,7 @@ class _Replay:
 
     def _rows(self, buffer: Carried) -> list[int]:
         """Rows of the batch in which a cache row may stay as it is; state has none but in another sequence."""
-        used = range(self._first, self._first + self._proof.facts.rows)
+        used = range(self._first, self._first + self._together)
         return [*self._spare, *(() if buffer.is_state else used)]
 
     def _held(self, buffer: Carried, row: int) -> Array:
@@ -268,7 +275,7 @@ class _Replay:
     def _embeds(self, shape: tuple[int, ...]) -> Array | None:
         if self._embedded is None:
             return None
-        values = self._contents.embeds(self._count, (*shape, int(self._embedded.shape[-1])))
+        values = self._contents.embeds(self._count % self._proof.facts.steps, (*shape, int(self._embedded.shape[-1])))
         return values.astype(array_dtype(self._embedded.dtype))
 
     def _positions(self, starts: Array, length: int) -> Array | None:
@@ -288,10 +295,10 @@ class _Replay:
         if not episode.keep[number]:
             return
         found = logits.astype(np.float32)
-        expected, given = arrays[f"{name}/logits"], found[..., self._columns]
+        expected, given = arrays[f"{name}/logits"][self._turn], found[..., self._columns]
         if f"{name}/high" in arrays:
-            high = np.take_along_axis(found, arrays[f"{name}/high"].astype(np.int64), -1)
-            expected = np.concatenate([expected, arrays[f"{name}/highest"]], -1)
+            high = np.take_along_axis(found, arrays[f"{name}/high"][self._turn].astype(np.int64), -1)
+            expected = np.concatenate([expected, arrays[f"{name}/highest"][self._turn]], -1)
             given = np.concatenate([given, high], -1)
         for row, (wanted, had) in enumerate(zip(expected, given, strict=True)):
             self._note(LOGITS, episode, number, row, share_of(wanted, had))
@@ -300,7 +307,7 @@ class _Replay:
         """The newest rows, as numbers."""
         if buffer.past not in self._proof.facts.tolerances[episode.name]:
             return
-        expected = self._proof.arrays[f"{at}/rows/{buffer.past}"]
+        expected = self._proof.arrays[f"{at}/rows/{buffer.past}"][self._turn]
         steps = np.repeat(np.arange(len(episode.lengths)), episode.lengths)
         for row, start in enumerate(episode.starts):
             if buffer.is_state:
@@ -337,9 +344,16 @@ class _Replay:
             )
 
     def _note(self, name: str, episode: Episode, step: int, row: int, share: Share) -> None:
-        allowed = self._proof.facts.tolerances[episode.name].get(name)
+        """Compare a difference with what is allowed: more in one row of an episode, or in one episode of one row."""
+        facts = self._proof.facts
+        allowed = facts.tolerances[episode.name].get(name)
         if allowed is None:
             return
+        if not share.within(allowed):
+            outside = self._outside.setdefault((name, episode.name if facts.rows > 1 else ""), set())
+            outside.add(self._turn.start + row if facts.rows > 1 else episode.name)
+            if len(outside) == 1:
+                allowed = Share(_ONE * allowed.largest, _ONE * allowed.typical)
         found = Difference(name, share if math.isfinite(share.largest) else None, allowed)
         self._worst[name] = max(self._worst.get(name, found), found, key=lambda d: d.part)
         apart, rows = self._apart.get(name, (0, 0))
@@ -355,4 +369,4 @@ class _Replay:
         self._find(name, episode, step, row, what)
 
     def _find(self, name: str, episode: Episode, step: int, row: int, what: str) -> None:
-        self._findings.setdefault(name, Finding(name, episode.name, step, row, what))
+        self._findings.setdefault(name, Finding(name, episode.name, step, self._turn.start + row, what))

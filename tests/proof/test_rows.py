@@ -1,0 +1,102 @@
+"""Rows of a proof: one of an episode may come where rounding is amplified, and engines of one sequence take turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import DecoderConfig, write_decoder
+from proof_engines import recorded
+from proof_faults import BATCH, faults, subject, trial
+
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.proof.file import Proof, Share
+from trt_kvcache.proof.record import _usual, record_proof
+from trt_kvcache.proof.replay import Replay, replay
+from trt_kvcache.proof.schedule import Most
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.runner import StepBatch
+
+
+class Moved:
+    """A runner that moves the logits of some rows in the last step of episodes, by so many times what is allowed."""
+
+    def __init__(self, runner: OnnxRuntimeRunner, proof: Proof, where: set[tuple[str, int]], times: float) -> None:
+        self._runner, self._where, self._facts, self._times = runner, where, proof.facts, times
+        self._steps = [
+            e.name if n == len(e.lengths) - 1 else "" for e in proof.facts.episodes for n in range(len(e.lengths))
+        ]
+        self._count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, batch: StepBatch) -> Any:
+        logits = np.array(self._runner.step(batch))
+        turn, number = divmod(self._count, len(self._steps))
+        self._count += 1
+        for row in range(batch.rows):
+            if (self._steps[number], turn + row) in self._where:
+                allowed = self._facts.tolerances[self._steps[number]]["logits"]
+                logits[row] *= 1 + self._times * min(allowed.largest, allowed.typical)
+        return logits
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
+
+
+def _replayed(model: Path, proof: Proof, where: set[tuple[str, int]], times: float, batch: int) -> Replay:
+    runner = OnnxRuntimeRunner(model, max_batch=batch, max_chunk=8)
+    try:
+        return replay(Moved(runner, proof, where, times), proof)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "times", "passed"), [([0], 2.0, True), ([0, 1], 2.0, False), ([2], 5.0, False), ([0, 1, 2], 0.5, True)]
+)
+def test_one_row_of_an_episode_may_differ_by_more(model: Path, rows: list[int], times: float, passed: bool) -> None:
+    found = _replayed(model, recorded(model), {("decode", row) for row in rows}, times, 4)
+    assert found.passed is passed
+    assert (max(d.part for d in found.outputs) <= 1) is passed
+    assert [(f.output, f.episode) for f in found.findings] == [("logits", "decode")] * (not passed)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_an_engine_of_one_sequence_replays_each_row(model: Path, row: int) -> None:
+    proof = recorded(model, batch=1)
+    assert proof.facts.rows == 2
+    found = _replayed(model, proof, set(), 0, 1)
+    assert found.passed
+    assert found.steps == 2 * proof.facts.steps
+    wrong = _replayed(model, proof, {("decode", row)}, 5.0, 1)
+    assert [(f.output, f.episode, f.row) for f in wrong.findings] == [("logits", "decode", row)]
+
+
+def test_a_proof_of_one_row_allows_for_one_episode(model: Path) -> None:
+    proof = record_proof(import_model(model, PlanOptions()), Most(1, 8, 4), rows=1)
+    assert proof.facts.rows == 1
+    assert _replayed(model, proof, {("decode", 0)}, 2.0, 1).passed
+    assert not _replayed(model, proof, {("decode", 0), ("full", 0)}, 2.0, 1).passed
+
+
+def test_rounding_of_an_episode_is_that_of_the_others_at_least() -> None:
+    one, seven, large, none = (Share(float(n), float(n)) for n in (1, 7, 100, 0))
+    found = {"start": {"logits": one}, "decode": {"logits": seven}, "drawn": {"logits": large, "state": large}}
+    assert _usual(found) == {"logits": Share(5.0, 5.0), "state": none}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("fault", ["write: one row late", "mask: shifted by one", "attention: wrong scale"])
+def test_planted_faults_are_there_when_the_model_runs(model: Path, fault: str) -> None:
+    """ONNX Runtime's fused attention, which follows the plan, would hide them."""
+    made = subject("model", model, PlanOptions(), batch=BATCH)
+    right = made.replay(made.open())
+    edit = next((edit for name, edit in faults(made, 0) if name == fault), None)
+    assert trial(made, fault, edit, 0, right) == "refused"
