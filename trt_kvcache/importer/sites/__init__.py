@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 
 import onnx
@@ -33,7 +34,7 @@ from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 from trt_kvcache.importer.sites.cut import Cutter, FartherError, MisfitError, Region, SiteError, UnknownError
 from trt_kvcache.importer.sites.layout import ATTENTION, Layout, order_of
-from trt_kvcache.importer.sites.read import AttentionSeen, CacheSeen, read_attention
+from trt_kvcache.importer.sites.read import AttentionSeen, CacheSeen, Reader
 from trt_kvcache.importer.sites.turned import growing, ways
 
 __all__ = ["find_sites"]
@@ -89,31 +90,25 @@ def _described(
     graph.cleanup().toposort()
     model = export_inferred(graph)
     tensors = graph.tensors()
-    caches = [
-        ExportedUpdate(
-            "attention", tensors[past.name], tensors[present.name], axis=axis, growing=True, positions=positions
-        )
-        for past, present, axis in growing(model.graph)
-    ]
+    update = partial(ExportedUpdate, "attention", growing=True, positions=positions)
+    caches = [update(tensors[p.name], tensors[q.name], axis=axis) for p, q, axis in growing(model.graph)]
     states = find_states(graph, {t.name for c in caches for t in (c.past, c.present)})
     _check_others(graph, caches, states)
     interface = Interface(model, caches, options.config, states)
-    samples = Samples(
-        Blueprint(model, weights), interface, interface.fixed_capacity(options.capacity) or options.capacity or usual
-    )
+    capacity = interface.fixed_capacity(options.capacity) or options.capacity or usual
+    samples = Samples(Blueprint(model, weights), interface, capacity)
     if (folded := fold_fixed(samples)) is not None:
         return _described(folded, weights, options, usual, positions)
     try:
         seen = _read(model, caches, interface, samples, weights)
     except UnknownError as error:
-        if positions or interface.inputs[error.name].shape != interface.inputs[interface.tokens].shape:
+        if positions or interface.inputs[error.args[0]].shape != interface.inputs[interface.tokens].shape:
             raise
         # If queries see the keys up to their own where it holds positions, then it does.
-        return _described(model, weights, options, usual, (error.name,))
-    writes = {c.past: _write(graph, c) for site in seen for c in (site.key, site.value)}
-    tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    emit = Emitter(graph)
-    cores = tuple(_core(graph, emit, tokens, site, writes) for site in seen)
+        return _described(model, weights, options, usual, error.args)
+    writes = {c.past: _write(tensors, c) for site in seen for c in (site.key, site.value)}
+    emit, tokens = Emitter(graph), tensors[interface.tokens]
+    cores = tuple(_core(emit, tensors, tokens, site, writes) for site in seen)
     return canonical_form(Exported(model, graph, interface, samples, tuple(writes.values()), cores, None, ()), options)
 
 
@@ -125,13 +120,14 @@ def _check_others(graph: gs.Graph, caches: Sequence[ExportedUpdate], states: Seq
     """
     known = {t.name for c in caches for t in (c.past, c.present)} | {n for s in states for n in (s.past, s.present)}
     behind = inputs_behind(graph)
-    others = [t for t in graph.inputs if t.name not in known and elem_type(t) in FLOATS and len(t.shape or ()) > 2]
-    for present in (t for t in graph.outputs if t.name not in known):
-        for past in (t for t in others if t.name in behind[present.name] and elem_type(t) == elem_type(present)):
-            same = [one == two for one, two in zip(past.shape, present.shape or (), strict=False)]
-            by_token = isinstance(past.shape[1], str) and len(same) > 1 and same[1]  # such as embeddings, and logits
-            if len(past.shape) == len(present.shape or ()) == sum(same) + 1 and not by_token:
-                raise SiteError(f"'{past.name}' may come back as '{present.name}', and is no growing cache")
+    for past, present in product(graph.inputs, graph.outputs):
+        sizes: Sequence[Dim] = past.shape or ()
+        after: Sequence[Dim] = present.shape or ()
+        same = [one == two for one, two in zip(sizes, after, strict=False)]
+        alike = elem_type(past) == elem_type(present) in FLOATS and 2 < len(sizes) == len(after) == sum(same) + 1
+        by_token = alike and isinstance(sizes[1], str) and same[1]  # such as embeddings, and logits
+        if alike and not by_token and past.name in behind[present.name] and known.isdisjoint((past.name, present.name)):
+            raise SiteError(f"'{past.name}' may come back as '{present.name}', and is no growing cache")
 
 
 def _read(
@@ -154,14 +150,14 @@ def _read(
             region = cutter.region(past, passed)
             if region.key not in known:
                 try:
-                    known[region.key] = region, read_attention(region, samples.step, axes, samples.capacity)
+                    known[region.key] = region, Reader(region, samples.step, axes, samples.capacity).read()
                 except FartherError as error:
                     known[region.key] = region, error
             first, seen = known[region.key]
             names = dict(zip(first.names, region.names, strict=True))
             if isinstance(seen, AttentionSeen):
                 return seen.renamed(names)
-            passed.add(max((names[n] for n in seen.names), key=region.texts.index))
+            passed.add(max((names[n] for n in seen.args), key=region.texts.index))
         raise SiteError(f"queries and new rows of '{past}' are no single tensors")
 
     found: dict[str, AttentionSeen] = {}
@@ -175,8 +171,7 @@ def _read(
     return list(dict.fromkeys(found.values()))
 
 
-def _write(graph: gs.Graph, cache: CacheSeen) -> Write:
-    tensors = graph.tensors()
+def _write(tensors: Mapping[str, gs.Tensor], cache: CacheSeen) -> Write:
     past, present = tensors[cache.past], tensors[cache.present]
     node = producer(present)
     assert node is not None
@@ -189,10 +184,11 @@ def _write(graph: gs.Graph, cache: CacheSeen) -> Write:
     return Write(node.op, past, present, tensors[cache.rows], node.name, axis=cache.axis, growing=True, perm=perm)
 
 
-def _core(graph: gs.Graph, emit: Emitter, tokens: gs.Tensor, site: AttentionSeen, writes: Mapping[str, Write]) -> Core:
+def _core(
+    emit: Emitter, tensors: Mapping[str, gs.Tensor], tokens: gs.Tensor, site: AttentionSeen, writes: Mapping[str, Write]
+) -> Core:
     """The attention, with what brings queries and results into ``[B, H, S, D]`` and back."""
-    tensors, sizes = graph.tensors(), site.sizes
-    query, result = tensors[site.query], tensors[site.result]
+    query, result, sizes = tensors[site.query], tensors[site.result], site.sizes
     node = producer(result)
     assert node is not None
     query_type, result_type = elem_type(query) or 0, elem_type(result) or 0

@@ -33,27 +33,14 @@ class MisfitError(SiteError):
 
 
 class UnknownError(SiteError):
-    """An input of whole numbers may be positions, and nothing else says so.
+    """An input of whole numbers, its first argument, may be positions, and nothing else says so."""
 
-    Attributes:
-        name: of the input.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"nothing says what '{name}' holds in a step: name it with --config")
-        self.name = name
+    def __str__(self) -> str:
+        return f"nothing says what '{self.args[0]}' holds in a step: name it with --config"
 
 
 class FartherError(Exception):
-    """A tensor at which a region has to end lies before those at which it does.
-
-    Attributes:
-        names: short tensors after it.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = names
+    """A tensor at which a region has to end lies before one of these short tensors, at which it does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +123,8 @@ class Cutter:
             nodes, fed, used = graph.cone([result, *presents], stops)
             read = {n for node in nodes for n in self._reads(node)}.intersection(fed)
             found, texts = read & self._presents.keys(), read & stops
-            below = {n for n in texts if any(n in graph.tainted([o], shapes=False) for o in texts - {n})}
+            after = graph.tainted(texts, shapes=False)
+            below = {n for n in texts if not after.isdisjoint(self._reads(graph.makes[n]))}
             if found <= caches and not below:
                 break
             caches |= found

@@ -13,7 +13,6 @@ from itertools import permutations
 from math import prod
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
@@ -43,15 +42,6 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
             layout.append(tuple(axis))
         else:
             yield tuple(layout)
-
-
-def places(layout: Layout, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """For each number of a tensor of this layout, flat: its place along each size."""
-    order = [n for n in order_of(layout) if n in sizes]
-    grids = np.indices([sizes[n] for n in order]).reshape(len(order), -1)
-    found = dict(zip(order, grids, strict=True))
-    count = prod(sizes[n] for n in order)
-    return {name: found.get(name, np.zeros(count, int)) for name in sizes}
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:

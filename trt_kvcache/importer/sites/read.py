@@ -24,7 +24,7 @@ import numpy.typing as npt
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.protos import INTEGERS
 from trt_kvcache.importer.sites.cut import FartherError, MisfitError, Region, SiteError, UnknownError
-from trt_kvcache.importer.sites.layout import ATTENTION, Layout, brought, layouts, places
+from trt_kvcache.importer.sites.layout import ATTENTION, Layout, brought, layouts
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
 from trt_kvcache.importer.steps.runnable import open_types
 
@@ -96,26 +96,15 @@ class AttentionSeen:
         return replace(self, result=names[self.result], query=names[self.query], key=key, value=value)
 
 
-def read_attention(
-    region: Region, step: Callable[[int, int, int], Sample], axes: Mapping[str, int], capacity: int
-) -> AttentionSeen:
-    """Describe the attention of a region.
+class Reader:
+    """Runs one region.
 
     Args:
         region: what runs.
         step: makes a step of batch, past and new tokens.
         axes: of the rows of each cache.
         capacity: the most tokens.
-
-    Raises:
-        SiteError: in words what was seen instead.
-        FartherError: queries or new rows are no single short tensors of the region, but may be some before them.
     """
-    return _Reader(region, step, axes, capacity).read()
-
-
-class _Reader:
-    """Runs one region, see `read_attention`; most steps are of `sample`."""
 
     def __init__(
         self, region: Region, step: Callable[[int, int, int], Sample], axes: Mapping[str, int], capacity: int
@@ -134,6 +123,12 @@ class _Reader:
         self._batch, self._length = self._sample.batch, self._sample.length
 
     def read(self) -> AttentionSeen:
+        """Describe the attention.
+
+        Raises:
+            SiteError: in words what was seen instead.
+            FartherError: queries or new rows are no single short tensors, but may be some before them.
+        """
         region = self._region
         caches = self._moved()
         rows = {c.rows for c in caches}
@@ -141,7 +136,7 @@ class _Reader:
         if len(caches) != 2:
             raise SiteError(f"the attention reads {len(caches)} caches, and not one of keys and one of values")
         if len(queries) != 1:
-            raise FartherError(queries) if queries else SiteError("no queries go into the attention")
+            raise FartherError(*queries) if queries else SiteError("no queries go into the attention")
         self._query = queries[0]
         self._key, self._value = self._roles(caches)
         self._sizes, self._results = self._layout()
@@ -196,7 +191,7 @@ class _Reader:
             orders = permutations(range(whole.ndim)) if feeds[sources[0]].ndim == whole.ndim else ()
             perm = next((p for p in orders if np.array_equal(feeds[sources[0]].transpose(p), after)), None)
             if perm is None:
-                raise FartherError(sources)
+                raise FartherError(*sources)
             found.append(CacheSeen(cache, present, sources[0], perm, axis))
         return found
 
@@ -205,7 +200,7 @@ class _Reader:
         feeds, result = self._feeds(self._sample), self._region.result
         plain = self._run(feeds)[result]
         twice = [self._run(feeds | {n: 2 * feeds[n] for n in (c.past, c.rows)})[result] for c in caches]
-        linear = [bool(np.allclose(t, 2 * plain, rtol=1e-3, atol=1e-4 * np.abs(plain).max())) for t in twice]
+        linear = [bool(np.abs(made - 2 * plain).max() < _CLOSE * np.abs(plain).max()) for made in twice]
         if sum(linear) != 1:
             shown = sorted(c.past for c in caches)
             raise SiteError(f"the result is linear in {sum(linear)} of the caches {shown}, and not in one")
@@ -241,25 +236,21 @@ class _Reader:
         value, batch = self._value, self._batch
         feeds = self._still(self._feeds(self._step(batch, 0, 1)))
         shape = feeds[value.rows].transpose(value.perm).shape
-        numbers = np.arange(prod(shape)).reshape(shape)
+        numbers = np.arange(1, prod(shape) + 1).reshape(shape)
         found = self._run(self._filled(feeds, value, numbers))[self._region.result]
-        source = np.rint(found).astype(int).ravel()
-        if not np.allclose(found.ravel(), source, atol=1e-3) or not np.isin(source, numbers).all():
-            raise SiteError("with one key, the result is no row of values")
         shares = self._shares(self._feeds(self._sample), range(0, self._sample.total, _SOME))
-        width = prod(shape) // batch
+        width = numbers.size // batch
         groups = prod(shares.shape[:-1]) // (batch * self._length * width)
-        for n in (shape[2 if value.axis == 1 else 1],) if len(shape) == 4 else range(1, width + 1):
+        heads = (shape[2 if value.axis == 1 else 1],) if len(shape) == 4 else range(1, width + 1)
+        for n in (n for n in heads if width % n == 0):
             sizes = {"b": batch, "n": n, "g": groups, "s": self._length, "d": width // n}
-            if width % n:
-                continue
-            wanted = dict(zip("bnd", np.unravel_index(source, (batch, n, width // n)), strict=True))
+            wanted = numbers.reshape(batch, n, 1, 1, width // n)
             for layout in layouts(shares.shape[:-1], sizes):
-                here = places(layout, sizes | {"s": 1})
+                rows = brought(found, layout, sizes | {"s": 1}, ATTENTION)
                 uneven = np.ptp(_arranged(shares, layout, sizes), axis=4).max()  # the largest heads come first
-                if uneven < 1e-5 * shares.max() and all(np.array_equal(here[k], at) for k, at in wanted.items()):
+                if uneven < 1e-5 * shares.max() and np.abs(rows - wanted).max() < _CLOSE:
                     return sizes, layout
-        raise SiteError("heads of the result lie in no order that is known")
+        raise SiteError("with one key, the result is no row of values, or its heads lie in no order that is known")
 
     def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
         """Size of heads, layout of queries, scale and softcap: what fits the weights of small and of large scores.
