@@ -3,8 +3,8 @@
 Caches are facts of the graph. For everything else, in this order:
 
 1. the user's own name patterns (``--config``): what is said outright is not argued with;
-2. the graph, where the evidence is clear (`trt_kvcache.importer.interface.evidence`);
-3. the shipped name patterns (``configs/*.yaml``), also to decide between roles for which the graph speaks equally.
+2. the shipped name patterns (``configs/*.yaml``), where the graph does not contradict them outright;
+3. the evidence of the graph (`trt_kvcache.importer.interface.evidence`).
 
 What several roles claim with equal right, and a role that several tensors claim where a decode loop has only one, is an
 error: a guess would feed wrong values to a model that then answers nonsense without complaint.
@@ -21,13 +21,14 @@ from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer.interface.axes import name_axes, open_axes
 from trt_kvcache.importer.interface.config import NamePattern, example, load_patterns, shipped_patterns
 from trt_kvcache.importer.interface.cross_attention import find_cross_attention
-from trt_kvcache.importer.interface.evidence import Evidence, GraphIndex, Known, collect_evidence
+from trt_kvcache.importer.interface.evidence import Evidence, GraphIndex, Known, collect_evidence, fits
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 __all__ = ["Known", "find_roles", "kept_roles", "open_axes"]
 
 _SINGLE = (Role.TOKENS, Role.LOGITS)
+_OF_ROWS = (Role.WRITE_INDICES, Role.VALID_LENGTHS)
 _MARKS = "/.:_-"
 """Characters that end a prefix of names."""
 
@@ -72,6 +73,13 @@ def find_roles(
         _match(info.name, io, shipped_patterns()) or _match(info.name.removeprefix(prefix), io, shipped_patterns())
         for info, io in tensors
     ]
+    for (info, _), pattern in zip(tensors, named, strict=True):
+        if pattern is not None and pattern.role in _OF_ROWS and not fits(index, info.name, pattern.role, is_own=True):
+            raise AmbiguousRoleError(
+                f"'{info.name}' {list(shape_of(info) or ())} has the name of {pattern.role.value}, which have one "
+                f"number for each sequence; say what it is with --config, a YAML file such as: "
+                f"{example(Role.POSITIONS, info.name)}"
+            )
     findings = [
         _carried(info.name, io, known, constants, _match(info.name, io, user))
         or _decide(info.name, io, evidence.get(info.name, []), shipped)
@@ -143,16 +151,15 @@ def _carried(name: str, io: str, known: Known, constants: frozenset[str], named:
 
 def _decide(name: str, io: str, evidence: list[Evidence], shipped: NamePattern | None) -> _Finding:
     """The role of one other tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
-    usable = [e for e in evidence if (e.role is Role.LOGITS) == (io == "output")]
-    if shipped is None or shipped.role is Role.OTHER:
-        usable = [e for e in usable if not e.by_name]
-    best = _strongest(usable)
-    if len(best) > 1 and (shipped is None or shipped.role not in [e.role for e in best]):
+    best = _strongest([e for e in evidence if (e.role is Role.LOGITS) == (io == "output")])
+    if shipped is not None and shipped.role is not Role.OTHER:
+        best = [e for e in best if e.role is shipped.role] or [e for e in best if e.exact]
+    if len(best) > 1:
         raise AmbiguousRoleError(
             f"{io} '{name}' could be {_list([f'{e.role.value} ({e.reason})' for e in best])}; "
             f"say which with --config, a YAML file such as: {example(best[0].role, name)}"
         )
-    if len(best) == 1:
+    if best:
         return _Finding(best[0].role, f"graph: {best[0].reason}")
     if shipped is not None:
         return _Finding(shipped.role, f"config: {shipped.source}")

@@ -54,15 +54,11 @@ class Evidence:
 
     Attributes:
         exact: the values arrive unchanged where the role's meaning is defined.
-        by_name: the graph shows what the role would look like, and other inputs look the same: token types index a
-            table as learned positions do, and a mask of 1 for hidden keys is computed on as one of 0. It counts for an
-            input whose name says the role.
     """
 
     role: Role
     exact: bool
     reason: str
-    by_name: bool = False
 
 
 # The first input's values pass unchanged; the other inputs are shapes, axes and bounds.
@@ -191,7 +187,6 @@ class _Table:
     index: str
     rows: int
     columns: int
-    rotary: bool
 
 
 def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> dict[str, list[Evidence]]:
@@ -204,16 +199,16 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     """
     found: dict[str, list[Evidence]] = {}
 
-    def add(name: str, role: Role, exact: bool, reason: str, *, by_name: bool = False) -> None:
-        if name not in known.caches and name not in known.states and _fits(index, name, role, is_own=name in masks):
-            found.setdefault(name, []).append(Evidence(role, exact, reason, by_name))
+    def add(name: str, role: Role, exact: bool, reason: str) -> None:
+        if name not in known.caches and name not in known.states and fits(index, name, role, is_own=name in masks):
+            found.setdefault(name, []).append(Evidence(role, exact, reason))
 
-    def add_sources(tensor: str, role: Role, follow: Follow, reason: str, *, changed: bool = False) -> None:
+    def add_sources(tensor: str, role: Role, follow: Follow, reason: str) -> None:
         for name, unchanged in index.sources(tensor, follow).items():
             if unchanged:
                 add(name, role, True, reason)
-            elif changed:
-                add(name, role, False, f"takes part in: {reason}", by_name=role is Role.MASK)
+            elif role is Role.TOKENS:
+                add(name, role, False, f"takes part in: {reason}")
 
     attentions = [n for n in index.nodes if is_op(n, "Attention") and n.output[0] not in cross]
     masks = sorted({name for node in attentions for name in node.input[3:4]})
@@ -226,31 +221,31 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
         for tensor in names:
             add_sources(tensor, role, index.follow_values, reason)
     for tensor in masks:
-        add_sources(tensor, Role.MASK, index.follow_mask, "attn_mask of Attention", changed=True)
+        add_sources(tensor, Role.MASK, index.follow_mask, "attn_mask of Attention")
     for tensor in lengths:
         for name in index.sources(tensor, index.follow_values):
             add(name, Role.MASK, False, "valid lengths are counted from it")
 
     width, hidden = _add_logits(index, known, add)
-    tables = _tables(index)
-    tokens = _token_tables(tables, width, hidden)
+
+    # Sines are taken of a timestep, too, and token types index a table: positions turn queries and keys.
+    def add_positions(tensors: Iterable[str]) -> set[str]:
+        every = [index.sources(tensor, index.follow_positions) for tensor in tensors]
+        turning = {n for found in every for n, unchanged in found.items() if unchanged and _turns(index, n)}
+        for name in turning:
+            add(name, Role.POSITIONS, True, "positions of the rotary embedding")
+        return turning
+
+    turning, tables = add_positions(_rotary_angles(index)), _tables(index)
+    others = [t for t in tables if turning.isdisjoint(index.sources(t.index, index.follow_values))]
+    tokens = _token_tables(others, width, hidden)
     lengths_of_caches = [(index.shape(past) or ())[axis : axis + 1] for past, axis in known.sequence_axis.items()]
     capacity = max((rows for length in lengths_of_caches for rows in length if isinstance(rows, int)), default=0)
     for table in tables:
         if table in tokens:
             size = f"the embedding table [{table.rows}, {table.columns}]"
-            add_sources(table.index, Role.TOKENS, index.follow_values, f"index into {size}", changed=True)
-        elif table.rows >= capacity:
-            for name, unchanged in index.sources(table.index, index.follow_positions).items():
-                if unchanged:
-                    reason = f"index into a table of {table.rows} positions"
-                    add(name, Role.POSITIONS, False, reason, by_name=not _turns(index, name))
-    for tensor in _rotary_angles(index):
-        for name, unchanged in index.sources(tensor, index.follow_positions).items():
-            if unchanged and _turns(index, name):
-                add(name, Role.POSITIONS, True, "positions of the rotary embedding")
-            elif unchanged:  # of a timestep, too, sines are taken
-                add(name, Role.POSITIONS, False, "a sine is taken of it", by_name=True)
+            add_sources(table.index, Role.TOKENS, index.follow_values, f"index into {size}")
+    add_positions(table.index for table in tables if table not in tokens and table.rows >= capacity)
     if hidden is not None and not tokens:
         for name in index.inputs:
             shape = index.shape(name)
@@ -259,7 +254,7 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     return found
 
 
-def _fits(index: GraphIndex, name: str, role: Role, *, is_own: bool) -> bool:
+def fits(index: GraphIndex, name: str, role: Role, *, is_own: bool) -> bool:
     """True if dtype and rank are such that the tensor can play the role at all; `is_own`: it is attention's mask."""
     shape, is_float = shape_of(index.infos[name]), index.elem_type(name) in FLOATS
     if shape is None:
@@ -315,7 +310,6 @@ def _widening_product(index: GraphIndex, output: str) -> tuple[int, int] | None:
 
 def _tables(index: GraphIndex) -> list[_Table]:
     """Every lookup in a constant 2-D float table whose index comes from graph inputs."""
-    rotary = {name for tensor in _rotary_angles(index) for name in _lookups_behind(index, tensor)}
     tables = []
     for node in index.nodes:
         if node.op_type != "Gather" or index.is_valueless(node.input[1]):
@@ -324,21 +318,20 @@ def _tables(index: GraphIndex) -> list[_Table]:
         shape = index.shape(node.input[0]) or (index.shape(weight) if weight else None)
         is_float = weight is not None and index.elem_type(node.output[0]) in {*FLOATS, 0}
         if is_float and shape is not None and len(shape) == 2 and all(isinstance(dim, int) for dim in shape):
-            tables.append(_Table(node.input[1], int(shape[0]), int(shape[1]), node.output[0] in rotary))
+            tables.append(_Table(node.input[1], int(shape[0]), int(shape[1])))
     return tables
 
 
 def _token_tables(tables: list[_Table], vocabulary: int | None, hidden: int | None) -> list[_Table]:
     """Token embeddings: as many rows as the logits are wide, else as wide as the hidden state, else widest."""
-    candidates = [table for table in tables if not table.rotary]
-    for fits in (
-        [table for table in candidates if table.rows == vocabulary],
-        [table for table in candidates if table.columns == hidden],
-        candidates if hidden is None else [],
+    for candidates in (
+        [table for table in tables if table.rows == vocabulary],
+        [table for table in tables if table.columns == hidden],
+        tables if hidden is None else [],
     ):
-        if fits:
-            largest = max((table.columns, table.rows) for table in fits)
-            return [table for table in fits if (table.columns, table.rows) == largest or table.rows == vocabulary]
+        if candidates:
+            largest = max((table.columns, table.rows) for table in candidates)
+            return [table for table in candidates if (table.columns, table.rows) == largest or table.rows == vocabulary]
     return []
 
 
@@ -372,18 +365,3 @@ def _turns(index: GraphIndex, name: str) -> bool:
                 products.update(node.output)
     sums = [node for made in products for node in index.readers.get(made, ()) if node.op_type in {"Add", "Sub"}]
     return any(products.issuperset(node.input) for node in sums)
-
-
-def _lookups_behind(index: GraphIndex, tensor: str) -> Iterator[str]:
-    """Outputs of the Gather nodes on the way back from a tensor."""
-    seen: set[str] = set()
-    stack = [tensor]
-    while stack:
-        name = stack.pop()
-        node = index.producers.get(name)
-        if node is None or name in seen or index.is_valueless(name):
-            continue
-        seen.add(name)
-        if is_op(node, "Gather"):
-            yield name
-        stack.extend(before for before, _ in index.follow_positions(node))
