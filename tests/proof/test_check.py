@@ -194,7 +194,7 @@ def no_proof_at_all(engine: Path) -> None:
 
 def of_another_format(engine: Path) -> None:
     content = proof_path(engine).read_bytes()
-    proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.2", b"trt_kvcache.proof.3"))
+    proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.3", b"trt_kvcache.proof.4"))
     edit(engine, lambda m: named(m, proof_path(engine)))
 
 
@@ -224,7 +224,7 @@ def of_more_rows(engine: Path) -> None:
         (gone, "cannot be read"),
         (of_another_engine, "the proof of another engine"),
         (no_proof_at_all, "not readable as one"),
-        (of_another_format, "of format trt_kvcache.proof.3"),
+        (of_another_format, "of format trt_kvcache.proof.4"),
         (of_another_vocabulary, "vocabulary of 100 tokens"),
         (of_other_caches, "does not fit the engine"),
         (of_more_rows, "does not fit the engine"),

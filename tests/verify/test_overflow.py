@@ -23,9 +23,9 @@ QUERIES = "val_39"  # the first layer's projection of FIXED
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("stored", [STORED, SCATTERED])
-@pytest.mark.parametrize(("scale", "garbage"), [(0.25, 1e4), (10.0, 1e3)])
-def test_garbage_is_as_large_as_scores_allow(
-    stored: Path, scale: float, garbage: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("scale", [0.25, 10.0])
+def test_scores_of_garbage_do_not_outweigh_masks(
+    stored: Path, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Valid lengths hide all garbage; a mask that is added to scores, as the rewritten model has it, does not."""
     model = onnx.load(stored)
@@ -44,11 +44,8 @@ def test_garbage_is_as_large_as_scores_allow(
     monkeypatch.setattr(OrtSession, "__init__", watched)
     report = verify_model(tmp_path / "model.onnx", PlanOptions(capacity=64 if stored is STORED else None))
     report.check()
-    assert report.garbage == garbage
-    # Caches that grow hold no garbage in the original, which runs once then.
-    assert len(opened) == (2 if stored is STORED or garbage == 1e4 else 4)
-    said = f"garbage of {garbage:g}: that of 10000 gave"
-    assert any(note.startswith(said) for note in report.notes) == (garbage < 1e4)
+    assert report.garbage == 30
+    assert len(opened) == 2  # each model once
 
 
 def _sharp(folder: Path) -> Path:
@@ -61,15 +58,14 @@ def _sharp(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_garbage_that_outweighs_the_mask_of_the_original_is_made_smaller(
+def test_garbage_of_sharp_queries_does_not_outweigh_the_mask_of_the_original(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if the first step, by which garbage is chosen, did not show it yet.
     monkeypatch.setattr("trt_kvcache.verify.decode.difference", lambda *_: (0.0, 0.0))
     report = verify_model(_sharp(tmp_path))
     report.check()
-    assert report.garbage == 1e3
-    assert any("garbage of 1000: that of 10000 gave" in note for note in report.notes)
+    assert report.garbage == 30
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ class Unusual:
     text: str
     domains: str = ""
     engine: str = "ONNX Runtime"
-    garbage: float = 1e30
+    garbage: float = 1e4
     episodes: set[str] = field(default_factory=set)
     note: str = ""
     starts: str = ""
@@ -105,7 +105,7 @@ MODELS = {
             f"""{UPDATES} visible = Cast<to=9>(attention_mask) axes = Constant<value = int64[2] {{1, 2}}>()
                 mask = Unsqueeze(visible, axes) y = Attention<is_causal=1>(q, ko, vo, mask, , , lens)""",
         ),
-        note="were expanded for it",
+        note="were spelled out for it",
     ),
     "a mask of any length": Unusual(
         graph("int64[B] wi, bool[B,1,S,K] mask", f"{UPDATES} y = Attention(q, ko, vo, mask)")

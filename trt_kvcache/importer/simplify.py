@@ -354,21 +354,16 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     wanted = [name for node in nodes for name in node.output if name in read]
     if not wanted:
         return {}
-    import onnxruntime as ort  # not before there is something to run
+    from trt_kvcache.cpu import OrtEngine  # not before there is something to run
 
     used = {name for node in nodes for name in node.input}
     held = [numpy_helper.from_array(v, n) for n, v in constants.items() if n in used]
     part = part_of(model, nodes, [], wanted, held)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
     try:
-        session = ort.InferenceSession(part.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        values = session.run(wanted, {})
+        values = OrtEngine(part).run({})
     except Exception:  # noqa: BLE001 - as where it has no kernel; these nodes stay as they are
         return {}
-    return {name: value for name, value in zip(wanted, values, strict=True) if _is_small(value.shape)}
+    return {name: value for name, value in values.items() if _is_small(value.shape)}
 
 
 def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:

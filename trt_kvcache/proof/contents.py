@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
-from trt_kvcache.importer.steps.contents import CacheTensor, find_caches, find_states, first_contents
+from trt_kvcache.importer.steps.contents import CacheTensor, all_contents, find_caches, find_states
 from trt_kvcache.importer.steps.inputs import draw_constants
-from trt_kvcache.runtime.dtypes import array_dtype
 
 Array = npt.NDArray[Any]
 
@@ -20,7 +20,8 @@ Array = npt.NDArray[Any]
 def draws_digest(seed: int) -> str:
     """BLAKE3 (hex) of numbers drawn in all ways that are used here: NumPy may change what a seed gives."""
     rng, digest = np.random.default_rng([seed, 3]), blake3()
-    for drawn in (rng.uniform(-1, 1, 64), rng.choice([-1.0, 1.0], 64), rng.normal(0, 1, 64), rng.integers(-9, 9, 64)):
+    floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
+    for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
         digest.update(np.ascontiguousarray(drawn).tobytes())
     return digest.hexdigest()
 
@@ -58,14 +59,13 @@ class Contents:
 
     def __init__(self, plan: CachePlan, seed: int, garbage: float, encoder: int) -> None:
         self.caches: dict[str, CacheTensor] = {c.role.name: c for c in (*find_caches(plan), *find_states(plan))}
-        self._numbers = {name: number for number, name in enumerate(self.caches)}
         self._plan, self._seed, self._garbage, self._encoder = plan, seed, garbage, encoder
 
-    def first(self, name: str, episode: int, starts: Sequence[int]) -> Array:
-        """Contents ``[R, *physical_shape[1:]]`` of a cache, drawn as `Verification` does: tokens, then garbage."""
-        cache, rng = self.caches[name], np.random.default_rng([self._seed, episode, self._numbers[name]])
-        values = first_contents(cache, starts, self._garbage, rng, twin=True)
-        return cache.to_physical(values).astype(array_dtype(cache.role.dtype), copy=False)
+    def first(self, episode: int, starts: Sequence[int]) -> Iterator[tuple[str, Array]]:
+        """Contents ``[R, *physical_shape[1:]]`` of each cache, drawn as `Verification` does: tokens, then garbage."""
+        for name, values in all_contents(self.caches, self._seed, starts, self._garbage, episode):
+            cache = self.caches[name]
+            yield name, cache.to_physical(values).astype(array_dtype(cache.role.dtype), copy=False)
 
     def constants(self, rows: int) -> dict[str, Array]:
         """The inputs that each row is given once, ``[R, ...]`` by name of the input, in its dtype."""

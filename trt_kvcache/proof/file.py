@@ -39,7 +39,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-FORMAT = "trt_kvcache.proof.2"
+FORMAT = "trt_kvcache.proof.3"
 _NEWEST = 4
 _AGAIN = "copy engine, manifest and proof together, or build again"
 

@@ -27,7 +27,7 @@ from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
 from trt_kvcache.importer.simplify import inline_functions, name_nodes
-from trt_kvcache.importer.steps.contents import CacheTensor, first_contents
+from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import Engine
 from trt_kvcache.importer.steps.inputs import StepInputs
@@ -259,7 +259,7 @@ class _Decoder(Verification):
         if not self._goes_on:
             return original
         name, longest = StepLogits(self.plan).name, max(max(e.steps[-1].valid) for e in self._planned)
-        state = self._fresh((0,) * rows, 0.0, 0)
+        state = self.drawn((0,) * rows, 0.0, 0)
         for end in range(min(_SEEDS + _TEXT, longest) - 1):
             outputs = original.run({**self.inputs.shared(Step(1, (end,) * rows, (end + 1,) * rows)), **state})
             state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
@@ -270,8 +270,8 @@ class _Decoder(Verification):
     def _contents(self, step: Step, garbage: float, episode: int) -> dict[str, Array]:
         """Caches before an episode: empty ones, or what the episode before left, which `_record` keeps up to date."""
         if self._planned[episode].name == DRAWN:
-            return self._fresh(step.starts, garbage, episode)
-        fresh = {} if all(step.starts) else self._fresh((0,) * len(step.starts), garbage, episode)
+            return self.drawn(step.starts, garbage, episode)
+        fresh = {} if all(step.starts) else self.drawn((0,) * len(step.starts), garbage, episode)
         if not any(step.starts):
             self._state = fresh
             return fresh
@@ -285,14 +285,6 @@ class _Decoder(Verification):
                 elif start > end and cache.update is not None:
                     copies(self.texts.get(name, cache).rows(held)[row], cache.update.capacity, end, start)
         return self._state
-
-    def _fresh(self, starts: Sequence[int], garbage: float, episode: int) -> dict[str, Array]:
-        """Random contents, as `Contents` draws them again."""
-        contents: dict[str, Array] = {}
-        for number, cache in enumerate(self.caches):
-            held, rng = self.texts.get(cache.role.name, cache), np.random.default_rng([_SEED, episode, number])
-            contents[cache.role.name] = first_contents(held, starts, garbage, rng, twin=self.twin)
-        return contents
 
 
 class _Sampler(Tape):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.proof.contents import Contents, copies, draws_digest, embedded
@@ -20,7 +21,6 @@ from trt_kvcache.proof.file import Episode, Proof, Share, columns_of, share_of
 from trt_kvcache.proof.places import LOGITS, places, rows_apart
 from trt_kvcache.proof.schedule import DRAWN
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner, StepBatch
@@ -213,8 +213,11 @@ class _Replay:
 
     def _episode(self, at: int, episode: Episode) -> None:
         first, turn = self._first, self._turn
-        for name in self._buffers:
-            self._begin(name, at, episode)
+        whole = self._proof.facts.episodes[at].starts
+        drawn = whole if episode.name == DRAWN else (0,) * len(whole)
+        for name, values in self._contents.first(at, drawn):
+            if name in self._buffers:
+                self._begin(name, values[turn], episode)
         prints = {n: {r: self._prints(b, r) for r in self._rows(b)} for n, b in self._buffers.items()}
         starts = np.array(episode.starts, np.int64)
         for number, length in enumerate(episode.lengths):
@@ -237,16 +240,13 @@ class _Replay:
             for row, before in prints[name].items():
                 self._compare_kept(episode, buffer, row, before)
 
-    def _begin(self, name: str, at: int, episode: Episode) -> None:
-        """The contents of a cache before an episode."""
+    def _begin(self, name: str, fresh: Array, episode: Episode) -> None:
+        """Writes what a cache holds before an episode; `fresh`: if it is empty, or drawn."""
         buffer, cache = self._buffers[name], self._contents.caches[name]
-        drawn = episode.name == DRAWN
-        whole = self._proof.facts.episodes[at].starts
-        fresh = self._contents.first(name, at, whole if drawn else (0,) * len(whole))[self._turn]
         for row in self._spare if self._count == 0 else ():
             self._runner.write_row(name, row, fresh[0])
         for row, (start, end) in enumerate(zip(episode.starts, self._ends, strict=True)):
-            if not start or drawn:
+            if not start or episode.name == DRAWN:
                 self._runner.write_row(name, self._first + row, fresh[row])
             elif start > end and not buffer.is_state:
                 held = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))

@@ -22,13 +22,13 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError
 from trt_kvcache.files import check_output, open_regular, publish, sync, temporary_file
 from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import embedded_input
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
 from trt_kvcache.runtime.given import Embeds, Positions

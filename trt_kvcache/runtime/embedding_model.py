@@ -14,12 +14,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import SessionError, UnsupportedModelError
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.importer.planning.index_limits import table_rows
 from trt_kvcache.importer.protos import elem_type_of, shape_of
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import check_range, check_width
 from trt_kvcache.runtime.given import Array, Indices
 from trt_kvcache.runtime.ort.calls import bind, open_on_cpu

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.plan import CachePlan, TensorRole
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embedding_files import scaled_by
 from trt_kvcache.runtime.given import Array, Embeds, Indices
 

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 from blake3 import blake3
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.runtime.axes import axes_with_planes, fixed_length, fixed_rows, named_axes
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.runtime.axes import named_axes
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 __all__ = ["StepLogits"]

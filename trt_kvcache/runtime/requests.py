@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.given import given_list, is_whole, shown
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache import KVCache
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.events import FinishReason, TokenEvent

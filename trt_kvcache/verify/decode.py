@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, UpdateMode
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.steps.contents import (
     CacheTensor,
+    all_contents,
     as_text,
-    drawn_contents,
     find_caches,
     find_states,
     fixed_rows,
@@ -48,7 +48,6 @@ _Begun = tuple[Feeds, Feeds, Feeds]  # a step of the original: what it took besi
 
 _SPAN_KINDS = ("tight", "bucketed", "full")
 _OTHER = 1e3  # magnitude of what stands for rows without a token; any that no model gives by chance
-_SHIFT = 7  # entries between the contents of one cache and of the next, of those that are drawn
 _HEAVY = 200 << 20  # bytes of weights; every run reads all of them, and most runs are steps of single tokens
 
 
@@ -65,26 +64,6 @@ class Ran:
     engine: str
     garbage: float
     episodes: list[tuple[str, list[tuple[Step, Feeds]]]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Played:
-    """Steps that the rewritten model ran.
-
-    Attributes:
-        engine: what ran it.
-        failure: why it could not be run to the end, or None.
-        garbage: magnitude of what lay in rows that hold no token.
-        note: for the report: why there was no larger garbage.
-        smaller: garbage may have outweighed a mask: the magnitude to begin anew with.
-    """
-
-    engine: str
-    failure: str | None
-    comparison: Comparison
-    garbage: float
-    note: tuple[str, ...]
-    smaller: float | None = None
 
 
 class Verification:
@@ -137,7 +116,6 @@ class Verification:
         self.hidden = all(c.update is None or c.role.name in self.growing for c in self.caches)
         self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
-        self._drawn_from = self.rng.bit_generator.state
         constants = draw_constants(imported.plan, self.limits.batch, verify.seed, twin=twin)
         given = load_inputs(verify.inputs)
         check_given(given, self.plan)
@@ -213,17 +191,15 @@ class Verification:
             )
         self._note_schedule(episodes)
         self._cuts = True
-        played: _Played | None = None
-        note: tuple[str, ...] = ()
-        while played is None or played.smaller is not None:
-            self.rng.bit_generator.state = self._drawn_from
-            if played is not None and played.smaller is not None:
-                self.most = played.smaller
-            with open_tape() as tape:
-                ran = self.run_original(episodes, tape)
-                played = self._run_rewritten(ran, tape)
-            note = played.note or note
-        comparison, failure = played.comparison, played.failure
+        comparison = Comparison(
+            {name: self._role(name) for name in (o.name for o in self.models[0].graph.output)},
+            self.verify.tolerance,
+            twin=self.twin,
+            half=any(c.role.dtype == "float16" for c in self.caches),
+        )
+        with open_tape() as tape:
+            ran = self.run_original(episodes, tape)
+            engine, failure = self._run_rewritten(ran, tape, comparison)
         outputs, notes = comparison.results(), list(dict.fromkeys(self.notes))
         same, clear = comparison.same, comparison.clear
         if clear:
@@ -234,25 +210,15 @@ class Verification:
             model=str(self.path),
             passed=failure is None and all(o.passed for o in outputs),
             original_engine=ran.engine,
-            rewritten_engine=played.engine,
+            rewritten_engine=engine,
             float32_twin=self.twin,
-            garbage=played.garbage,
+            garbage=ran.garbage,
             outputs=outputs,
             steps=tuple(replace(s, difference=comparison.in_step(i)) for i, s in enumerate(self.steps)),
-            notes=(*notes, *note),
+            notes=tuple(notes),
             failure=failure,
             capacity=self.plan.options.capacity,
         )
-
-    def _may_outweigh(self, comparison: Comparison) -> bool:
-        """True if outputs differ, and garbage may have outweighed a mask.
-
-        ONNX Runtime adds masks to scores, and scores of garbage may outweigh the lowest float16. What leaks shows at
-        any of the magnitudes: it stays far above the tolerance.
-        """
-        # A cache that grows has no garbage in the original: nothing there shows what would overflow.
-        overflows = self.interface is not None and not comparison.finite
-        return comparison.differs and (overflows or any(cache.role.dtype == "float16" for cache in self.caches))
 
     def run_original(self, episodes: Sequence[Episode], tape: Tape) -> Ran:
         """All steps of the original, what it gives on the tape."""
@@ -323,8 +289,7 @@ class Verification:
         if name in self.texts and before.shape == present.shape:
             # Rows that no token goes to are the same before and after; a first token must change its row.
             before, present = (
-                ring_window(text, cache, tokens, _OTHER, np.random.default_rng(self.verify.seed), twin=self.twin)
-                for text, tokens in ((before, step.starts), (present, ends))
+                ring_window(text, cache, tokens, _OTHER) for text, tokens in ((before, step.starts), (present, ends))
             )
         written = written_rows(cache, before, present)
         if written is not None and name in self.growing:  # even where a token's row is zeros, as were the free ones
@@ -347,70 +312,36 @@ class Verification:
         changed = written.rows & ~free
         return Written(written.shape, changed, written.values[changed[written.rows]], free)
 
-    def _run_rewritten(self, ran: Ran, tape: Tape) -> _Played:
-        """The same steps with the rewritten model."""
+    def _run_rewritten(self, ran: Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
+        """The same steps with the rewritten model: what ran it, and why it could not be run to the end, or None."""
         give_back()
-        engine, garbage = "none", ran.garbage
-        note: tuple[str, ...] = ()
-        comparison = self._comparison()
+        engine = "none"
         first, shared = ran.episodes[0][1][0]
+        self.steps = []
+        tape.rewind()
         try:
-            physical = self._first_state(first, garbage, 0)
             # A rewritten model must run wherever the original does, so only an original that ONNX Runtime refuses
             # lets the reference evaluator run both.
             with phase("loading the rewritten model"):
                 rewritten, refusal = open_session(
                     self.models[1],
                     self.folders[1],
-                    {**shared, **physical, **span_inputs(self.plan, first, "full")},
+                    {**shared, **self._first_state(first, ran.garbage, 0), **span_inputs(self.plan, first, "full")},
                     self.room,
                     reference=self.anywhere or ran.engine != OrtSession.engine,
                 )
-            begun = [physical]
-            del physical
             engine = rewritten.engine
             if refusal:
                 self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {engine} did")
-            while (smaller := self._play(ran, garbage, rewritten, tape, comparison, begun)) is not None:
-                found = "other numbers" if comparison.finite else "numbers that are not finite"
-                note = (f"garbage of {smaller:g}: that of {garbage:g} gave {found}",)
-                if not self.hidden:
-                    return _Played(engine, None, comparison, garbage, note, smaller)
-                garbage, comparison = smaller, self._comparison()
+            count = sum(len(steps) for _, steps in ran.episodes)
+            with phase("decoding with the rewritten model: step", count) as done:
+                for number, (name, steps) in enumerate(ran.episodes):
+                    if steps:
+                        state = self._first_state(steps[0][0], ran.garbage, number)
+                        self._run_episode(name, steps, state, rewritten, tape, comparison, done)
         except EngineError as error:
-            failure = f"the rewritten model cannot be run where the original can: {error}"
-            return _Played(engine, failure, comparison, garbage, note)
-        return _Played(engine, None, comparison, garbage, note)
-
-    def _play(
-        self, ran: Ran, garbage: float, rewritten: Runner, tape: Tape, comparison: Comparison, begun: list[Feeds]
-    ) -> float | None:
-        """All steps with the rewritten model; or, if garbage may have outweighed a mask, a smaller magnitude to try.
-
-        `begun`: the caches before the first step, or nothing.
-        """
-        sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
-        smaller = next((m for m in sizes if m < garbage), None)
-        self.steps = []
-        tape.rewind()
-        with phase("decoding with the rewritten model: step", sum(len(steps) for _, steps in ran.episodes)) as done:
-            for number, (name, steps) in enumerate(ran.episodes):
-                if not steps:
-                    continue
-                state = begun.pop() if begun else self._first_state(steps[0][0], garbage, number)
-                for _ in self._run_episode(name, steps, state, rewritten, tape, comparison):
-                    done()
-                    if smaller is not None and self._may_outweigh(comparison):
-                        return smaller
-        return None
-
-    def _comparison(self) -> Comparison:
-        return Comparison(
-            {name: self._role(name) for name in (o.name for o in self.models[0].graph.output)},
-            self.verify.tolerance,
-            twin=self.twin,
-            half=any(c.role.dtype == "float16" for c in self.caches),
-        )
+            return engine, f"the rewritten model cannot be run where the original can: {error}"
+        return engine, None
 
     def _open_original(self, trial: Feeds) -> Session:
         """A session of the original that takes the rewritten model's inputs.
@@ -438,25 +369,22 @@ class Verification:
             return open_session(model, self.folders[0], trial, self.room, path=path, reference=False)[0]
         except EngineError as error:
             refusal = error
-        normed = with_norms_in_front(model)
-        expanded = with_expanded_masks(normed)
+        spelled = with_expanded_masks(with_norms_in_front(model))
         try:
-            session = open_session(expanded, self.folders[0], trial, self.room)[0]
+            session = open_session(spelled, self.folders[0], trial, self.room)[0]
         except EngineError as error:
-            refusal = refusal if expanded is model else error
+            refusal = refusal if spelled is model else error
             first = " in its first step, after an empty cache" if any(not v.size for v in trial.values()) else ""
             raise UnsupportedModelError(
                 f"{self.path}: no engine here runs the original model{first}: {refusal}{self.guessed}"
             ) from None
-        if session.engine == OrtSession.engine and normed is not model:
-            self.notes.append(
-                "GroupQueryAttention's norms of queries and keys, which ONNX Runtime refuses on the CPU, ran as nodes "
-                "before it"
-            )
-        if session.engine == OrtSession.engine and expanded is not normed:
-            self.notes.append("masks without an axis for the queries, which ONNX Runtime refuses, were expanded for it")
         if session.engine != OrtSession.engine:
             self.notes.append(f"ONNX Runtime does not run the original model ({refusal}); {session.engine} did")
+        elif spelled is not model:
+            self.notes.append(
+                "masks without an axis for the queries, and norms in GroupQueryAttention, which ONNX Runtime refuses "
+                "on the CPU, were spelled out for it"
+            )
         return session
 
     def _run_episode(
@@ -467,8 +395,9 @@ class Verification:
         rewritten: Runner,
         tape: Tape,
         comparison: Comparison,
-    ) -> Iterator[None]:
-        """The steps of an episode, one at a time; `state`: the caches before, which it changes."""
+        done: Callable[[], None],
+    ) -> None:
+        """The steps of an episode; `state`: the caches before, which it changes."""
         give_back()
         carried = {c.role.name: c.output for c in self.caches if c.output is not None}
         spare = {output: np.empty_like(state[past]) for past, output in carried.items()}
@@ -498,7 +427,7 @@ class Verification:
             before = {output: state[past] for past, output in carried.items()}
             state |= {past: found[output] for past, output in carried.items()}
             spare = before
-            yield
+            done()
 
     def _compare(self, comparison: Comparison, expected: Expected, past: Feeds, found: Feeds, span: int | None) -> None:
         step = len(self.steps) - 1
@@ -526,13 +455,12 @@ class Verification:
 
     def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
         """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`."""
-        contents: Feeds = {}
-        for number, cache in enumerate(self.caches):
-            held, drawn = self.texts.get(cache.role.name, cache), len(self.caches) * episode + number
-            # Each state has numbers of its own; caches take other parts of the same.
-            seed = self.verify.seed if held.update is not None else self.verify.seed + drawn
-            contents[cache.role.name] = drawn_contents(held, seed, step.starts, garbage, _SHIFT * drawn, wide=False)
-        return contents
+        return self.drawn(step.starts, garbage, episode)
+
+    def drawn(self, starts: Sequence[int], garbage: float, episode: int) -> Feeds:
+        """Random cache contents of the original model."""
+        caches = {c.role.name: self.texts.get(c.role.name, c) for c in self.caches}
+        return dict(all_contents(caches, self.verify.seed, starts, garbage, episode))
 
     def _own_contents(self, step: Step, garbage: float, episode: int, rows: int) -> Feeds:
         """`_contents`, of caches that grow the first `rows` alone, and without garbage if no cache can hold any."""
@@ -557,7 +485,7 @@ class Verification:
         for cache in self.caches:
             values = state[cache.role.name]
             if cache.role.name in self.texts:
-                values = ring_window(values, cache, step.starts, garbage, self.rng, twin=self.twin)
+                values = ring_window(values, cache, step.starts, garbage)
             made[cache.role.name] = cache.to_physical(values)
         return made
 

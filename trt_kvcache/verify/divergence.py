@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from trt_kvcache.dtypes import PLAIN
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CacheDtype, CachePlan, Role, TensorRole
-from trt_kvcache.importer.steps.contents import NUMPY, find_caches, find_states, numpy_dtype
+from trt_kvcache.importer.steps.contents import find_caches, find_states, numpy_dtype
 from trt_kvcache.importer.steps.schedule import Step
 from trt_kvcache.verify.decode import Array, Feeds, Verification
 from trt_kvcache.verify.inputs import span_inputs
@@ -107,7 +108,7 @@ def _decode(
 
 def _zeros(role: TensorRole, batch: int, *, twin: bool) -> Array:
     shape = [d if isinstance(d, int) else batch for d in role.shape]
-    return np.zeros(shape, numpy_dtype(role.dtype if role.dtype in (*NUMPY, "bfloat16") else "float", twin=twin))
+    return np.zeros(shape, numpy_dtype(role.dtype if role.dtype in (*PLAIN, "bfloat16") else "float", twin=twin))
 
 
 def _with_numbers(model: ModelProto) -> ModelProto:

@@ -15,9 +15,10 @@ import onnx
 import onnxruntime as ort
 from onnx import ModelProto
 
+from trt_kvcache.cpu import ORT_ERRORS, EngineError, OrtEngine, cpu_session, one_line, quiet_run
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.files.links import without_links
-from trt_kvcache.importer.steps.engine import ORT_ERRORS, EngineError, ReferenceEngine, one_line
+from trt_kvcache.importer.files.links import for_session, without_links
+from trt_kvcache.importer.steps.engine import ReferenceEngine
 from trt_kvcache.native import Endable
 from trt_kvcache.verify.memory import Weights, weigh
 
@@ -43,11 +44,10 @@ class OrtSession:
         room: bytes that converted weights may take.
     """
 
-    engine = f"ONNX Runtime {ort.__version__}"
+    engine = OrtEngine.engine
 
     def __init__(self, model: Path | ModelProto, folder: Path, weights: Weights, room: int) -> None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # TensorScatter warns per node and step that past and present are two buffers
         # Where ONNX Runtime fuses a product with a DequantizeLinear, it rounds the other side to 8 bits by default.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         if weights.rounds:
@@ -69,19 +69,11 @@ class OrtSession:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # The default order converts many weights before any of them is used.
             options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-        source: str | bytes = str(model)
-        if isinstance(model, ModelProto):
-            linked, folder = without_links(model, folder)
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-            source = linked.SerializeToString()
-        ort.set_default_logger_severity(4)  # errors arrive as exceptions
-        opened = _interruptible(
-            lambda: ort.InferenceSession(
-                source, options, providers=["CPUExecutionProvider"], disabled_optimizers=_SLOWER
-            ),
+        source = for_session(model, folder, options) if isinstance(model, ModelProto) else str(model)
+        self._session = _interruptible(
+            lambda: cpu_session(source, options, disabled_optimizers=_SLOWER),
             lambda _: options.set_load_cancellation_flag(True),
         )
-        self._session = opened
         self._outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Array], into: Mapping[str, Array] | None = None) -> dict[str, Array]:
@@ -92,8 +84,7 @@ class OrtSession:
             into: contiguous arrays for large outputs that have the shapes of these, by name: new memory for each would
                 take longer than the copy. Outputs of other shapes get new arrays.
         """
-        options = ort.RunOptions()
-        options.log_severity_level = 4
+        options = quiet_run()
         if into:
             binding = self._bind(feeds, into)
             # An output of another shape is a plain RuntimeError (1.32.0).

@@ -32,7 +32,7 @@ from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read, part_of
-from trt_kvcache.importer.steps.contents import drawn_normal, find_caches, find_states, first_contents
+from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find_caches, find_states
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
 from trt_kvcache.importer.steps.runnable import open_types
@@ -242,10 +242,11 @@ class _Outside:
         made |= {span.name: np.arange(span.capacity) for span in self._plan.spans}
         if self._plan.logits_span is not None:
             made[self._plan.logits_span.name] = np.arange(length)
-        for cache in (c for c in find_caches(self._plan) if c.role.name in self._fed):
-            made[cache.role.name] = cache.to_physical(first_contents(cache, starts, 1.0, rng, twin=True))
-        for state in find_states(self._plan):
-            made[state.role.name] = rng.standard_normal(state.logical_shape(self._batch), np.float32)
+        caches = {
+            c.role.name: c for c in (*find_caches(self._plan), *find_states(self._plan)) if c.role.name in self._fed
+        }
+        for name, values in all_contents(caches, seed, starts, 1.0, 0):
+            made[name] = caches[name].to_physical(values)
         for number, (name, shape) in enumerate(self._stops.items()):
             place = _APART * (number * 2 + seed + 1)
             made[name] = drawn_normal([t.at(self._batch, length) for t in shape], place)

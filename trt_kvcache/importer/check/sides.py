@@ -284,8 +284,7 @@ class Sides:
         for cache in (c for c in self.caches if c.role.name in made):
             values = made[cache.role.name]
             if self._as_text(cache, step) is not cache:
-                rng = np.random.default_rng([_SEED, 3])
-                values = ring_window(values, cache, step.starts, self.garbage, rng, twin=True)
+                values = ring_window(values, cache, step.starts, self.garbage)
             made[cache.role.name] = cache.to_physical(values)
         tight = max(1, *step.valid)
         for i, span in enumerate(self.plan.spans):

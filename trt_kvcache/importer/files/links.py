@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from trt_kvcache.importer.protos import copied, iter_tensors
 
-__all__ = ["without_links"]
+__all__ = ["for_session", "without_links"]
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
@@ -36,3 +37,10 @@ def _locations(model: ModelProto) -> Iterator[StringStringEntryProto]:
     for tensor in iter_tensors(model):
         if tensor.data_location == TensorProto.EXTERNAL:
             yield from (entry for entry in tensor.external_data if entry.key == "location")
+
+
+def for_session(model: ModelProto, folder: Path, options: Any) -> bytes:
+    """The model as a session of ONNX Runtime takes it, whose `options` are told the folder of its external data."""
+    linked, folder = without_links(model, folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return bytes(linked.SerializeToString())

@@ -6,7 +6,7 @@ Where a window became a ring, the original holds a row for every token, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from trt_kvcache.dtypes import PLAIN, array_dtype
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.plan import (
     CachePlan,
@@ -30,13 +31,8 @@ from trt_kvcache.importer.plan import (
 
 Array = npt.NDArray[Any]
 
-_BLOCK = 1 << 20  # random values; larger caches repeat them
-_POOL = 1 << 19  # those that are drawn once
-NUMPY = {
-    "float": np.float32, "float16": np.float16, "double": np.float64, "int8": np.int8, "uint8": np.uint8,
-    "int16": np.int16, "uint16": np.uint16, "int32": np.int32, "uint32": np.uint32, "int64": np.int64,
-    "uint64": np.uint64, "bool": np.bool_,
-}  # fmt: skip
+_POOL = 1 << 19  # random numbers, which larger caches repeat
+_SHIFT = 7  # entries between the contents of one cache and of the next
 
 
 @dataclass(frozen=True)
@@ -126,73 +122,57 @@ def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
     )
 
 
-def first_contents(
-    cache: CacheTensor, histories: Sequence[int], garbage: float, rng: np.random.Generator, *, twin: bool
+def drawn_contents(
+    cache: CacheTensor, seed: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool = False
 ) -> Array:
-    """Logical contents before the first step: values of a plausible size where history lies, garbage and 0 elsewhere.
+    """Logical contents before a step: numbers of a plausible size where history lies, and garbage and 0 elsewhere.
+
+    The numbers are drawn once for each seed, and cut for each step. bfloat16 is held as float32.
 
     Args:
-        cache: the cache.
-        histories: tokens written to each row of the batch so far.
+        cache: a cache, or state, which starts from zeros.
+        seed: of the numbers that are drawn.
+        histories: tokens written to each row of the batch so far. Linear caches never hold more tokens than rows;
+            circular ones keep the newest.
         garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros. Finite,
             because ONNX's own Attention makes NaN of a masked NaN.
-        rng: of contents and signs.
-        twin: bfloat16 is held as float32.
-    """
-    dtype = numpy_dtype(cache.role.dtype, twin=twin)
-    shape = cache.logical_shape(len(histories))
-    axis, capacity = (1, 0) if cache.update is None else (cache.update.sequence_axis, cache.update.capacity)
-    # Linear caches never hold more tokens than rows; circular ones keep the newest.
-    used = [min(tokens, capacity) for tokens in histories]
-    drawn = None if cache.update is None else (axis, max(used))
-    plausible = _values(shape, dtype, rng, lambda n: rng.uniform(-1, 1, n), drawn)
-    if cache.role.dtype == "bfloat16":  # numbers that the cache itself can hold
-        plausible = plausible.astype(ml_dtypes.bfloat16).astype(dtype)
-    if cache.update is None:
-        plausible[[tokens == 0 for tokens in histories]] = 0  # state starts from zeros
-        return plausible
-    contents = np.zeros(shape, dtype)
-    if garbage:  # every other row stays 0, as sessions start: a division by its norm would show
-        whole = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
-        np.moveaxis(contents, axis, 1)[:, ::2] = np.moveaxis(whole, axis, 1)[:, ::2]
-    for row, count in enumerate(used):
-        np.moveaxis(contents, axis, 1)[row, :count] = np.moveaxis(plausible, axis, 1)[row, :count]
-    return contents
-
-
-def drawn_contents(
-    cache: CacheTensor, number: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool
-) -> Array:
-    """As `first_contents`, of numbers that are drawn once for each cache of a `number`, and cut for each step.
-
-    Args:
-        cache: the cache.
-        number: of the numbers that are drawn.
-        histories: tokens written to each row of the batch so far.
-        garbage: see `first_contents`.
         shift: of the drawn entries, the first one that is taken.
-        wide: float16 is held as float32, as bfloat16 always is.
+        wide: float16 is held as float32, too.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype, twin=True)
-    if cache.update is None:
-        return first_contents(cache, histories, garbage, np.random.default_rng(number), twin=True).astype(kind)
-    axis = cache.update.sequence_axis
     contents = np.zeros(cache.logical_shape(len(histories)), kind)
+    if cache.update is None:
+        text = _pool((_POOL,), dtype, kind, seed, 0.0)
+        for row, values in enumerate(contents):
+            if histories[row]:
+                _repeat(values.reshape(-1), text, shift + row * values.size)
+        return contents
+    axis = cache.update.sequence_axis
     entry = (*contents.shape[1:axis], *contents.shape[axis + 1 :])
     if not math.prod(entry):
         return contents
     count = max(1, _POOL // math.prod(entry))
     shape = (*entry[: axis - 1], count, *entry[axis - 1 :])
-    text = np.moveaxis(_pool(shape, dtype, kind, number, 0.0), axis - 1, 0)
-    rest = np.moveaxis(_pool(shape, dtype, kind, number, garbage), axis - 1, 0) if garbage else None
+    text = np.moveaxis(_pool(shape, dtype, kind, seed, 0.0), axis - 1, 0)
+    rest = np.moveaxis(_pool(shape, dtype, kind, seed, garbage), axis - 1, 0) if garbage else None
     for row, (target, tokens) in enumerate(zip(np.moveaxis(contents, axis, 1), histories, strict=True)):
         first = shift + row * max(1, count // len(histories))
         used = min(tokens, len(target))
         _repeat(target[:used], text, first)
-        if rest is not None:  # every other row stays 0, as in `first_contents`; an output may be the last row alone
+        # Every other row stays 0, as sessions start: a division by its norm would show; an output may be the last row
+        # alone.
+        if rest is not None:
             _repeat(target[used + (len(target) - 1 - used + row) % 2 :: 2], rest, first)
     return contents
+
+
+def all_contents(
+    caches: Mapping[str, CacheTensor], seed: int, histories: Sequence[int], garbage: float, episode: int
+) -> Iterator[tuple[str, Array]]:
+    """`drawn_contents` of all caches and states before an episode, by name: each has another part of the numbers."""
+    for number, (name, cache) in enumerate(caches.items(), len(caches) * episode):
+        yield name, drawn_contents(cache, seed, histories, garbage, _SHIFT * number)
 
 
 @lru_cache(maxsize=32)
@@ -201,35 +181,14 @@ def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, 
     rng = np.random.default_rng([number, int(garbage)])
     if kind.kind == "b" and garbage:  # a few of them may be all alike, and 0 elsewhere
         return np.ones(shape, kind)
-    if kind.kind in "iub":
-        return _values(shape, kind, rng, None)
+    if kind.kind in "iub":  # quantized and raw bytes: the whole range is both plausible and garbage
+        low, high = (0, 2) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+        return rng.integers(low, high, shape, dtype=np.int8 if kind.kind == "b" else kind).astype(kind)
     values = rng.random(shape, np.float32) * 2 - 1
     if garbage:
         values = np.copysign(np.float32(garbage), values)
     narrow = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(dtype, kind)
     return values.astype(narrow).astype(kind, copy=False)  # numbers that the cache itself can hold
-
-
-def _values(
-    shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator, draw: Any,
-    first: tuple[int, int] | None = None,
-) -> Array:  # fmt: skip
-    """Values of an array of this shape: of all of it, or of the first so many along an axis."""
-    count = math.prod(shape)
-    if dtype.kind in "iub":  # quantized and raw bytes: the whole range is both plausible and garbage
-        low, high = (0, 2) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-        block = rng.integers(low, high, min(count, _BLOCK), dtype=np.int8 if dtype.kind == "b" else dtype)
-    else:
-        block = draw(min(count, _BLOCK))
-    block = block.astype(dtype)
-    if first is None or count <= _BLOCK:
-        return np.resize(block, shape)
-    axis, rows = first
-    made = np.empty((*shape[:axis], rows, *shape[axis + 1 :]), dtype)
-    inner = math.prod(shape[axis + 1 :])
-    for number, part in enumerate(made.reshape(math.prod(shape[:axis]), rows * inner)):
-        _repeat(part, block, number * shape[axis] * inner)
-    return made
 
 
 def _repeat(target: Array, source: Array, start: int) -> None:
@@ -292,9 +251,7 @@ def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longe
     return replace(cache, update=replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape)))
 
 
-def ring_window(
-    text: Array, cache: CacheTensor, ends: Sequence[int], garbage: float, rng: np.random.Generator, *, twin: bool
-) -> Array:
+def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: float) -> Array:
     """The newest tokens of a text at their places in a ring, ``[B, ..., capacity, ...]``.
 
     Args:
@@ -302,17 +259,15 @@ def ring_window(
         cache: the ring.
         ends: tokens of each row of the batch.
         garbage: magnitude of what lies in rows that no token goes to.
-        rng: of the garbage.
-        twin: bfloat16 is held as float32.
     """
     assert cache.update is not None
-    made: Array = first_contents(cache, (0,) * len(ends), garbage, rng, twin=twin).astype(text.dtype)
+    ring: Array = drawn_contents(cache, 0, (0,) * len(ends), garbage).astype(text.dtype)
     axis, capacity = cache.update.sequence_axis, cache.update.capacity
-    target, source = np.moveaxis(made, axis, 1), np.moveaxis(text, axis, 1)
+    target, source = np.moveaxis(ring, axis, 1), np.moveaxis(text, axis, 1)
     for row, end in enumerate(ends):
         tokens = np.arange(max(0, end - capacity), end)
         target[row, tokens % capacity] = source[row, tokens]
-    return made
+    return ring
 
 
 def size_of(dim: Dim) -> int | None:
@@ -328,9 +283,9 @@ def numpy_dtype(name: str, *, twin: bool) -> np.dtype[Any]:
     """
     if twin and name == "bfloat16":
         return np.dtype(np.float32)
-    if name not in NUMPY:
+    if name not in PLAIN:
         raise UnsupportedModelError(
-            f"verification runs on ONNX Runtime, which computes nothing in {name}; it can run {', '.join(NUMPY)}, and "
+            f"verification runs on ONNX Runtime, which computes nothing in {name}; it can run {', '.join(PLAIN)}, and "
             "bfloat16 as float32: verify a float16 or float32 export of the same model"
         )
-    return np.dtype(NUMPY[name])
+    return array_dtype(name)

@@ -20,7 +20,7 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, MaskGeometry, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import constants_of, copied, names_read, part_of
-from trt_kvcache.importer.steps.contents import find_caches, first_contents
+from trt_kvcache.importer.steps.contents import drawn_contents, find_caches
 from trt_kvcache.importer.steps.engine import EngineError, open_engine
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
 from trt_kvcache.importer.steps.schedule import Step
@@ -90,7 +90,7 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
             feeds = inputs.shared(step)
             for value in part.graph.input:
                 if value.name in caches:
-                    feeds[value.name] = first_contents(caches[value.name], step.starts, 0.0, rng, twin=False)
+                    feeds[value.name] = drawn_contents(caches[value.name], 0, step.starts, 0.0)
             yield step, open_engine(part, feeds).run(feeds)[name]
         except (EngineError, OptionError, UnsupportedModelError, KeyError):
             return

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer.extensions.encoders.files import find_encoder, find_first_step, named_encoder
 from trt_kvcache.importer.extensions.encoders.outputs import find_later, find_parts, present_names
 from trt_kvcache.importer.plan import Role, Stack, TensorRole
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
 from trt_kvcache.runtime.encoders.source_reader import IDS, Source, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard

@@ -9,28 +9,16 @@ from typing import Any, TypeVar
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto, helper
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from trt_kvcache.cpu import ORT_ERRORS, cpu_session, one_line, quiet_run
 from trt_kvcache.errors import SessionError, UnsupportedModelError
-from trt_kvcache.importer.files.links import without_links
+from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.native import Endable
 
-__all__ = ["ORT_ERRORS", "CpuSession", "bind", "input_dtype", "one_line", "open_on_cpu", "type_name"]
+__all__ = ["CpuSession", "bind", "input_dtype", "open_on_cpu", "type_name"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _T = TypeVar("_T")
-
-ORT_ERRORS = (
-    ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
-)  # fmt: skip
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error, shortened in its middle where it is long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    # ONNX Runtime names the node first, then its own source file and C++ signature, then what is wrong.
-    return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"
 
 
 def bind(side: Any, name: str, array: Array) -> None:
@@ -54,8 +42,7 @@ class CpuSession:
 
     def __init__(self, session: Any, name: str) -> None:
         self._session, self._name = session, name
-        self._options = ort.RunOptions()
-        self._options.log_severity_level = 4  # the session's own does not count where a run has options
+        self._options = quiet_run()
         # The default. Where it is not set, onnxruntime asks for it at each run, and takes 40 us to see that (1.32.0).
         self._options.add_run_config_entry("gpu_graph_id", "0")
         self._endable = Endable(self._end)
@@ -118,22 +105,14 @@ def open_on_cpu(
         UnsupportedModelError: ONNX Runtime cannot run it.
     """
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors arrive as exceptions
     if threads is not None:
         options.intra_op_num_threads = threads
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    source: str | bytes
-    if isinstance(model, ModelProto):
-        linked, folder = without_links(model, path.parent)
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-        source = linked.SerializeToString()
-    else:
-        source = model
-    ort.set_default_logger_severity(4)
+    source = for_session(model, path.parent, options) if isinstance(model, ModelProto) else model
     try:
         with Endable(lambda: options.set_load_cancellation_flag(True)):
-            session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+            session = cpu_session(source, options)
     except (*ORT_ERRORS, MemoryError) as error:
         raise UnsupportedModelError(
             f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; {advice}"

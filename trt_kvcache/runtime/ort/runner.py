@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
 from trt_kvcache.files import identify, stamp
 from trt_kvcache.given import given_whole
@@ -22,7 +23,6 @@ from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.machine import allow_memory, memory
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity

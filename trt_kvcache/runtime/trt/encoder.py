@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
 from trt_kvcache.errors import ManifestError, PromptError
 from trt_kvcache.importer.plan import TensorRole
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.source_reader import Array, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.trt.runner import TensorRTRunner

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, SessionError
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.context import Context, ContextFactory
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken

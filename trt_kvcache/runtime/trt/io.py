@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.dtypes import is_dtype
 from trt_kvcache.engine.backend import PACKAGES, RTX_COMPUTE_CAPABILITIES
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.inspect import reconcile, view_of
@@ -18,7 +19,6 @@ from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role, Target
-from trt_kvcache.runtime.dtypes import is_dtype
 from trt_kvcache.runtime.trt.cuda import Cuda
 
 __all__ = ["TensorRT", "check_manifest", "load_tensorrt", "open_engine"]

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Array, StepBatch

@@ -7,7 +7,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["array_dtype", "is_dtype"]
+__all__ = ["PLAIN", "array_dtype", "is_dtype"]
+
+PLAIN = (
+    "float", "float16", "double", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool",
+)  # fmt: skip
+"""Names of the dtypes that NumPy has itself, which ONNX Runtime takes from Python."""
 
 _NAMES = {
     "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",

@@ -1,0 +1,87 @@
+"""ONNX Runtime on the CPU: how importer, verify and runtime open models, and what it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from trt_kvcache.dtypes import PLAIN, array_dtype
+
+__all__ = ["ORT_ERRORS", "EngineError", "OrtEngine", "cpu_session", "one_line", "quiet_run"]
+
+Array = npt.NDArray[Any]
+
+ORT_ERRORS = (
+    ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
+)  # fmt: skip
+
+
+class EngineError(Exception):
+    """An engine refused a model or a step; the text is the engine's own, on one line."""
+
+
+def one_line(error: Exception) -> str:
+    """The error's text on one line, cut to a readable length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    # ONNX Runtime names the node first, then its own source file and C++ signature, then what is wrong.
+    return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"
+
+
+def cpu_session(source: str | bytes, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
+    """A session that prints nothing: errors arrive as exceptions."""
+    options.log_severity_level = 4
+    ort.set_default_logger_severity(4)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], **more)
+
+
+def quiet_run() -> ort.RunOptions:
+    """Options of a run that prints nothing: the session's own do not count where a run has options."""
+    options = ort.RunOptions()
+    options.log_severity_level = 4
+    return options
+
+
+class OrtEngine:
+    """ONNX Runtime, node by node: fusions would hide differences.
+
+    Attributes:
+        engine: name and version.
+    """
+
+    engine = f"ONNX Runtime {ort.__version__}"
+
+    def __init__(self, model: ModelProto) -> None:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.intra_op_num_threads = 1
+        options.enable_cpu_mem_arena = False
+        try:
+            self._session = cpu_session(model.SerializeToString(), options)
+        except ORT_ERRORS as error:
+            raise EngineError(one_line(error)) from None
+        self._types = {i.name: i.type for i in self._session.get_inputs()}
+        self._outputs = [o.name for o in self._session.get_outputs()]
+        self._options = quiet_run()
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name; feeds take the types of the inputs."""
+        given = {name: _as(feeds[name], kind) for name, kind in self._types.items()}
+        try:
+            values = self._session.run(self._outputs, given, self._options)
+        except ORT_ERRORS as error:
+            raise EngineError(one_line(error)) from None
+        return dict(zip(self._outputs, values, strict=True))
+
+
+def _as(values: Array, kind: str) -> Array:
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    if name not in PLAIN:
+        raise EngineError(f"ONNX Runtime takes no inputs of type {kind} from Python")
+    return np.ascontiguousarray(values, array_dtype(name))
