@@ -27,7 +27,9 @@ from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_mod
 from trt_kvcache.importer.check import check_rewrite
 from trt_kvcache.importer.check.cut import prepare_cut
 from trt_kvcache.importer.check.graph import Graph as CheckedGraph
+from trt_kvcache.importer.check.region import _integers as integers
 from trt_kvcache.importer.check.region import find_regions
+from trt_kvcache.importer.check.shapes import Kinds
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.steps.engine import EngineError, open_engine
 
@@ -127,6 +129,24 @@ def test_layers_of_a_torch_export_run_once(name: str) -> None:
     written = [r for r in regions if r.presents]
     assert len(written) == len(imported.plan.attention) > 1
     assert len({r.key for r in written}) == 1
+
+
+def test_sizes_of_heads_are_no_lengths() -> None:
+    """Steps around the hidden size of a large model would need caches of as many rows."""
+    folder = MODELS / "ort-genai" / "llama_trtrtx_fp16"  # queries, keys and values from one product: Split, Reshape
+    imported = import_model(folder / "model.onnx", PLAN)
+    flat = pipeline.prepare(imported.source.proto, PLAN)
+    regions = find_regions(prepare_cut(flat.reference, imported.model, imported.plan))
+    assert max(k for region in regions if region.presents for k in region.integers) < 4
+    # A Reshape that makes rows of a cache into blocks reads a length.
+    cache = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 24, 8])
+    sizes = numpy_helper.from_array(np.array([0, 4, 6, 8]), "sizes")
+    reshape = helper.make_node("Reshape", ["x", "sizes"], ["y"])
+    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    model = helper.make_model(helper.make_graph([reshape], "g", [cache], [made], [sizes]))
+    kinds = Kinds(model, {"x": (("batch", 24, 8), ("batch", "", ""))}, None)
+    found = {rows: sorted(integers(CheckedGraph(model), kinds, ([reshape], [], ["sizes"]), {rows})) for rows in (24, 99)}
+    assert found == {24: [0, 4, 6, 8], 99: []}
 
 
 def test_operands_that_may_not_change_places_keep_them() -> None:

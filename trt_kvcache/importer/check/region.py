@@ -10,7 +10,7 @@ from an input to an output is covered.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -20,7 +20,7 @@ from onnx import TensorProto
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.cut import Cut, check_interface
 from trt_kvcache.importer.check.graph import Graph
-from trt_kvcache.importer.check.shapes import Kind, Term
+from trt_kvcache.importer.check.shapes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role
 from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field
 from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
@@ -285,7 +285,9 @@ def _region(
             for graph, cone, f in zip(cut.sides, cones, fed, strict=True)
         ]
     )
-    integers = sorted({v for graph, cone in zip(cut.sides, cones, strict=True) for v in _integers(graph, cone[2])})
+    parts = zip(cut.sides, cut.kinds, cones, strict=True)
+    rows = {c.capacity for c in cut.plan.caches}
+    integers = sorted({v for graph, kinds, cone in parts for v in _integers(graph, kinds, cone, rows)})
     return Region(
         {name: _shape(cut, name) for name in joins},
         frozenset(n for n in joins if n in last),
@@ -473,8 +475,16 @@ def _reads_weight(graph: Graph, name: str) -> bool:
     return any(n in graph.constants and _is_weight(graph.constants[n]) for n in graph.makes[name].input)
 
 
-def _integers(graph: Graph, used: Iterable[str]) -> Iterable[int]:
-    for name in used:
+def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
+    """Whole numbers in the constants of a region, but for those that only divide sizes without tokens, as of heads."""
+    divides: dict[str, bool] = {}
+    for node in cone[0]:
+        features = _divides_features(node, kinds, rows)
+        for at, name in enumerate(node.input):
+            divides[name] = divides.get(name, True) and features and at == 1
+    for name in cone[2]:
+        if divides.get(name):
+            continue
         tensor = graph.constants[name]
         if (
             tensor.data_type in _WHOLE
@@ -482,6 +492,17 @@ def _integers(graph: Graph, used: Iterable[str]) -> Iterable[int]:
             and tensor.data_location != TensorProto.EXTERNAL
         ):
             yield from (abs(int(v)) for v in onnx.numpy_helper.to_array(tensor).ravel())
+
+
+def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int]) -> bool:
+    """True for a Reshape or Split that leaves the axes of tokens, and the `rows` of caches, as they are."""
+    if node.op_type not in ("Reshape", "Split") or len(node.input) < 2:
+        return False
+    shapes = [kind.shape for name in (node.input[0], node.output[0]) if (kind := kinds.get(name)) and kind.shape]
+    if len(shapes) < 2 or any(term.factor in rows for shape in shapes for term in shape):
+        return False
+    before, after = ([t for t in shape if t.batch or t.sequence] for shape in shapes)
+    return before == after and all(t.factor == 1 for t in before)
 
 
 def _is_text(cut: Cut, name: str) -> bool:
