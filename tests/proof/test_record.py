@@ -17,7 +17,7 @@ from stored import MODELS
 from trt_kvcache.engine.recording import Answer, Recording
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.proof import record
+from trt_kvcache.proof import record, tolerance
 from trt_kvcache.proof.file import Proof
 from trt_kvcache.proof.replay import replay
 from trt_kvcache.proof.schedule import Most
@@ -89,8 +89,8 @@ def test_where_rounding_decides_the_logits_the_rest_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
-    monkeypatch.setattr(record, "_SHOWS", 1e-9)
-    monkeypatch.setattr(record, "_FAINT", 0.0)
+    monkeypatch.setattr(tolerance, "_SHOWS", 1e-9)
+    monkeypatch.setattr(tolerance, "_FAINT", 0.0)
     proof = _recorded(path)
     assert proof.facts.note.startswith("rounding decides the logits of this model: ")
     assert "\n" not in proof.facts.note

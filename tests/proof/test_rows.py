@@ -14,9 +14,10 @@ from proof_faults import BATCH, faults, subject, trial
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.proof.file import Proof, Share
-from trt_kvcache.proof.record import _usual, record_proof
+from trt_kvcache.proof.record import record_proof
 from trt_kvcache.proof.replay import Replay, replay
 from trt_kvcache.proof.schedule import Most
+from trt_kvcache.proof.tolerance import _usual
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 

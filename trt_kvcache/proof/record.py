@@ -22,7 +22,7 @@ from onnx import ModelProto, helper, numpy_helper
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.extensions import apart, define, for_cpu
-from trt_kvcache.importer.plan import CacheDtype, CachePlan, Role, TensorRole
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
@@ -34,10 +34,11 @@ from trt_kvcache.importer.steps.inputs import StepInputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.importer.steps.schedule import Limits, Step
 from trt_kvcache.proof.contents import Contents, copies, draws_digest
-from trt_kvcache.proof.file import Episode, Facts, Proof, Share, share_of
+from trt_kvcache.proof.file import Episode, Facts, Proof
 from trt_kvcache.proof.places import LOGITS, places
 from trt_kvcache.proof.rounding import UNITS, rounding_dtype, with_rounding
 from trt_kvcache.proof.schedule import DRAWN, MOST_POSITIONS, Most, keeps, plan_proof, within
+from trt_kvcache.proof.tolerance import MEASURED, MOST_ROWS, allowed, measured
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.inputs import StepInputs as RuntimeInputs
 from trt_kvcache.runtime.logits import StepLogits
@@ -53,9 +54,6 @@ __all__ = ["MOST_ROWS", "record_proof"]
 
 Array = npt.NDArray[Any]
 
-MOST_ROWS = 3
-"""Rows of the batch in a step."""
-
 _FEWEST = 2  # rows: an engine of one sequence replays them one after the other
 _SEED = 0
 _PREFIX = "trt_kvcache.proof/last/"
@@ -70,15 +68,6 @@ _SAMPLES = 384 << 10  # bytes of cache rows
 _WIDEST, _NARROWEST = 64, 1  # numbers of one cache row that are kept
 _SEEDS = 5  # random tokens, with which each row begins
 _TEXT = 48  # tokens that continue those of the first row; they repeat
-_MEASURED = 2  # times the rounding of an engine's type: what it makes may grow faster than it
-_TIMES = Share(5.0, 2.5)  # what an engine may differ by, as a multiple of what that rounding made in three rows
-_LEAST = Share(8.0, 5.0)  # units of rounding, at least
-_CODES = Share(2.5, 1.5)  # steps of a code, at least: a number may be rounded to a neighbour
-_STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
-"""Steps of a code, up to the largest number."""
-
-_FAINT = 25.0  # units of rounding that a drawn episode allows: elsewhere it amplifies rounding
-_SHOWS = 0.3  # of an output's scale: what allows more shows no fault
 
 
 def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, steps: int | None = None) -> Proof:
@@ -106,7 +95,7 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
         ask = _Asked(most, rows, steps)
         decoder = _Decoder(light, model, place, ask, twin=twin)
         exact = decoder.decode(_GARBAGE[dtype])
-        moved = with_rounding(model, _MEASURED * UNITS[dtype], _SEED + 1)
+        moved = with_rounding(model, MEASURED * UNITS[dtype], _SEED + 1)
         rounded = _Decoder(light, moved, place, ask, twin=twin, text=decoder.text).decode(exact.ran.garbage)
         proof = _proof(light, decoder, exact, rounded, dtype)
     if (size := sum(array.nbytes for array in proof.arrays.values())) > _MOST_BYTES - _HEADER:
@@ -387,25 +376,10 @@ def _with_last_logits(model: ModelProto, plan: CachePlan) -> ModelProto:
 def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _Heard, dtype: str) -> Proof:
     """The parts of a decode that a proof keeps, with the effect of rounding on them."""
     plan, arrays = imported.plan, {}
-    rounding = _rounding(exact, rounded)
+    rounding = measured(_pairs(exact, rounded))
     unit = UNITS[dtype]
     coded = {b.past for b in carried_buffers(plan) if "int" in b.dtype or plan.options.cache_dtype is not None}
-    code = 1 / _STEPS[plan.options.cache_dtype]
-    usual = _usual(rounding)
-    few = math.sqrt(MOST_ROWS / decoder.limits.batch)  # samples: their largest is smaller
-    tolerances = {
-        episode: {
-            name: Share(few * _TIMES.largest * r.largest, few * _TIMES.typical * r.typical).most(
-                Share(_CODES.largest * code, _CODES.typical * code)
-                if name in coded
-                else Share(_LEAST.largest * unit, _LEAST.typical * unit)
-            )
-            for name, r in ((n, own.most(usual[n])) for n, own in found.items())
-        }
-        for episode, found in rounding.items()
-    }
-    shows = {e: _FAINT * unit if e == DRAWN else _SHOWS for e in tolerances}
-    tolerances = {e: {n: s for n, s in found.items() if s.typical <= shows[e]} for e, found in tolerances.items()}
+    tolerances = allowed(rounding, unit, decoder.limits.batch, coded, plan.options.cache_dtype)
     note = ""
     if any(np.isnan(v).any() for v in exact.logits.values()):
         note = (
@@ -415,7 +389,7 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     elif not any(LOGITS in found for found in tolerances.values()):
         least = min(found[LOGITS].typical for found in rounding.values())
         note = (
-            f"rounding decides the logits of this model: moving its numbers by no more than {_MEASURED * unit:.2g} of "
+            f"rounding decides the logits of this model: moving its numbers by no more than {MEASURED * unit:.2g} of "
             f"themselves changes logits by {least:.2g} of their size; its proof compares cache rows alone"
         )
     vocab = next(iter(exact.logits.values())).shape[-1]
@@ -452,34 +426,13 @@ def _chooses(model: ModelProto) -> bool:
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
-def _rounding(exact: _Heard, rounded: _Heard) -> dict[str, dict[str, Share]]:
-    """The largest difference between two decodes, as a share of a row's scale: by names of episode and output."""
-    found: dict[str, dict[str, Share]] = {}
-    both = [(name, LOGITS, values, rounded.logits[name]) for name, values in exact.logits.items()]
-    both += [(name, name.split("/", 1)[1], values, rounded.rows[name]) for name, values in exact.rows.items()]
-    for place, name, before, after in both:
-        known = found.setdefault(exact.episodes[int(place.split("/")[0])].name, {})
-        for one, other in zip(before, after, strict=True):
-            # Of cache rows, a number that is none is not known; a logit decides nothing.
-            nothing = name == LOGITS and np.isnan(one).any()
-            share = Share(math.inf, math.inf) if nothing else share_of(one, other)
-            known[name] = known.get(name, share).most(share)
-    return found
-
-
-def _usual(rounding: Mapping[str, Mapping[str, Share]]) -> dict[str, Share]:
-    """What rounding makes of each output, as the root of the mean square over the episodes of the model's own history.
-
-    One sample in one episode says little: where rounding is amplified, others are several times as large.
-    """
-    outputs: dict[str, list[Share]] = {}
-    for episode, found in rounding.items():
-        for name, share in found.items():
-            shares = outputs.setdefault(name, [])
-            if episode != DRAWN and math.isfinite(share.largest):
-                shares.append(share)
-    squares = {n: np.square([(s.largest, s.typical) for s in shares or [Share(0, 0)]]) for n, shares in outputs.items()}
-    return {name: Share(*map(float, np.sqrt(values.mean(0)))) for name, values in squares.items()}
+def _pairs(exact: _Heard, rounded: _Heard) -> Iterator[tuple[str, str, Array, Array]]:
+    """All outputs: names of episode and output, and both decodes' numbers."""
+    for name, values in exact.logits.items():
+        yield exact.episodes[int(name.split("/")[0])].name, LOGITS, values, rounded.logits[name]
+    for name, values in exact.rows.items():
+        place, cache = name.split("/", 1)
+        yield exact.episodes[int(place)].name, cache, values, rounded.rows[name]
 
 
 def _columns(vocab: int, size: int) -> Array | None:
