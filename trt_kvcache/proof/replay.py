@@ -20,6 +20,7 @@ from trt_kvcache.proof.contents import Contents, copies, draws_digest, embedded
 from trt_kvcache.proof.file import Episode, Proof, Share, columns_of, share_of
 from trt_kvcache.proof.places import LOGITS, places, rows_apart
 from trt_kvcache.proof.schedule import DRAWN
+from trt_kvcache.proof.tolerance import spread
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.positions import PositionInput
@@ -30,7 +31,6 @@ __all__ = ["Difference", "Finding", "Replay", "Watch", "replay"]
 Array = npt.NDArray[Any]
 
 _CHOSEN = 0.25  # of the rows of an output, at most, that chosen experts may change
-_ONE = 4.0  # times what is allowed: one row of an episode, in which a token came where rounding is amplified
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ class _Replay:
         used = range(self._first, self._first + together)
         self._spare = [r for r in (0, together) if r < runner.max_batch and r not in used]
         self._turn, self._ends = slice(together), (0,) * together
+        self._spread = spread(facts.rounding)
         self._outside: dict[tuple[str, str], set[object]] = {}  # rows by episode and output, or one row's episodes
         self._apart: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
 
@@ -353,7 +354,7 @@ class _Replay:
             outside = self._outside.setdefault((name, episode.name if facts.rows > 1 else ""), set())
             outside.add(self._turn.start + row if facts.rows > 1 else episode.name)
             if len(outside) == 1:
-                allowed = Share(_ONE * allowed.largest, _ONE * allowed.typical)
+                allowed = Share(self._spread * allowed.largest, self._spread * allowed.typical)
         found = Difference(name, share if math.isfinite(share.largest) else None, allowed)
         self._worst[name] = max(self._worst.get(name, found), found, key=lambda d: d.part)
         apart, rows = self._apart.get(name, (0, 0))

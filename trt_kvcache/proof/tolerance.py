@@ -14,7 +14,7 @@ from trt_kvcache.proof.file import Share, share_of
 from trt_kvcache.proof.places import LOGITS
 from trt_kvcache.proof.schedule import DRAWN
 
-__all__ = ["MEASURED", "MOST_ROWS", "allowed", "measured"]
+__all__ = ["MEASURED", "MOST_ROWS", "allowed", "measured", "spread"]
 
 Array = npt.NDArray[Any]
 Shares = dict[str, dict[str, Share]]
@@ -33,6 +33,7 @@ _STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8
 
 _FAINT = 25.0  # units of rounding that a drawn episode allows: elsewhere it amplifies rounding
 _SHOWS = 0.3  # of an output's scale: what allows more shows no fault
+_SPREAD = 4.0  # at most: twice what was seen (Gemma 3 in bfloat16)
 
 
 def measured(outputs: Iterable[tuple[str, str, Array, Array]]) -> Shares:
@@ -68,7 +69,8 @@ def allowed(
         coded: names of outputs that are codes.
         dtype: of the caches that `build` quantizes.
     """
-    usual, few = _usual(rounding), math.sqrt(MOST_ROWS / rows)  # the largest of few samples is smaller
+    usual = _usual(rounding)
+    few = min(math.sqrt(MOST_ROWS / rows), spread(rounding))  # the largest of few samples is smaller
     tolerances: Shares = {episode: {} for episode in rounding}
     for episode, outputs in rounding.items():
         shows = _FAINT * unit if episode == DRAWN else _SHOWS
@@ -82,6 +84,19 @@ def allowed(
 
 def _times(share: Share, other: Share, factor: float) -> Share:
     return Share(factor * share.largest * other.largest, factor * share.typical * other.typical)
+
+
+def spread(rounding: Mapping[str, Mapping[str, Share]]) -> float:
+    """The differences of one output in two episodes of the model's own history: how many times as large one is, 1 to 4.
+
+    Some tokens come where a trained model amplifies rounding; another rounding may be amplified where this one was not.
+    """
+    typical: dict[str, list[float]] = {}
+    for episode, outputs in rounding.items():
+        for name, share in outputs.items() if episode != DRAWN else ():
+            typical.setdefault(name, []).append(share.typical)
+    ratios = [max(shares) / min(shares) for shares in typical.values() if min(shares) and math.isfinite(max(shares))]
+    return min(max(ratios, default=1.0), _SPREAD)
 
 
 def _usual(rounding: Mapping[str, Mapping[str, Share]]) -> dict[str, Share]:
