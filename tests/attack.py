@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -42,7 +40,7 @@ from hostile.faults import full, kills, replaced  # noqa: E402
 from hostile.held import Fell  # noqa: E402
 from hostile.threads import sessions  # noqa: E402
 
-from trt_kvcache.child import Child, ChildError  # noqa: E402
+from trt_kvcache.child import Child, ChildError, serve  # noqa: E402
 from trt_kvcache.runtime.text import template_process, tokenizer_process  # noqa: E402
 from trt_kvcache.verify import sessions as sessions_of_verify  # noqa: E402
 
@@ -120,13 +118,8 @@ def _memory() -> int:
 
 
 def work(scratch: Path) -> None:
-    """Answer requests, each a line with kind and seed, until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    for line in sys.stdin.buffer:
-        kind, seed = json.loads(line)
-        answers.write(json.dumps(vars(attempt(kind, seed, scratch))).encode() + b"\n")
+    """Answer requests, each a kind and a seed, until stdin ends."""
+    serve(lambda request, *_: attempt(*request, scratch), tuple[str, int])
 
 
 # --- the driver
@@ -191,13 +184,10 @@ def attack(seconds: float, seed: int, only: Sequence[str] = (), limit: int | Non
             if time.monotonic() > end:
                 break
             kind, at = kinds[number % len(kinds)], seed + number // len(kinds)
-            child = child or Child("tests.attack", "--work", str(scratch))
+            child = child or Child("-m", "tests.attack", "--work", str(scratch))
             report.tried[kind] += 1
             try:
-                line = child.ask(
-                    [json.dumps([kind, at]).encode() + b"\n"], 2 * SECONDS if number < len(kinds) else SECONDS
-                )
-                answer = Answer(**json.loads(line))
+                answer = child.ask((kind, at), Answer, 2 * SECONDS if number < len(kinds) else SECONDS)
                 memory.append(answer.memory)
             except ChildError as error:
                 answer, child, memory = Answer(fell=f"the process {error}"), None, []
@@ -229,11 +219,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first attempt of each kind")
     parser.add_argument("--only", nargs="+", choices=[*KINDS], default=[], metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--try", type=int, dest="one", metavar="S", help="one attempt, in this process")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    if sys.argv[1:2] == ["--work"]:
+        work(Path(sys.argv[2]))
     given = parser.parse_args()
-    if given.work is not None:
-        work(given.work)
-        return
     if given.one is not None:
         with tempfile.TemporaryDirectory(prefix="attack-") as scratch:
             os.environ["ATTACK_SCRATCH"] = scratch

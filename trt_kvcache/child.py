@@ -1,4 +1,18 @@
-"""A child process with limits, for work that a file from anywhere decides: it may need any time and any memory."""
+"""Child processes for work that a file from anywhere decides: it may need any time and any memory, or crash.
+
+One protocol for all: requests are data classes, with bytes that follow them; so are answers. An error of ours in the
+child is raised in the caller. Nothing that a child says is unpickled. The frames::
+
+    caller to child   >  a request, or the answer to a question
+                      .  the caller keeps the files of the child
+    child to caller   +  news, any number of them
+                      ?  a question
+                      =  the answer
+                      !  an error
+
+each with the sizes of its parts on one line, and then the parts, the first of which is JSON. A child ends when its
+stdin does, which happens however the caller ends.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +21,47 @@ import errno
 import math
 import os
 import queue
+import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn, TypeVar
 
+import msgspec
 import psutil
 
 import trt_kvcache
+from trt_kvcache import errors
+from trt_kvcache.errors import TrtKvCacheError
 
-__all__ = ["NEWS", "Begun", "Child", "ChildError", "is_broken", "limit_memory", "unless_ended"]
+__all__ = ["Begun", "Caller", "Child", "ChildError", "ChildLateError", "how_ended", "is_broken", "serve"]
 
 if sys.platform == "win32":
     _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
 else:
     _GROUP = 0
 _ROOT = Path(trt_kvcache.__file__).parents[1]
-NEWS = b"+"
-"""The beginning of a line that is no answer yet."""
-
-
+_REQUEST, _KEEP, _NEWS, _QUESTION, _ANSWER, _ERROR = b">.+?=!"
+_HEAD = re.compile(rb"([>.+?=!])((?: \d{1,15})+)\n")
 _MOST, _SHORTEST = 5, 0.05
 """Seconds of a clock for a second of processor time, at most, and a wait that is worth it."""
+_LONGEST = 20_000  # characters of an error
+_NO_DIALOGS = 0x8003  # SEM_FAILCRITICALERRORS, SEM_NOGPFAULTERRORBOX, SEM_NOOPENFILEERRORBOX
+_Answer = TypeVar("_Answer")
+
+
+class ChildError(Exception):
+    """The child gave no answer; the text says why, for the user."""
+
+
+class ChildLateError(ChildError):
+    """It took longer than it may."""
 
 
 class Begun(NamedTuple):
@@ -47,32 +76,71 @@ class Begun(NamedTuple):
     worked: float
 
 
-class ChildError(Exception):
-    """The child gave no answer; the text says why, for the user."""
+class _Failure(msgspec.Struct):
+    """An error: the name of a class of `trt_kvcache.errors`, ``"MemoryError"``, or nothing, and then a trace."""
+
+    kind: str
+    message: str
+
+
+class _Frame(NamedTuple):
+    kind: int
+    data: bytes
+    parts: list[bytes]
+
+
+def _write(stream: IO[bytes], kind: int, *parts: bytes) -> None:
+    stream.write(b"%c%s\n" % (kind, b"".join(b" %d" % len(part) for part in parts)))
+    for part in parts:
+        stream.write(part)
+    stream.flush()
+
+
+def _read(stream: IO[bytes]) -> _Frame | None:
+    """The next frame; None at the end. Lines that are none were printed while Python started."""
+    for line in stream:
+        if found := _HEAD.fullmatch(line):
+            parts = []
+            for size in map(int, found[2].split()):
+                parts.append(stream.read(size))
+                if len(parts[-1]) < size:
+                    return None
+            return _Frame(found[1][0], parts[0], parts[1:])
+    return None
 
 
 class Child:
-    """A Python process that answers lines with lines. It ends with its parent.
+    """A Python process that answers requests. It ends with its parent.
 
     Args:
-        module: to run with ``python -m``. It reads requests from stdin and writes one line for each to stdout, and
-            before that any number of lines of `NEWS`.
-        arguments: of the module.
+        command: words after the interpreter, of a module that calls `serve`.
+        memory: bytes of address space that it may use; 0: as many as there are. It is the last word of the command.
+        stderr: takes what it prints. None: nothing does.
+        environment: of the process; None: this one's.
+        grace: seconds that it has to end by itself.
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        self._owner = os.getpid()
+    def __init__(
+        self,
+        *command: str,
+        memory: int = 0,
+        stderr: IO[bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+        grace: float = 0.0,
+    ) -> None:
+        self._owner, self._memory, self._grace = os.getpid(), memory, grace
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, *command, str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr or subprocess.DEVNULL,
+            env=environment,
             cwd=_ROOT,  # where python -m finds this very package
             start_new_session=True,  # Ctrl-C at a terminal reaches the parent only, which then ends the child
             creationflags=_GROUP,
         )
-        self._answers: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=self._listen, name=module, daemon=True).start()
+        self._frames: queue.Queue[_Frame | None] = queue.Queue()
+        threading.Thread(target=self._listen, name=command[-1], daemon=True).start()
         atexit.register(self.end)
 
     @property
@@ -80,61 +148,101 @@ class Child:
         """It can take a request: a fork of the parent has no child."""
         return self._owner == os.getpid() and self._process.poll() is None
 
+    @property
+    def status(self) -> int:
+        """The exit code; below 0: the number of the signal that killed it."""
+        return self._process.wait()
+
     def _listen(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as answers:
-            for line in answers:
-                self._answers.put(line)
-        self._answers.put(b"")
+            while frame := _read(answers):
+                self._frames.put(frame)
+        self._frames.put(None)
 
-    def ask(
-        self,
-        parts: Sequence[bytes],
-        seconds: float,
-        told: Callable[[bytes], None] = lambda _: None,
-        begun: Begun | None = None,
-    ) -> bytes:
-        """Return the answer to a request, without its line break.
+    def send(self, content: Any, parts: Sequence[bytes] = ()) -> None:
+        """Send a request, or the answer to a question, with bytes that follow it."""
+        self._write(_REQUEST, msgspec.json.encode(content), *parts)
 
-        Args:
-            parts: of the request, one after the other.
-            seconds: of processor time that the child may take; then it is ended. On a busy machine it gets fewer of
-                them: it is ended after five times as many seconds in any case.
-            told: called with the news that come before the answer.
-            begun: when the request began, if this one goes on with it.
-
-        Raises:
-            ChildError: it takes longer, or it died.
-        """
+    def _write(self, kind: int, *parts: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            with unless_ended():  # its answer says that it has not read everything
-                for part in parts:
-                    self._process.stdin.write(part)
-                self._process.stdin.flush()
-            while (line := self._next(seconds, begun or self.begin())).startswith(NEWS):
-                told(line.removeprefix(NEWS))
+            with _unless_ended():  # its answer says that it has not read everything
+                _write(self._process.stdin, kind, *parts)
+        except BaseException:  # an interrupt: half a request is there
+            self.end()
+            raise
+
+    def keep(self) -> None:
+        """Let the child leave its files where they are."""
+        self._write(_KEEP, b"null")
+
+    def answer(
+        self,
+        kind: type[_Answer],
+        seconds: float | None = None,
+        told: Callable[[bytes], None] = lambda _: None,
+        asked: Callable[[str], bytes] | None = None,
+    ) -> _Answer:
+        """Return the answer to the request that was sent.
+
+        Args:
+            kind: its type.
+            seconds: of processor time that the child may take; then it is ended. On a busy machine it gets fewer of
+                them: it is ended after five times as many seconds in any case. None: it takes what it takes.
+            told: called with the JSON of the news that come before the answer.
+            asked: answers questions.
+
+        Raises:
+            ChildError: it takes longer, it needs more memory, or it died.
+            TrtKvCacheError: the child raised it.
+            RuntimeError: a bug in the child; the message is a trace.
+        """
+        begun = self.begin()
+        try:
+            while (frame := self._next(seconds, begun)) is not None and frame.kind in (_NEWS, _QUESTION):
+                if frame.kind == _NEWS:
+                    told(frame.data)
+                elif asked is not None:
+                    self.send(None, [asked(msgspec.json.decode(frame.data, type=str))])
         except queue.Empty:
             self.end()
-            raise ChildError(f"took more than {seconds:g} s") from None
+            assert seconds is not None
+            raise ChildLateError(f"took more than {round(seconds, 2):g} s") from None
         except BaseException:  # an interrupt: nobody reads the answer
             self.end()
             raise
-        if not line:
+        if frame is None:
             self.end()
-            raise ChildError(f"ended with exit code {self._process.returncode}, as for want of memory")
-        return line.rstrip(b"\n")
+            raise ChildError(f"{how_ended(self.status)}, as for want of memory")
+        if frame.kind == _ANSWER:
+            return msgspec.json.decode(frame.data, type=kind)
+        failure = msgspec.json.decode(frame.data, type=_Failure)
+        if failure.kind == MemoryError.__name__:
+            raise ChildError(f"needs more than {self._memory >> 20} MiB of memory")
+        if failure.kind:
+            error = getattr(errors, failure.kind)
+            assert issubclass(error, TrtKvCacheError)
+            raise error(failure.message)
+        raise RuntimeError(f"a child process failed:\n{failure.message}")
+
+    def ask(self, content: Any, kind: type[_Answer], seconds: float, parts: Sequence[bytes] = ()) -> _Answer:
+        """`send`, and return the `answer`."""
+        self.send(content, parts)
+        return self.answer(kind, seconds)
 
     def begin(self) -> Begun:
         """Return the state of the clocks at the beginning of a request."""
         return Begun(time.monotonic(), self._worked())
 
-    def _next(self, seconds: float, begun: Begun) -> bytes:
-        """The next line of the child; queue.Empty: it took too long."""
+    def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
+        """The next frame of the child; queue.Empty: it took too long."""
+        if seconds is None:
+            return self._frames.get()
         wait = seconds - (time.monotonic() - begun.at)
         while True:
             try:
-                return self._answers.get(timeout=max(0.0, wait))
+                return self._frames.get(timeout=max(0.0, wait))
             except queue.Empty:
                 left = _MOST * seconds - (time.monotonic() - begun.at)
                 wait = min(seconds - (self._worked() - begun.worked), left)
@@ -150,26 +258,112 @@ class Child:
         return float(used.user + used.system)
 
     def end(self) -> None:
-        """End the process."""
+        """End the process; `grace` lets it do that by itself."""
         if self._owner == os.getpid():
+            assert self._process.stdin is not None
+            if self._grace:
+                with suppress(OSError):
+                    self._process.stdin.close()
+                try:
+                    self._process.wait(self._grace)
+                except subprocess.TimeoutExpired:
+                    pass
+                finally:  # a second Ctrl-C, too
+                    self._process.kill()
             self._process.kill()
             self._process.wait()
-            if self._process.stdin is not None:
-                with suppress(OSError):  # what it has not read is lost
-                    self._process.stdin.close()
+            with suppress(OSError):  # what it has not read is lost
+                self._process.stdin.close()
         atexit.unregister(self.end)
 
 
-def limit_memory(size: int) -> None:
-    """In the child: let this process have no more than `size` bytes of address space, and no core dumps.
+def how_ended(status: int) -> str:
+    """Return in words how a process ended."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with exit code {status:{'#x' if status > 255 else ''}}"
 
-    On Windows, which has no such limit, nothing happens.
+
+class Caller:
+    """The process that asked, as the child sees it."""
+
+    def __init__(self, abandoned: Callable[[], None]) -> None:
+        self._out = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)  # what libraries print there
+        self._lock = threading.Lock()  # TensorRT reports progress from several threads
+        self._frames: queue.Queue[_Frame] = queue.Queue()
+        threading.Thread(target=self._listen, args=(abandoned,), daemon=True).start()
+
+    def _listen(self, abandoned: Callable[[], None]) -> None:
+        kept = False
+        while frame := _read(sys.stdin.buffer):
+            kept = kept or frame.kind == _KEEP
+            if frame.kind == _REQUEST:
+                self._frames.put(frame)
+        if not kept:
+            abandoned()
+        os._exit(0 if kept else 1)  # without unwinding: that may take long, or crash
+
+    def next(self) -> _Frame:
+        """Wait for the next request."""
+        return self._frames.get()
+
+    def send(self, kind: int, content: Any) -> None:
+        """Write a frame; nobody may be there."""
+        with self._lock, _unless_ended():
+            _write(self._out, kind, msgspec.json.encode(content))
+
+    def tell(self, news: Any) -> None:
+        """Send news before the answer."""
+        self.send(_NEWS, news)
+
+    def ask(self, question: str) -> bytes:
+        """Return what the caller has under a name."""
+        self.send(_QUESTION, question)
+        return self.next().parts[0]
+
+
+def serve(
+    work: Callable[[Any, list[bytes], Caller], Any], requests: Any, abandoned: Callable[[], None] = lambda: None
+) -> NoReturn:
+    """In the child: answer requests until stdin ends, with no more memory than `Child` says, and without core dumps.
+
+    If the machine runs out of memory, Linux ends this process first. On Windows there is no limit of memory.
+
+    Args:
+        work: makes an answer of a request, of the bytes that follow it, and of the caller.
+        requests: type of a request.
+        abandoned: called in another thread when the caller ends, unless it keeps the child's files; the process ends
+            after it.
     """
-    if sys.platform != "win32":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the caller ends this process
+    _limit(int(sys.argv[-1]))
+    caller = Caller(abandoned)
+    while True:
+        frame = caller.next()
+        try:
+            kind, content = _ANSWER, work(msgspec.json.decode(frame.data, type=requests), frame.parts, caller)
+        except TrtKvCacheError as error:
+            kind, content = _ERROR, _Failure(type(error).__name__, str(error)[:_LONGEST])
+        except MemoryError:
+            kind, content = _ERROR, _Failure(MemoryError.__name__, "")
+        except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
+            kind, content = _ERROR, _Failure("", traceback.format_exc())
+        del frame
+        caller.send(kind, content)
+
+
+def _limit(size: int) -> None:
+    if sys.platform == "win32":
+        import ctypes
+
+        ctypes.windll.kernel32.SetErrorMode(_NO_DIALOGS)
+    else:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        if size:
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -180,7 +374,7 @@ def is_broken(error: OSError) -> bool:
 
 
 @contextmanager
-def unless_ended() -> Iterator[None]:
+def _unless_ended() -> Iterator[None]:
     """Write to the other process; it is no error if that process has ended."""
     try:
         yield

@@ -146,7 +146,7 @@ MOMENTS = [
     (REWRITE, "pathlib:Path.replace", "before"),
     (REWRITE, "pathlib:Path.replace", "after"),
     (BUILD, "trt_kvcache.engine.build:run_worker", "before"),
-    (BUILD, "trt_kvcache.engine.process:_feed", "after"),
+    (BUILD, "trt_kvcache.child:Child.keep", "before"),
     (BUILD, "trt_kvcache.engine.build:_publish", "before"),
     (BUILD, "pathlib:Path.replace", "before"),
     (BUILD, "pathlib:Path.replace", "after"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -200,7 +199,7 @@ main()
 @pytest.mark.slow
 def test_a_full_disk_is_an_output_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT itself does not notice that a write came back short."""
-    monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", LIMITED))
+    monkeypatch.setattr(process, "WORKER", ("-c", LIMITED))
     with pytest.raises(OutputError, match=r"/model\.engine: cannot be written: File too large"):
         build_engine(model, tmp_path / "model.engine")
     assert not names(tmp_path)
@@ -228,7 +227,7 @@ def test_a_model_that_the_check_refuses_becomes_no_engine(
 
     monkeypatch.setattr(pipeline, "check_rewrite", refuse)
     if when == "of a build that fails":
-        monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
+        monkeypatch.setattr(process, "WORKER", ("-c", "raise SystemExit(3)"))
     with pytest.raises(UnsupportedModelError, match="it computes something else"):
         build_engine(model, tmp_path / "model.engine", progress=listen)
     assert not names(tmp_path)

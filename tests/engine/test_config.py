@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from decoders import DecoderConfig, write_decoder
 
-from trt_kvcache.engine import process
+from trt_kvcache.child import _ROOT
 from trt_kvcache.engine.backend import Backend
 from trt_kvcache.engine.build import build_engine
 from trt_kvcache.engine.manifest import check_engine
@@ -66,7 +66,7 @@ print(json.dumps({
 
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
 def test_every_option_arrives(tmp_path: Path, target: str) -> None:
-    root = process._ROOT
+    root = _ROOT
     cache = tmp_path / "kernels.cache"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root / 'tests')!r})\n{CONFIGURE}"]
     done = subprocess.run([*command, target, cache], cwd=root, capture_output=True, text=True, check=False)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from decoders import DecoderConfig, write_decoder
 
+from trt_kvcache.child import _ROOT
 from trt_kvcache.engine import process
 from trt_kvcache.engine.build import ProgressEvent, build_engine
 from trt_kvcache.errors import BuildError, OutputError
@@ -62,7 +63,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes builds run a child that does this instead of building."""
 
     def use(body: str) -> None:
-        monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", FAKE.format(body=body)))
+        monkeypatch.setattr(process, "WORKER", ("-c", FAKE.format(body=body)))
 
     return use
 
@@ -106,7 +107,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
             "send(Stage(STAGES[3])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
             r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)",
         ),
-        ("sh -c 'echo no python >&2; exit 1'", r"exit code 1 while loading TensorRT \(its last words: no python\)"),
+        ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last words: no python\)"),
         ("raise OutputError('disk full')", "^disk full$"),
         ("print('hello', flush=True)", "killed by SIGABRT while parsing the model"),
         ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)", r"ended with exit code 3 .* \(its last words: b; c\)"),
@@ -117,10 +118,10 @@ def test_the_death_of_the_child_is_an_error(
 ) -> None:
     """An error of our own keeps its class."""
     child(body)
-    if body.startswith("sh"):  # a child that does not start
-        monkeypatch.setattr(process, "WORKER", ("sh", "-c", body))
+    if body.startswith("import"):  # a child that does not start
+        monkeypatch.setattr(process, "WORKER", ("-c", body))
     elif body.startswith("print"):  # before it can divert that
-        monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", f"{body}\n{FAKE.format(body='os.abort()')}"))
+        monkeypatch.setattr(process, "WORKER", ("-c", f"{body}\n{FAKE.format(body='os.abort()')}"))
     with pytest.raises(OutputError if "OutputError" in body else BuildError, match=message):
         build_engine(model, output)
     assert unchanged(output)
@@ -160,7 +161,7 @@ import sys
 from trt_kvcache.engine import process
 from trt_kvcache.engine.build import build_engine
 
-process.WORKER = (sys.executable, "-c", {fake!r})
+process.WORKER = ("-c", {fake!r})
 
 def progress(event):
     if event.phase == "parsing the model":
@@ -176,7 +177,7 @@ def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death
     script = PARENT.format(fake=FAKE.format(body="time.sleep(600)"), model=str(model), output=str(output))
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
-        cwd=process._ROOT,
+        cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

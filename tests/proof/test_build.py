@@ -78,7 +78,7 @@ def test_auto_ends_a_recording_that_takes_too_long(model: Path, monkeypatch: pyt
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     manifest = build_engine(model, model.with_name("model.engine"))
     assert manifest.proof is None
-    assert "took more than 0 s on the CPU" in manifest.warnings[0]
+    assert "the original took more than 0" in manifest.warnings[0]
     assert not list(scratch.iterdir())
 
 

@@ -357,10 +357,12 @@ def _built(
         with _identities(part.files) as identities:
             paths = str(part.path), str(file), str(output)
             job = Job(backend.target, backend.title, *paths, plan, profiles, build, part.flipped)
-            done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
-            model = identities.result()
-        for source in part.sources:  # TensorRT and the digests read the files at different times
-            source.check_unchanged()
+            try:
+                done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
+                model = identities.result()
+            finally:  # TensorRT and the digests read the files at different times; a change may be why they fail
+                for source in part.sources:
+                    source.check_unchanged()
         yield _Built(file, done, warnings, model)
 
 

@@ -1,8 +1,6 @@
-"""The messages between the caller's process and the build process.
+"""The messages between the caller's process and the build process, as `trt_kvcache.child` brings them.
 
-Caller to child, on its stdin: one line of JSON (`Job`), one line with the length of the rewritten model, and that many
-bytes. The pipe then stays open while the caller lives. A last byte takes over the finished engine; if the pipe closes
-without that byte, the child removes its file. Child to caller, on the original stdout: one line of JSON per `Event`.
+The request is a `Job`, and the bytes of the rewritten model follow it; news are of type `Event`, the answer is `Done`.
 """
 
 from __future__ import annotations
@@ -76,20 +74,7 @@ class Line(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The build failed with an error of ours: the name of a class of `trt_kvcache.errors`, and its message."""
-
-    kind: str
-    message: str
-
-
-class Bug(msgspec.Struct, tag=True, frozen=True):
-    """The child failed with an unforeseen error."""
-
-    traceback: str
-
-
-class Done(msgspec.Struct, tag=True, frozen=True):
+class Done(msgspec.Struct, frozen=True):
     """The engine is written and on disk."""
 
     version: str
@@ -97,6 +82,6 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     blake3: str
 
 
-Event = Stage | Node | Progress | Log | Line | Failed | Bug | Done
+Event = Stage | Node | Progress | Log | Line
 
 Send = Callable[[Event], None]

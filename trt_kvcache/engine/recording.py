@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
-import threading
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import trt_kvcache
 from trt_kvcache import errors
-from trt_kvcache.child import unless_ended
+from trt_kvcache.child import Child, ChildError, ChildLateError
 from trt_kvcache.engine.manifest import NO_PROOF
 from trt_kvcache.engine.memory import build_memory
 from trt_kvcache.errors import TrtKvCacheError
@@ -48,16 +42,11 @@ _HELD = 3.2, 1.3  # times the weights: memory of a recording that converts them,
 _PATIENCE = 3.0  # times the estimate, after which a recording ends
 _START = 180.0  # seconds
 Most = tuple[int, int, int | None, int | None, int]
-_ROOT = Path(trt_kvcache.__file__).parents[1]
-if sys.platform == "win32":
-    _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
-else:
-    _GROUP = 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A proof to record.
+    """A proof to record; the pickled model and plan follow.
 
     Attributes:
         most: the engine's largest batch, chunk, positions with logits and positions of a sequence, and a length of an
@@ -66,7 +55,6 @@ class Request:
         steps: how many; None: as many as it takes.
     """
 
-    imported: ImportedModel
     most: Most
     rows: int
     steps: int | None
@@ -102,7 +90,7 @@ class Recording:
     def __init__(self, imported: ImportedModel, most: Most, wanted: str | int, weights: int, *, half: bool) -> None:
         self.wanted = wanted
         self._auto = wanted == "auto"
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[Child] = []
         self._closed = False
         self.answer: Future[Answer] = Future()
         slow = half and _CONVERTED * weights > free_memory()
@@ -129,13 +117,13 @@ class Recording:
         rows, steps = fitting[0]
         limit = _START + _PATIENCE * seconds(rows, steps) if self._auto else None
         try:
-            sent = pickle.dumps(Request(imported, most, rows, steps))
+            model = pickle.dumps(imported)
         except ValueError as error:  # a model of more than 2 GB, which has its weights inside
             why = f"the model cannot be sent to the process that records: {error}"
             self.answer.set_result(Answer(b"", why, "OptionError"))
             return
         thread = ThreadPoolExecutor(1, "proof")
-        self.answer = thread.submit(self._ask, sent, limit)
+        self.answer = thread.submit(self._ask, Request(most, rows, steps), [model], limit)
         thread.shutdown(wait=False)
 
     def result(self) -> tuple[bytes, tuple[str, ...]]:
@@ -165,54 +153,32 @@ class Recording:
         """End the process."""
         self._closed = True
         for child in self._children:
-            child.kill()
+            child.end()
         with suppress(Exception):  # said where it is asked for
             self.answer.result()
 
-    def _ask(self, sent: bytes, limit: float | None) -> Answer:
+    def _ask(self, request: Request, model: list[bytes], limit: float | None) -> Answer:
         """The answer of the process, in `limit` seconds."""
         # Its temporary files lie where they are removed, however it ends.
         with TemporaryDirectory(prefix="trt-kvcache-proof-") as scratch:
-            return self._answer(sent, limit, {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)})
-
-    def _answer(self, sent: bytes, limit: float | None, environment: Mapping[str, str]) -> Answer:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "trt_kvcache.proof.worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-            cwd=_ROOT, start_new_session=True, creationflags=_GROUP,
-        )  # fmt: skip
-        assert child.stdin is not None
-        assert child.stdout is not None
-        self._children.append(child)
-        if self._closed:
-            child.kill()
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            child.kill()
-
-        timer = threading.Timer(limit or 0, end)
-        try:
-            if limit is not None:
-                timer.start()
-            with unless_ended():
-                child.stdin.write(sent)
-                child.stdin.flush()
-            content = child.stdout.read()
-        finally:
-            timer.cancel()
-            child.kill()  # it is done, or nobody reads the answer
-            child.wait()
-            with unless_ended():
-                child.stdin.close()
-            child.stdout.close()
-        if content:
-            answer: Answer = pickle.loads(content)
-            return answer
-        if late.is_set():
-            return Answer(b"", f"the original took more than {limit:.0f} s on the CPU; --proof 5 waits", "OptionError")
-        return Answer(b"", "the process that records it died, as for want of memory", "OptionError")
+            environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)}
+            child = Child("-m", "trt_kvcache.proof.worker", environment=environment)
+            self._children.append(child)
+            try:
+                if self._closed:
+                    return Answer(b"")
+                child.send(request, [model.pop()])
+                return child.answer(Answer, limit)
+            except ChildError as error:
+                late = isinstance(error, ChildLateError)
+                why = f"the original {error} on the CPU; --proof 5 waits" if late else f"its process {error}"
+                return Answer(b"", why, "OptionError")
+            except TrtKvCacheError as error:
+                return Answer(b"", error.message, type(error).__name__)
+            except RuntimeError as error:
+                return Answer(b"", str(error), "bug")
+            finally:
+                child.end()  # it is done, or nobody reads the answer
 
 
 def bound(proof: bytes, engine: str) -> bytes:

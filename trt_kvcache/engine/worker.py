@@ -10,111 +10,31 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
-import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import msgspec
-
-from trt_kvcache.child import is_broken
+from trt_kvcache.child import serve
 from trt_kvcache.engine.options import CURRENT
-from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
+from trt_kvcache.engine.protocol import STAGES, Done, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
 from trt_kvcache.importer.plan import Route, Target
 from trt_kvcache.importer.planning.routes import without_plugin
 
 _NO_KERNEL = "not supported by a dedicated kernel"
-_NO_DIALOGS = 0x8003  # SEM_FAILCRITICALERRORS, SEM_NOGPFAULTERRORBOX, SEM_NOOPENFILEERRORBOX
 
 
 def main() -> None:
-    """Do one job from stdin, and end the process."""
-    _die_quietly()
-    send = _event_sender()
-    engine = Path(sys.argv[-1])
-    try:
-        job, model = _read_job(sys.stdin.buffer)
-    except EOFError:
-        _abandon(engine)
-        os._exit(1)
-    watcher = threading.Thread(target=_end_with_parent, args=(engine,), daemon=True)
-    watcher.start()
-    try:
-        try:
-            send(_build(job, model, send))
-            watcher.join()
-        except TrtKvCacheError as refusal:
-            send(Failed(type(refusal).__name__, refusal.message))
-        except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
-            send(Bug(traceback.format_exc()))
-    except OSError as error:  # the caller has ended, and the watcher may not have seen it yet
-        if not is_broken(error):
-            raise
-        _abandon(engine)
-    os._exit(1)
+    """Build engines; one that nobody takes over is removed."""
+    serve(lambda job, parts, caller: _build(job, parts, caller.tell), Job, _abandon)
 
 
-def _die_quietly() -> None:
-    """Turn off core dumps and error dialogs; if memory runs out, let the system end this process first."""
-    if sys.platform == "win32":
-        ctypes.windll.kernel32.SetErrorMode(_NO_DIALOGS)
-    else:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _abandon(engine: Path) -> None:
+def _abandon() -> None:
     """Remove an engine whose caller has ended."""
     with suppress(PermissionError):  # Windows, while it is open
-        engine.unlink(missing_ok=True)
-
-
-def _event_sender() -> Send:
-    """Keep stdout for events. Output of TensorRT's libraries goes to stderr."""
-    events = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    encoder, lock = msgspec.json.Encoder(), threading.Lock()
-
-    def send(event: Event) -> None:
-        line = encoder.encode(event) + b"\n"
-        with lock:  # TensorRT reports progress from several threads
-            events.write(line)
-
-    return send
-
-
-def _read_job(stdin: BinaryIO) -> tuple[Job, list[bytes]]:
-    """Read the job and the model. The model is in a list, so that the parser can take it out and free it.
-
-    Raises:
-        EOFError: the caller ended early.
-    """
-    job, size = stdin.readline(), stdin.readline()
-    model = [stdin.read(int(size) if size.endswith(b"\n") else 0)]
-    if not size.endswith(b"\n") or len(model[0]) < int(size):
-        raise EOFError
-    return msgspec.json.decode(job, type=Job), model
-
-
-def _end_with_parent(engine: Path) -> None:
-    """Wait until stdin closes, which happens however the caller ends, and end this process.
-
-    The engine stays only if the caller has taken it over, by sending any byte.
-    """
-    taken = b""
-    while byte := os.read(0, 1):
-        taken = byte
-    if not taken:
-        _abandon(engine)
-    # Without unwinding: destroying TensorRT's objects takes time, and could still crash.
-    os._exit(0 if taken else 1)
+        Path(sys.argv[1]).unlink(missing_ok=True)
 
 
 def _build(job: Job, model: list[bytes], send: Send) -> Done:

@@ -6,7 +6,7 @@ One child process serves all checks of its parent, so that Python and ONNX Runti
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from trt_kvcache.child import Child, ChildError
+from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.progress import ProgressEvent, phase, tell
 
@@ -42,36 +43,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Request:
-    """A check to do.
+    """A check to do; the bytes of the original and of the rewritten model follow.
 
     Attributes:
-        sizes: bytes of the original and of the rewritten model, which follow.
         folder: the folder of external data.
         thorough: run steps after a past of every length, too.
     """
 
-    sizes: tuple[int, int]
     plan: CachePlan
     folder: str
     thorough: bool
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The verdicts, the reason that there are none, or a question.
-
-    Attributes:
-        wanted: the name of a weight; its bytes, and before them a line with their number, are the next request.
-        refused: an error for the user.
-        exhausted: the process needed more memory than it may use.
-        bug: a trace.
-    """
-
-    verdicts: tuple[Verdict, ...] = ()
-    wanted: str = ""
-    refused: str = ""
-    exhausted: bool = False
-    bug: str = ""
 
 
 _lock = threading.Lock()
@@ -93,7 +74,7 @@ def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
         if child is None or not child.alive:
             for size in [size for size, other in _current.items() if other not in _answering]:
                 _current.pop(size).end()
-            child = _current[memory] = Child("trt_kvcache.importer.check.worker", str(memory))
+            child = _current[memory] = Child("-m", "trt_kvcache.importer.check.worker", memory=memory)
         if to_ask:
             _answering.append(child)
         return child
@@ -118,29 +99,17 @@ def check_in_process(
         ChildError: the process exceeded a limit, ended, or refused the models.
     """
     parts = (original.SerializeToString(), rewritten.SerializeToString())
-    request = msgspec.json.encode(Request((len(parts[0]), len(parts[1])), plan, str(folder), thorough))
     with _asking, phase("comparing with the original"):
         child = start_process(plan.options, to_ask=True)
         try:
-            answer = _ask(child, (request, b"\n", *parts), weights, plan.options.check_seconds)
+            child.send(Request(plan, str(folder), thorough), parts)
+            return child.answer(
+                tuple[Verdict, ...],
+                plan.options.check_seconds,
+                _pass_on,
+                lambda name: weights[name].SerializeToString(),
+            )
+        except TrtKvCacheError as error:
+            raise ChildError(error.message) from None
         finally:
             _answering.remove(child)
-    if answer.bug:
-        raise RuntimeError(f"the check failed:\n{answer.bug}")
-    if answer.exhausted:
-        raise ChildError(f"needs more than {plan.options.check_memory << 10} MiB of memory")
-    if answer.refused:
-        raise ChildError(answer.refused)
-    return answer.verdicts
-
-
-def _ask(child: Child, parts: Sequence[bytes], weights: Mapping[str, TensorProto], seconds: float) -> Answer:
-    """The answer to a request; the child gets the weights that it asks for meanwhile."""
-    begun = child.begin()
-    while True:
-        line = child.ask(parts, seconds, _pass_on, begun)
-        answer = msgspec.json.decode(line, type=Answer)
-        if not answer.wanted:
-            return answer
-        data = weights[answer.wanted].SerializeToString()
-        parts = (b"%d\n" % len(data), data)

@@ -61,8 +61,8 @@ class BoundedTokenizer:
             loaded = self._process.load()
         except ChildError as error:
             raise OptionError(f"{unread}: it {error}") from None
-        if loaded.failed:
-            raise OptionError(f"{unread}: {loaded.failed}")
+        except OptionError as error:
+            raise OptionError(f"{unread}: {error}") from None
         try:
             file = msgspec.json.decode(data, type=_File)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -106,7 +106,7 @@ class BoundedTokenizer:
 
         Raises:
             ChildError: the tokenizer exceeds a limit.
-            ValueError: it fails on the text.
+            OptionError: it fails on the text.
         """
         return Encoding(list(self._process.encode(text, special_tokens=add_special_tokens, plain=plain)))
 

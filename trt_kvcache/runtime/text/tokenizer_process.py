@@ -5,17 +5,13 @@ Normalizers replace and grow, patterns backtrack, templates repeat: no look at t
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from trt_kvcache.child import Child, limit_memory
+from trt_kvcache.child import Caller, Child, serve
+from trt_kvcache.errors import OptionError
 
 __all__ = ["AddedToken", "Loaded", "TokenizerProcess"]
 
@@ -45,24 +41,19 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The library's view of the file, or in `failed` the reason that there is none."""
+    """The library's view of the file."""
 
-    vocab_size: int = 0
-    added: tuple[AddedToken, ...] = ()
-    failed: str = ""
+    vocab_size: int
+    added: tuple[AddedToken, ...]
 
 
 @dataclass(frozen=True)
 class _Request:
-    text: str
-    special_tokens: bool
+    """A text to encode; None: the file follows."""
+
+    text: str | None = None
+    special_tokens: bool = False
     plain: bool = False
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    ids: tuple[int, ...] = ()
-    failed: str = ""
 
 
 class TokenizerProcess:
@@ -83,28 +74,24 @@ class TokenizerProcess:
 
         Raises:
             ChildError: the tokenizer exceeds a limit while it is loaded.
+            OptionError: the library does not load it.
         """
         _end(self._children)
-        self._children.append(Child(__name__, str(_MEMORY + _TIMES * len(self._data))))
-        line = self._children[0].ask([f"{len(self._data)}\n".encode(), self._data], SECONDS)
-        return msgspec.json.decode(line, type=Loaded)
+        self._children.append(Child("-m", __name__, memory=_MEMORY + _TIMES * len(self._data)))
+        return self._children[0].ask(_Request(), Loaded, SECONDS, [self._data])
 
     def encode(self, text: str, *, special_tokens: bool, plain: bool = False) -> tuple[int, ...]:
         """Return the token ids of a text; `plain`: what looks like a special token is text.
 
         Raises:
             ChildError: the tokenizer exceeds a limit.
-            ValueError: it fails on the text.
+            OptionError: it fails on the text.
         """
-        request = msgspec.json.encode(_Request(text, special_tokens, plain))
         with self._lock:
             if not self._children or not self._children[0].alive:
                 self.load()
-            line = self._children[0].ask([request, b"\n"], SECONDS + len(text) / _SPEED)
-        answer = msgspec.json.decode(line, type=_Encoded)
-        if answer.failed:
-            raise ValueError(answer.failed)
-        return answer.ids
+            request = _Request(text, special_tokens, plain)
+            return self._children[0].ask(request, tuple[int, ...], SECONDS + len(text) / _SPEED)
 
 
 def _end(children: list[Child]) -> None:
@@ -112,54 +99,37 @@ def _end(children: list[Child]) -> None:
         children.pop().end()
 
 
-def _load(data: bytes) -> tuple[Any, Loaded]:
-    import tokenizers
+class _Work:
+    """The child's side: it loads the tokenizer that comes first, and encodes texts."""
 
-    made = tokenizers.Tokenizer.from_buffer(data)
-    # Both are for training; here a prompt is what it is.
-    made.no_padding()
-    made.no_truncation()
-    added = [
-        AddedToken(name, token.content, made.id_to_token(name) or "", bool(token.special))
-        for name, token in made.get_added_tokens_decoder().items()
-    ]
-    return made, Loaded(made.get_vocab_size(with_added_tokens=True), tuple(added))
-
-
-def _encode(tokenizer: Any, line: bytes) -> _Encoded:
-    request = msgspec.json.decode(line, type=_Request)
-    tokenizer.encode_special_tokens = request.plain
-    ids = tokenizer.encode(request.text, add_special_tokens=request.special_tokens).ids
-    if len(ids) > _LONGEST:
-        return _Encoded(failed=f"more than {_LONGEST} tokens come of it")
-    return _Encoded(tuple(ids))
-
-
-def _words(error: BaseException) -> str:
-    """Of an error; the library raises Exception itself, and its panics are no Exceptions."""
-    return " ".join(str(error).split())[:2000] or type(error).__name__
-
-
-def main() -> None:
-    """Load the tokenizer that comes first, and answer requests until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    limit_memory(int(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    stdin = sys.stdin.buffer
     tokenizer: Any = None
-    try:
-        tokenizer, loaded = _load(stdin.read(int(stdin.readline())))
-    except BaseException as error:  # noqa: BLE001 - see `_words`
-        loaded = Loaded(failed=_words(error))
-    answers.write(msgspec.json.encode(loaded) + b"\n")
-    for line in stdin:
+
+    def __call__(self, request: _Request, parts: list[bytes], _: Caller) -> Loaded | tuple[int, ...]:
         try:
-            answer = _encode(tokenizer, line)
-        except BaseException as error:  # noqa: BLE001 - see `_words`
-            answer = _Encoded(failed=_words(error))
-        answers.write(msgspec.json.encode(answer) + b"\n")
+            return self._load(parts.pop()) if request.text is None else self._encode(request)
+        except BaseException as error:  # noqa: BLE001 - the library's panics are no Exceptions
+            raise OptionError(" ".join(str(error).split())[:2000] or type(error).__name__) from None
+
+    def _load(self, data: bytes) -> Loaded:
+        import tokenizers
+
+        made = self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        # Both are for training; here a prompt is what it is.
+        made.no_padding()
+        made.no_truncation()
+        added = [
+            AddedToken(name, token.content, made.id_to_token(name) or "", bool(token.special))
+            for name, token in made.get_added_tokens_decoder().items()
+        ]
+        return Loaded(made.get_vocab_size(with_added_tokens=True), tuple(added))
+
+    def _encode(self, request: _Request) -> tuple[int, ...]:
+        self.tokenizer.encode_special_tokens = request.plain
+        ids = self.tokenizer.encode(request.text, add_special_tokens=request.special_tokens).ids
+        if len(ids) > _LONGEST:
+            raise OptionError(f"more than {_LONGEST} tokens come of it")
+        return tuple(ids)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_Work(), _Request)
