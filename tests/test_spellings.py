@@ -47,6 +47,18 @@ def test_refusals_say_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         import_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
+def test_one_token_a_step(tmp_path: Path) -> None:
+    """An update in no form that is known by name, in an export whose steps have one token."""
+    model = spellings.make(spelled(0, "append", "pad"))
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == "sequence":
+                dim.dim_value = 1
+    onnx.save(model, tmp_path / "model.onnx")
+    plan = import_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).plan
+    assert {c.update_length for c in plan.caches} == {1}
+
+
 def test_layouts() -> None:
     """Each layout of [B, S, H * D] and [B * N, D] that its sizes allow, and where its numbers lie."""
     sizes = {"b": 5, "n": 2, "g": 1, "s": 7, "d": 4}
