@@ -18,7 +18,7 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.views import MOVES
+from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op
 from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_nodes, simplify

@@ -11,8 +11,10 @@ from onnx import TensorProto
 
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import Term
+from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.steps.contents import CacheTensor
-from trt_kvcache.importer.steps.runnable import NARROW, types_of
+from trt_kvcache.importer.steps.element_types import all_types
+from trt_kvcache.importer.steps.runnable import NARROW
 from trt_kvcache.importer.steps.schedule import Step
 
 Array = npt.NDArray[Any]
@@ -20,7 +22,6 @@ Array = npt.NDArray[Any]
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
 """Of numbers computed in float32: constants such as scales are as exact as the model's own type."""
 _EXPORTED_TOLERANCE = 2e-2  # of float16, whose roundings differ in their order
-_ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear", "Round")
 _ROUNDED_TOLERANCE = 5e-2  # a number close to the middle of two steps goes to either
 FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten times as coarsely
 
@@ -30,13 +31,13 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
     `wide`: both sides compute in float32; `caches`: the region reads caches.
     """
-    kinds = types_of(region.models[0]) | types_of(region.models[1])
+    kinds = all_types(region.models[0]) | all_types(region.models[1])
     joins = max(_TOLERANCES.get(kind, 1e-4) for kind in kinds | {TensorProto.FLOAT})
     narrow = not kinds.isdisjoint(NARROW)
     rows = joins if narrow else 1e-6
     if narrow and not wide:
         joins = _EXPORTED_TOLERANCE
-    elif any(node.op_type in _ROUNDING for model in region.models for node in model.graph.node):
+    elif any(node.op_type in ROUNDS for model in region.models for node in model.graph.node):
         joins = rows = _ROUNDED_TOLERANCE
     if not region.presents and not caches:
         joins *= 4  # operators with weights, which round on their way

@@ -30,6 +30,7 @@ from trt_kvcache.importer.check.cut import Cut
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
+from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read, part_of
 from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find_caches, find_states
@@ -47,7 +48,6 @@ _APART = 7919  # places between what boundaries are given
 _BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
 _PAST = 5  # tokens before a step of which one is compared with all
 _LARGEST = 1 << 18  # numbers in a constant that stands for itself
-_OF_ALL = ("DynamicQuantizeLinear", "QuantizeLinear", "Round")  # quantizers take one scale for all tokens of a step
 _ROUNDED = 5e-2
 _EXACT = 1e-5  # experts take as many tokens as come, and sums are taken in another order then
 
@@ -148,7 +148,7 @@ class _Outside:
         self._axes |= {name: axis for name, shape in shapes.items() if (axis := self._axis(shape)) is not None}
         nodes, self._fed, used = graph.cone(made, stops)
         nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, cut)
-        self._exact = not any(node.op_type in _OF_ALL for node in nodes)
+        self._exact = not any(node.op_type in ROUNDS for node in nodes)
         self._stops = {name: stops[name] for name in self._fed if name in stops}
         kinds = {name: graph.inputs[name].type.tensor_type.elem_type for name in self._fed if name not in stops}
         inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]

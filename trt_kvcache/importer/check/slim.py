@@ -19,12 +19,12 @@ from onnx import NodeProto, TensorProto, numpy_helper
 
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import Term
+from trt_kvcache.importer.operators import RESHAPES
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout
 from trt_kvcache.importer.protos import copied
 
 _SIZE = 16  # of a short head
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
-_PASSES = ("Cast", "Reshape", "Squeeze", "Unsqueeze")  # on the way from a size to a shape, beside Concat
 
 Shape = tuple[int | str, ...]
 
@@ -121,7 +121,7 @@ def _uses(name: str, readers: Mapping[str, list[tuple[NodeProto, int]]]) -> set[
             continue
         done.add(current)
         for node, place in readers.get(current, ()):
-            if node.op_type == "Concat" or (node.op_type in _PASSES and place == 0):
+            if node.op_type == "Concat" or (node.op_type in ("Cast", *RESHAPES) and place == 0):
                 todo += node.output
             else:
                 found.add(node.op_type in ("Reshape", "Expand") and place == 1)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from trt_kvcache.importer.graph import FLOATS
+from trt_kvcache.importer.operators import INTEGER_PRODUCTS, QUANTIZES
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of, iter_scopes, names_read, shape_of
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
@@ -208,8 +209,6 @@ def _chooses_branch(model: onnx.ModelProto) -> bool:
     return any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node)
 
 
-_ROUNDED = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
-_INTEGERS = {"ConvInteger", "DynamicQuantizeLSTM", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm"}
 _BLOCKS = {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
 
 
@@ -228,7 +227,9 @@ def _by_quantizer(model: onnx.ModelProto) -> bool:
 
 def _multiplies_integers(model: onnx.ModelProto) -> bool:
     found = _operators(model)
-    return bool(found & {"DequantizeLinear", *_ROUNDED, *_INTEGERS}) or any(op.startswith("QLinear") for op in found)
+    return bool(found & {"DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}) or any(
+        op.startswith("QLinear") for op in found
+    )
 
 
 def _rounds(model: onnx.ModelProto) -> bool:
@@ -236,7 +237,7 @@ def _rounds(model: onnx.ModelProto) -> bool:
 
 
 def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
-    return bool(_operators(model) & (_ROUNDED | _BLOCKS)) or any(
+    return bool(_operators(model) & {*QUANTIZES, *_BLOCKS}) or any(
         t.data_type == onnx.TensorProto.FLOAT4E2M1 for t in model.graph.initializer
     )
 

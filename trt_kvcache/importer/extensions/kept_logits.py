@@ -17,6 +17,7 @@ import onnx
 from onnx import numpy_helper
 
 from trt_kvcache.importer.extensions import Finish
+from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import (
     constants_of,
@@ -32,7 +33,6 @@ from trt_kvcache.importer.simplify import drop_dead, infer_shapes
 __all__ = ["rewrite"]
 
 _END = (1 << 31) - 1  # where a Slice that cuts nothing off ends, at least
-_MOVES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
@@ -66,7 +66,7 @@ def _slices(graph: onnx.GraphProto, name: str) -> list[onnx.NodeProto]:
     while pending:
         tensor, negated = pending.pop()
         for node in readers.get(tensor, ()):
-            if node.op_type in _MOVES and node.input[0] == tensor:
+            if node.op_type in ("Cast", *VIEWS) and node.input[0] == tensor:
                 pending.append((node.output[0], negated))
             elif is_op(node, "Neg") and not negated:
                 pending.append((node.output[0], True))

@@ -31,11 +31,9 @@ from trt_kvcache.importer.graph import (
 from trt_kvcache.importer.graph import small_constant as constant
 from trt_kvcache.importer.normalize.candidate import may_be_cache
 from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
+from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.planning.rounding import Rounding
 
-_MOVES = (
-    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
-)  # fmt: skip
 _WRITERS = {"Concat": -1, "ScatterND": 2, "ScatterElements": 2, "TensorScatter": 1}
 _ADVICE = "leave the products of the attention out of the quantization (ModelOpt: nodes_to_exclude)"
 
@@ -45,11 +43,11 @@ def round_first(graph: gs.Graph, caches: Collection[str]) -> None:
     emitter = Emitter(graph)
     for node in [n for n in graph.nodes if is_op(n, "DequantizeLinear")]:
         chain = _chain(node, caches)
-        moves = [n for n in chain if is_op(n, *_MOVES)]
+        moves = [n for n in chain if is_op(n, *MOVES)]
         if not moves or not any(is_op(n, "QuantizeLinear") for n in chain):
             continue
         tensor = chain[0].inputs[_data(chain[0])]
-        for old in (*(n for n in chain if not is_op(n, *_MOVES)), *moves):
+        for old in (*(n for n in chain if not is_op(n, *MOVES)), *moves):
             tensor = _copy(emitter, old, tensor)
         replace_uses(node.outputs[0], tensor)
     graph.cleanup().toposort()
@@ -149,7 +147,7 @@ def _chain(node: gs.Node, caches: Collection[str]) -> list[gs.Node]:
     """The nodes from a cache to `node`, which all move numbers or do the same to each; none where there is no such."""
     chain = []
     while True:
-        if not is_op(node, *_MOVES) and not _does_alike(node):
+        if not is_op(node, *MOVES) and not _does_alike(node):
             return []
         chain.append(node)
         tensor = node.inputs[_data(node)]
@@ -186,7 +184,7 @@ def _copy(emitter: Emitter, node: gs.Node, tensor: gs.Tensor) -> gs.Variable:
     inputs = list(node.inputs)
     inputs[_data(node)] = tensor
     old = node.outputs[0]
-    kind = old.dtype if not is_op(node, *_MOVES) else tensor.dtype
+    kind = old.dtype if not is_op(node, *MOVES) else tensor.dtype
     output = gs.Variable(emitter.name("rounded"), dtype=kind)
     emitter.graph.nodes.append(gs.Node(node.op, emitter.name(f"rounded:{node.op}"), dict(node.attrs), inputs, [output]))
     return output

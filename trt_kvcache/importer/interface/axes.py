@@ -9,12 +9,12 @@ from itertools import product
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.interface.evidence import GraphIndex, Known
 from trt_kvcache.importer.interface.mrope import axes_of_planes
+from trt_kvcache.importer.operators import NORMS
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.protos import Shape, is_op
 
 _UNKNOWN = "?"
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Dropout", "Tanh", "Clip")
-_FIRST = ("LayerNormalization", "RMSNormalization", "LogSoftmax")
 
 
 def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> tuple[TensorRole, ...]:
@@ -137,7 +137,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
             for weight, source, kept in ((1, 0, 1), (0, 1, 2)):  # x @ W, and W @ x of what is transposed
                 if index.weight(node.input[weight]) and axis == kept:
                     stack.append((node.input[source], axis))
-        elif node.op_type in _FIRST:
+        elif node.op_type in (*NORMS, "LogSoftmax"):
             stack.append((node.input[0], axis))
     return False
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from onnx import GraphProto, ModelProto, NodeProto
 
+from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.protos import (
     FLOATS,
@@ -62,9 +63,7 @@ class Evidence:
 
 
 # The first input's values pass unchanged; the other inputs are shapes, axes and bounds.
-_PRESERVING = {
-    "Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Transpose", "Clip",
-}  # fmt: skip
+_PRESERVING = {*VIEWS, "Cast", "Clip", "Expand", "Tile"}
 _ORDERING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
 _PRODUCTS = {"MatMul", "Gemm", "MatMulInteger"}
 # From positions to the factors of a rotary embedding.

@@ -47,7 +47,7 @@ from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.unknown import why_unfit
-from trt_kvcache.importer.normalize.views import MOVES
+from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_cut as is_cut_to_use
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import FLOATS, dims, elem_type, input_or_none, is_op, producer
+from trt_kvcache.importer.operators import MOVES as MOVES
 
 _RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
-MOVES = ("Identity", "Transpose", *_RESHAPES, "Flatten", "Expand", "Tile", "Slice", "Gather")
-"""Operators that move and repeat the numbers of their first input."""
 
 
 def is_view(node: gs.Node) -> bool:

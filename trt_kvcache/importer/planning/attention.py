@@ -30,6 +30,7 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
+from trt_kvcache.importer.operators import RESHAPES
 from trt_kvcache.importer.plan import (
     AttentionKind,
     AttentionPlan,
@@ -56,7 +57,7 @@ _FUSED_REACH = 24_576
 """Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More
 queries have one at any length; `decomposable` lets TensorRT choose."""
 
-_BOUNDED = ("Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Min")
+_BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
 """Operators that keep or lower lengths."""
 
 

@@ -19,6 +19,7 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
+from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.plan import (
     CacheLayout,
     CacheUpdate,
@@ -241,8 +242,7 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-VIEW_OPS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Slice", "Gather", "Split",
-            "Cast", "Expand")  # fmt: skip
+VIEW_OPS = (*MOVES, "Split", "Cast")
 """Operators that may stand between a cache and the attention that reads it."""
 
 

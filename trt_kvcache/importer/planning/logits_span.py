@@ -30,6 +30,7 @@ from trt_kvcache.importer.graph import (
     is_op,
     small_constant,
 )
+from trt_kvcache.importer.operators import NORMS
 from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpan, PlanOptions, Role, TensorRole
 
 __all__ = ["change_of", "plan_logits", "role_of", "with_span"]
@@ -41,8 +42,7 @@ _ELEMENTWISE = (
     "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin",
     "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where",
 )  # fmt: skip
-_NORMS = ("LayerNormalization", "RMSNormalization")
-_ALONG_AXIS = ("Split", "Softmax", "LogSoftmax", *_NORMS)
+_ALONG_AXIS = ("Split", "Softmax", "LogSoftmax", *NORMS)
 _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare", "ReduceL2")
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 _TO_END = (1 << 31) - 1  # where a Slice that cuts nothing off ends, at least
@@ -215,7 +215,7 @@ def _inputs_by_position(node: gs.Node, axis: int, behind: Behind) -> dict[int, i
             return {0: left - 2} if axis == rank - 2 else {1: right - 1}
     elif is_op(node, "Slice") or is_op(node, *_ALONG_AXIS):
         _check_off(node, axis, _axes(node))
-        if not is_op(node, *_NORMS):
+        if not is_op(node, *NORMS):
             return {0: axis}
     elif not is_op(node, *_ELEMENTWISE):
         raise _MixedError(f"{node.op} '{node.name}' is not known to work on each position by itself")
@@ -260,7 +260,7 @@ def _axes(node: gs.Node) -> list[int]:
     rank = _rank(node.inputs[0])
     if is_op(node, *_ALONG_AXIS):
         axis = int(node.attrs.get("axis", 0 if is_op(node, "Split") else -1)) % rank
-        return list(range(axis, rank)) if is_op(node, *_NORMS) else [axis]
+        return list(range(axis, rank)) if is_op(node, *NORMS) else [axis]
     starts, ends, axes, steps = (small_constant(input_or_none(node, i)) for i in range(1, 5))
     if is_op(node, *_REDUCTIONS):
         axes = np.asarray(node.attrs["axes"]) if "axes" in node.attrs else starts

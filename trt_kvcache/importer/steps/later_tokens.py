@@ -19,7 +19,8 @@ import onnx
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, MaskGeometry, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import constants_of, copied, names_read, part_of
+from trt_kvcache.importer.protos import copied, names_read, part_of, replace_field
+from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.steps.contents import drawn_contents, find_caches
 from trt_kvcache.importer.steps.engine import EngineError, open_engine
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
@@ -98,19 +99,10 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
 
 def _cone(model: onnx.ModelProto, name: str) -> onnx.ModelProto | None:
     """The part of a model that makes a tensor; None where weights take part."""
-    constants = constants_of(model.graph)
-    inputs = {v.name: v for v in model.graph.input if v.name not in constants}
-    needed, nodes = {name}, []
-    for node in reversed(model.graph.node):
-        if needed.isdisjoint(node.output) or node.output[0] in constants:
-            continue
-        nodes.append(node)
-        needed |= names_read(node)
-    used = []
-    for constant in needed & constants.keys():
-        tensor = copied(constants[constant])
-        if tensor.ByteSize() > _MOST or tensor.data_location == onnx.TensorProto.EXTERNAL:
-            return None
-        tensor.name = constant
-        used.append(tensor)
-    return part_of(model, nodes[::-1], [inputs[n] for n in needed if n in inputs], [name], used)
+    graph = copied(model.graph)
+    replace_field(graph.output, [onnx.ValueInfoProto(name=name)])
+    drop_dead(graph)
+    if any(t.ByteSize() > _MOST or t.data_location == onnx.TensorProto.EXTERNAL for t in graph.initializer):
+        return None
+    read = {name}.union(*map(names_read, graph.node))
+    return part_of(model, graph.node, [v for v in graph.input if v.name in read], [name], graph.initializer)

@@ -16,7 +16,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import copied, is_op, iter_scopes, iter_tensors, replace_field
 from trt_kvcache.importer.steps.contents import numpy_dtype
-from trt_kvcache.importer.steps.element_types import state_type
+from trt_kvcache.importer.steps.element_types import all_types, state_type
 
 ACCURACY = "accuracy_level"
 _MOVED = (
@@ -198,11 +198,5 @@ def is_narrow(models: Iterable[ModelProto]) -> bool:
 
 def is_half(models: Iterable[ModelProto]) -> bool:
     """True if the region computes in float16, which ONNX Runtime runs as exported; bfloat16 it does not."""
-    types = {kind for model in models for kind in types_of(model)}
+    types = {kind for model in models for kind in all_types(model)}
     return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types
-
-
-def types_of(model: ModelProto) -> set[int]:
-    """Element types of inputs, constants and casts."""
-    types = {v.type.tensor_type.elem_type for v in model.graph.input} | {t.data_type for t in model.graph.initializer}
-    return types | {a.i for node in model.graph.node for a in node.attribute if a.name == "to"}

@@ -35,9 +35,9 @@ from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.operators import VIEWS
 
 _JOINS = ("Concat", "Split")
-_ARRANGED = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +324,7 @@ def _is_weight(tensor: gs.Tensor) -> bool:
     """True for a weight, as it is or arranged otherwise: one of few bits stays with its MatMul."""
     while not isinstance(tensor, gs.Constant):
         node = producer(tensor)
-        if node is None or not (is_op(node, *_ARRANGED) or is_float_cast(node)):
+        if node is None or not (is_op(node, *VIEWS) or is_float_cast(node)):
             return node is not None and is_op(node, "Constant")
         tensor = node.inputs[0]
     return True

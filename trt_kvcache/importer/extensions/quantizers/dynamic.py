@@ -27,6 +27,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.quantizers.writer import Writer
+from trt_kvcache.importer.operators import INTEGER_PRODUCTS, QUANTIZES, VIEWS
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     attribute_graphs,
@@ -47,9 +48,6 @@ _MIDDLES: dict[int, int] = {TensorProto.UINT8: 128, TensorProto.INT8: 0}
 _CONTRIB = "com.microsoft"
 _NONE = TensorProto(data_type=TensorProto.UINT8, raw_data=b"\0")
 _SMALL = 1 << 12  # numbers of a table
-_MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze"}
-_INTEGER = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"}
-_INTEGER_CONTRIB = {"QAttention", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM"}
 
 
 def keep_weights_only(model: ModelProto) -> bool:
@@ -79,8 +77,8 @@ def refuse_integers(model: ModelProto) -> None:
 
 
 def _is_integer(node: NodeProto) -> bool:
-    own = node.domain == _CONTRIB and (node.op_type in _INTEGER_CONTRIB or node.op_type.startswith("QLinear"))
-    return own or (node.domain in DEFAULT_DOMAINS and node.op_type in _INTEGER)
+    found = node.op_type in (*QUANTIZES, *INTEGER_PRODUCTS) or node.op_type.startswith("QLinear")
+    return found and node.domain in (*DEFAULT_DOMAINS, _CONTRIB)
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ class _Editor:
         """Of rows that are gathered from a table, moved perhaps, and then dequantized."""
         moves: list[NodeProto] = []
         gather = self._makers.get(node.input[0])
-        while gather is not None and gather.op_type in _MOVES and is_op(gather, gather.op_type):
+        while gather is not None and gather.op_type in VIEWS and is_op(gather, gather.op_type):
             moves.insert(0, gather)
             gather = self._makers.get(gather.input[0])
         table = self._weights.get(gather.input[0]) if gather is not None and is_op(gather, "Gather") else None

@@ -48,12 +48,11 @@ from trt_kvcache.importer.graph import (
     producer,
 )
 from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.attention_facts import is_used
 
 __all__ = ["Rings", "check_ring", "check_shifted", "emit_by_position", "emit_visible", "make_circular", "slide"]
-
-_VIEWS = ("Transpose", "Reshape")
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +188,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
     """The nodes that read a cache, through views of it."""
     found: dict[int, gs.Node] = {}
     for node in consumers(present):
-        if is_op(node, *_VIEWS) and node.inputs[0] is present:
+        if is_op(node, *VIEWS) and node.inputs[0] is present:
             found |= {id(n): n for n in _readers(node.outputs[0])}
         elif not is_op(node, "Shape"):
             found[id(node)] = node
@@ -199,7 +198,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 def _cache_of(tensor: gs.Tensor, updates: dict[str, gs.Node]) -> gs.Node | None:
     while tensor.name not in updates:
         node = producer(tensor)
-        if node is None or not is_op(node, *_VIEWS):
+        if node is None or not is_op(node, *VIEWS):
             return None
         tensor = node.inputs[0]
     return updates[tensor.name]
