@@ -16,7 +16,7 @@ import trt
 from lowering import lowered
 from mixtures import Mixture
 
-from trt_kvcache.importer.extensions import for_tensorrt as sign_weights
+from trt_kvcache.importer.files.signed_weights import for_tensorrt as sign_weights
 
 TOKENS = 64
 CASE = Mixture(experts=16, k=2, hidden=256, inner=256, dtype=np.float16)

@@ -12,7 +12,7 @@ from lowering import run
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import for_tensorrt as sign_weights
+from trt_kvcache.importer.files.signed_weights import for_tensorrt as sign_weights
 
 UINT8, UINT4, INT4, INT8 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4, TensorProto.INT8
 HERE = Path()

@@ -276,7 +276,7 @@ class _Built:
 
 
 def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
-    from trt_kvcache.importer.extensions import for_tensorrt
+    from trt_kvcache.importer.files.signed_weights import for_tensorrt
     from trt_kvcache.importer.protos import byte_size, iter_tensors
 
     folder = sources[0].path.parent

@@ -43,7 +43,7 @@ def build_marked(imported: ImportedModel, manifest: Manifest, values: Sequence[V
     Raises:
         BuildError: TensorRT refuses the model.
     """
-    from trt_kvcache.importer.extensions import for_tensorrt
+    from trt_kvcache.importer.files.signed_weights import for_tensorrt
     from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
     from trt_kvcache.importer.serialize import serialize_model
 

@@ -20,6 +20,7 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analyze import analyze, check_unique_outputs
 from trt_kvcache.importer.capacity import longest_text, usual_capacity
 from trt_kvcache.importer.check import Checked, check_rewrite, start_process
+from trt_kvcache.importer.files.signed_weights import for_tensorrt
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.interface.zeros import with_zeros
@@ -72,7 +73,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     prepared, plan, rewritten = _rewrite(source, options)
     plan = _check(source, options, prepared, plan, rewritten).on(plan)
     plan = _adapt(source, prepared, plan, rewritten)
-    extensions.check_roundings(rewritten, source.path.parent)
+    extensions.for_tensorrt(rewritten, source.path.parent)  # refuses some rounding; nobody gets the model
     return _quantize(plan, rewritten)[0]
 
 
@@ -145,7 +146,7 @@ def rewrite_model(
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
-    flipped = extensions.for_tensorrt(imported.model, imported.source.path.parent)
+    flipped = for_tensorrt(imported.model, imported.source.path.parent)
     record_options(imported.model, imported.plan.options)
     save_model(imported.model, output, imported.source, flipped)
     return imported.plan

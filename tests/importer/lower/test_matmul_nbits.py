@@ -19,7 +19,7 @@ from lowering import run as run_all
 from mixtures import packed
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer.extensions import for_tensorrt as sign_weights
+from trt_kvcache.importer.files.signed_weights import for_tensorrt as sign_weights
 from trt_kvcache.runtime.ort.products import fuse_products
 
 Array = np.ndarray[Any, Any]

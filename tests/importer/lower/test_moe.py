@@ -17,7 +17,7 @@ from mixtures import Array, Mixture
 from needs import ORT_VERSION
 from onnx import TensorProto, helper
 
-from trt_kvcache.importer.extensions import for_tensorrt as sign_weights
+from trt_kvcache.importer.files.signed_weights import for_tensorrt as sign_weights
 from trt_kvcache.importer.planning.experts import exact_experts
 
 LENGTHS = (1, 2, 3, 7, 40)

@@ -9,7 +9,7 @@ with a function of that name for each.
     define(model)               says in ONNX what nodes outside of it mean           -> another model, None
     rewrite(model)              edits a decoder before recognition                   -> the model, Finish or None
     note(model, folder)         looks at the planned model                           -> notes for the plan
-    for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it         -> weights to flip in files
+    for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it     -> nothing
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
     unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
     apart(model, plan)          gives each cache an input and an output of its own   -> another model
@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Iterator
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 
@@ -40,13 +40,9 @@ from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of, iter_scopes, names_read, shape_of
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
-if TYPE_CHECKING:
-    from trt_kvcache.importer.files.flipped import Flipped
-
 __all__ = [
     "EXTENSIONS",
     "apart",
-    "check_roundings",
     "define",
     "edit",
     "for_cpu",
@@ -111,26 +107,14 @@ def notes(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
     return tuple(note for function in _at("note", model) for note in function(model, folder))
 
 
-def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
+def for_tensorrt(model: onnx.ModelProto, folder: Path) -> None:
     """Edit, in place, a rewritten model before TensorRT reads it; its external data lie in `folder`.
 
-    Returns:
-        Weights in files whose bits are still to be flipped.
-
     Raises:
-        UnsupportedModelError: TensorRT does not take quantized weights as they are, and nothing can change that.
+        UnsupportedModelError: TensorRT does not take what the model rounds, and nothing can change that.
     """
-    return tuple(flipped for function in _at("for_tensorrt", model) for flipped in function(model, folder) or ())
-
-
-def check_roundings(model: onnx.ModelProto, folder: Path) -> None:
-    """Refuse rounding that `for_tensorrt` refuses, without the weights. Edits `model`, which only a plan may give.
-
-    Raises:
-        UnsupportedModelError: TensorRT does not round so, and arithmetic cannot say it.
-    """
-    if _rounds(model):
-        load("quantizers").for_tensorrt(model, folder)
+    for function in _at("for_tensorrt", model):
+        function(model, folder)
 
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
@@ -254,13 +238,6 @@ def _keeps_logits(model: onnx.ModelProto) -> bool:
     return keeps and "TensorScatter" not in _operators(model)
 
 
-_SIGNS = {onnx.TensorProto.UINT4, onnx.TensorProto.UINT8, onnx.TensorProto.INT8}
-
-
-def _holds_integers(model: onnx.ModelProto) -> bool:
-    return any(t.data_type in _SIGNS for t in model.graph.initializer) and "DequantizeLinear" in _operators(model)
-
-
 EXTENSIONS: dict[str, dict[str, Test]] = {
     "tool_repairs": {"read": _breaks_rules, "choose": _chooses_branch, "rewrite": _is_in_parts},
     "quantizers": {
@@ -272,7 +249,6 @@ EXTENSIONS: dict[str, dict[str, Test]] = {
         "unround": _rounds,
     },
     "plugin_route": {"define": _updates_outside_onnx},
-    "signed_weights": {"for_tensorrt": _holds_integers},
     "kept_logits": {"rewrite": _keeps_logits},
     "stacked_caches": {"rewrite": _stacks_caches, "apart": lambda plan: bool(plan.stacks)},
 }

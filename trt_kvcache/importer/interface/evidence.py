@@ -206,8 +206,6 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
         for name, unchanged in index.sources(tensor, follow).items():
             if unchanged:
                 add(name, role, True, reason)
-            elif role is Role.TOKENS:
-                add(name, role, False, f"takes part in: {reason}")
 
     attentions = [n for n in index.nodes if is_op(n, "Attention") and n.output[0] not in cross]
     masks = sorted({name for node in attentions for name in node.input[3:4]})

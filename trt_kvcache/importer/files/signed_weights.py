@@ -17,6 +17,7 @@ import onnx
 from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.flipped import Flipped, flip
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
@@ -31,18 +32,22 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest 
 
 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
-    """Make unsigned weights signed, in place, that nothing but DequantizeLinear reads.
+    """Edit, in place, a rewritten model before TensorRT reads it.
+
+    Unsigned weights become signed that nothing but DequantizeLinear reads; what families need is edited, too.
 
     Returns:
-        Those in external data, which lie in `folder`: they are declared signed, and refer to bytes that are not, yet.
+        Weights in external data, which lie in `folder`, that are declared signed, and refer to bytes that are not, yet.
 
     Raises:
-        UnsupportedModelError: a scale of 8-bit weights is not positive, or a zero point is not in the middle.
+        UnsupportedModelError: TensorRT does not take quantized weights as they are: a scale of 8 bits is not positive,
+            a zero point is not in the middle, or a family cannot be changed.
     """
+    extensions.for_tensorrt(model, folder)
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))
     kept = {value.name for value in model.graph.output}
-    flipped = []
+    flipped, edited = [], False
     for name, weight in weights.items():
         nodes = readers.get(name, [])
         if weight.data_type == onnx.TensorProto.INT8:
@@ -55,6 +60,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
             continue
         for node in nodes:
             _check_zero_points(node, weights, folder)
+        edited = True
         weight.data_type, _, mask = _SIGNED[weight.data_type]
         for node in nodes:
             if weight.data_type == onnx.TensorProto.INT8:
@@ -64,7 +70,8 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
             flipped.append(_flipped(weight, mask))
         else:
             weight.raw_data = flip(raw_bytes(weight), mask)
-    drop_dead(model.graph)  # the zero points
+    if edited:
+        drop_dead(model.graph)  # the zero points
     return tuple(flipped)
 
 
