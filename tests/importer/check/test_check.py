@@ -145,8 +145,9 @@ def test_sizes_of_heads_are_no_lengths() -> None:
     made = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     model = helper.make_model(helper.make_graph([reshape], "g", [cache], [made], [sizes]))
     kinds = Kinds(model, {"x": (("batch", 24, 8), ("batch", "", ""))}, None)
-    found = {rows: sorted(integers(CheckedGraph(model), kinds, ([reshape], [], ["sizes"]), {rows})) for rows in (24, 99)}
-    assert found == {24: [0, 4, 6, 8], 99: []}
+    cone = ([reshape], [], ["sizes"])
+    lengths = {rows: sorted(integers(CheckedGraph(model), kinds, cone, {rows})) for rows in (24, 99)}
+    assert lengths == {24: [0, 4, 6, 8], 99: []}
 
 
 def test_operands_that_may_not_change_places_keep_them() -> None:
