@@ -98,10 +98,10 @@ def test_a_proof_of_one_row_allows_for_one_episode(model: Path) -> None:
     assert not _replayed(model, proof, {("decode", 0), ("start", 0)}, 3.0, 1).passed
 
 
-def test_rounding_of_an_episode_is_that_of_the_others_at_least() -> None:
+def test_rounding_of_an_episode_is_half_of_that_of_the_others_at_least() -> None:
     one, seven, large, none = (Share(float(n), float(n)) for n in (1, 7, 100, 0))
     found = {"start": {"logits": one}, "decode": {"logits": seven}, "drawn": {"logits": large, "state": large}}
-    assert _usual(found) == {"logits": Share(5.0, 5.0), "state": none}
+    assert _usual(found) == {"logits": Share(2.5, 2.5), "state": none}
     assert spread(found) == 4
     assert spread(found | {"start": {"logits": Share(5.0, 5.0)}}) == pytest.approx(1.4)
 

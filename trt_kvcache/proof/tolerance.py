@@ -100,9 +100,10 @@ def spread(rounding: Mapping[str, Mapping[str, Share]]) -> float:
 
 
 def _usual(rounding: Mapping[str, Mapping[str, Share]]) -> dict[str, Share]:
-    """What rounding makes of each output, as the root of the mean square over the episodes of the model's own history.
+    """Half of what rounding makes of each output, as a mean square over the episodes of the model's own history.
 
-    One sample in one episode says little: where rounding is amplified, others are several times as large.
+    One sample in one episode says little: where rounding is amplified, others are several times as large. But all of it
+    would hide faults where it is not amplified.
     """
     outputs: dict[str, list[Share]] = {}
     for episode, known in rounding.items():
@@ -111,4 +112,4 @@ def _usual(rounding: Mapping[str, Mapping[str, Share]]) -> dict[str, Share]:
             if episode != DRAWN and math.isfinite(share.largest):
                 shares.append(share)
     squares = {n: np.square([(s.largest, s.typical) for s in shares or [Share(0, 0)]]) for n, shares in outputs.items()}
-    return {name: Share(*map(float, np.sqrt(values.mean(0)))) for name, values in squares.items()}
+    return {name: Share(*map(float, np.sqrt(values.mean(0)) / 2)) for name, values in squares.items()}
