@@ -65,14 +65,14 @@ def find_sites(
     refusal = ""
     for way, stacks in ways(model):
         try:
-            made, found = _described(way, weights, options, usual)
+            canonical, findings = _described(way, weights, options, usual)
         except (SiteError, UnsupportedModelError) as error:
             runs = not isinstance(error, MisfitError)
             refusal = refusal or runs * str(error)
             if runs and any(stack.heads for stack in stacks):
                 break  # with another number of heads the model does not run
             continue
-        return made, found, (partial(load("stacked_caches").finish, stacks),) if stacks else ()
+        return canonical, findings, (partial(load("stacked_caches").finish, stacks),) if stacks else ()
     if refusal:
         raise UnsupportedModelError(f"no attention over caches could be described: {refusal}")
     return None
@@ -119,14 +119,15 @@ def _check_others(graph: gs.Graph, caches: Sequence[ExportedUpdate], states: Seq
         SiteError: naming both.
     """
     known = {t.name for c in caches for t in (c.past, c.present)} | {n for s in states for n in (s.past, s.present)}
-    behind = inputs_behind(graph)
-    for past, present in product(graph.inputs, graph.outputs):
+    inputs, outputs = ([t for t in tensors if t.name not in known] for tensors in (graph.inputs, graph.outputs))
+    sources = inputs_behind(graph)
+    for past, present in product(inputs, outputs):
         sizes: Sequence[Dim] = past.shape or ()
         after: Sequence[Dim] = present.shape or ()
         same = [one == two for one, two in zip(sizes, after, strict=False)]
         alike = elem_type(past) == elem_type(present) in FLOATS and 2 < len(sizes) == len(after) == sum(same) + 1
         by_token = alike and isinstance(sizes[1], str) and same[1]  # such as embeddings, and logits
-        if alike and not by_token and past.name in behind[present.name] and known.isdisjoint((past.name, present.name)):
+        if alike and not by_token and past.name in sources[present.name]:
             raise SiteError(f"'{past.name}' may come back as '{present.name}', and is no growing cache")
 
 
@@ -160,15 +161,15 @@ def _read(
             passed.add(max((names[n] for n in seen.args), key=region.texts.index))
         raise SiteError(f"queries and new rows of '{past}' are no single tensors")
 
-    found: dict[str, AttentionSeen] = {}
+    sites: dict[str, AttentionSeen] = {}
     for past in presents:
-        if past not in found:
+        if past not in sites:
             site = read(past)
             for cache in (site.key, site.value):
                 if presents[cache.past] != cache.present:
                     raise SiteError(f"'{cache.past}' comes back as '{cache.present}'")
-                found[cache.past] = site
-    return list(dict.fromkeys(found.values()))
+                sites[cache.past] = site
+    return list(dict.fromkeys(sites.values()))
 
 
 def _write(tensors: Mapping[str, gs.Tensor], cache: CacheSeen) -> Write:
@@ -201,7 +202,7 @@ def _core(
         before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))
         if before != after:
             shape = emit_sizes(emit, tokens, tuple(named[n] for n in before))
-            tensor = emit.op("Reshape", [tensor, shape], "apart")
+            tensor = emit.op("Reshape", [tensor, shape], "axes")
             tensor = emit.op("Transpose", [tensor], "turned", perm=[before.index(n) for n in after])
         shape = emit_sizes(emit, tokens, tuple(_size([named[n] for n in axis]) for axis in new))
         return emit.op("Reshape", [tensor, shape], "laid")
@@ -209,11 +210,11 @@ def _core(
     if not _is_plain(site.query_layout):
         query = turned(query, site.query_layout, _PLAIN, sizes["d"])
     if not _is_plain(site.result_layout):
-        made = gs.Variable(emit.name("result_heads"), dtype=result.dtype)
+        heads = gs.Variable(emit.name("result_heads"), dtype=result.dtype)
         result.inputs.clear()
-        last = turned(made, _PLAIN, site.result_layout, sizes["v"])
+        last = turned(heads, _PLAIN, site.result_layout, sizes["v"])
         last.inputs[0].outputs = [result]
-        result = made
+        result = heads
     return Core(
         node.name, result, query, writes[site.key.past], writes[site.value.past], site.scale, site.softcap, seen,
         sizes["n"] * sizes["g"], sizes["d"], sizes["v"], query_type, result_type, wide_weights=site.wide,

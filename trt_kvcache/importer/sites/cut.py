@@ -122,12 +122,12 @@ class Cutter:
             presents = sorted(self._presents[c] for c in caches)
             nodes, fed, used = graph.cone([result, *presents], stops)
             read = {n for node in nodes for n in self._reads(node)}.intersection(fed)
-            found, texts = read & self._presents.keys(), read & stops
+            pasts, texts = read & self._presents.keys(), read & stops
             after = graph.tainted(texts, shapes=False)
             below = {n for n in texts if not after.isdisjoint(self._reads(graph.makes[n]))}
-            if found <= caches and not below:
+            if pasts <= caches and not below:
                 break
-            caches |= found
+            caches |= pasts
             passed |= below
         ends = (*sorted(texts, key=self._order.__getitem__), *sorted(caches))
         leaves = {n: f"{ends.index(n) if n in ends else n} {self._described(n)}" for n in fed}
@@ -182,17 +182,17 @@ class Cutter:
             tensor = self._weights.get(name, tensor)
         if tensor.data_location == TensorProto.EXTERNAL:
             raise SiteError(f"an attention reads '{name}' of another file")
-        made: TensorProto = copied(tensor)
-        made.name = name
-        return made
+        constant: TensorProto = copied(tensor)
+        constant.name = name
+        return constant
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
     """Numbers in small constants, and sizes of others, that may be lengths."""
-    found: set[int] = set()
+    sizes: set[int] = set()
     for tensor in constants:
-        found.update(tensor.dims)
+        sizes.update(tensor.dims)
         if math.prod(tensor.dims) <= 4 and tensor.data_type in (*FLOATS, TensorProto.INT64, TensorProto.INT32):
             values = numpy_helper.to_array(tensor).astype(float).ravel()
-            found.update(math.ceil(abs(v)) for v in values if abs(v) < 1 << 30)
-    return found
+            sizes.update(math.ceil(abs(v)) for v in values if abs(v) < 1 << 30)
+    return sizes

@@ -47,7 +47,7 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
     """A tensor of this layout with an axis for each of `order`; sizes that it lacks have 1 there."""
     own = order_of(layout)
-    apart = values.reshape([sizes[n] for n in own])
-    apart = apart.transpose([own.index(n) for n in order if n in own])
-    made: Array = apart.reshape([sizes[n] if n in own else 1 for n in order])
-    return made
+    axes = values.reshape([sizes[n] for n in own])
+    axes = axes.transpose([own.index(n) for n in order if n in own])
+    result: Array = axes.reshape([sizes[n] if n in own else 1 for n in order])
+    return result

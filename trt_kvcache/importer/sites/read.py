@@ -150,15 +150,15 @@ class Reader:
 
     def _feeds(self, sample: Sample) -> Feeds:
         """Random numbers for a step, and what lengths and positions say."""
-        made: Feeds = {}
+        feeds: Feeds = {}
         for name in (v.name for v in self._region.model.graph.input):
             value, shape = sample.probe.value(name), sample.probe.shape(name)
             if value is None and shape is None:
                 raise SiteError(f"nothing says how large '{name}' is in a step")
             if value is None and name in self._region.inputs and sample.probe.elem_type(name) in INTEGERS:
                 raise UnknownError(name)
-            made[name] = self._rng.standard_normal(shape).astype(np.float32) if value is None else value
-        return made
+            feeds[name] = self._rng.standard_normal(shape).astype(np.float32) if value is None else value
+        return feeds
 
     def _run(self, feeds: Feeds) -> Feeds:
         """All outputs in float64."""
@@ -175,11 +175,11 @@ class Reader:
             size = feeds[name].size
             feeds[name] = np.arange(first, first + size, dtype=np.float32).reshape(feeds[name].shape)
             first += size
-        made, found = self._run(feeds), []
+        outputs, caches = self._run(feeds), []
         for present in self._region.presents:
-            whole = made[present]
-            held = (c for c in self._region.caches if feeds[c].ndim == whole.ndim and np.isin(feeds[c], whole).all())
-            if (cache := next(held, None)) is None:
+            whole = outputs[present]
+            pasts = (c for c in self._region.caches if feeds[c].ndim == whole.ndim and np.isin(feeds[c], whole).all())
+            if (cache := next(pasts, None)) is None:
                 raise SiteError(f"'{present}' does not hold all rows of a past")
             axis = self._axes[cache]
             before, after = np.split(whole, [past], axis)
@@ -192,15 +192,15 @@ class Reader:
             perm = next((p for p in orders if np.array_equal(feeds[sources[0]].transpose(p), after)), None)
             if perm is None:
                 raise FartherError(*sources)
-            found.append(CacheSeen(cache, present, sources[0], perm, axis))
-        return found
+            caches.append(CacheSeen(cache, present, sources[0], perm, axis))
+        return caches
 
     def _roles(self, caches: list[CacheSeen]) -> tuple[CacheSeen, CacheSeen]:
         """The caches of keys and of values."""
-        feeds, result = self._feeds(self._sample), self._region.result
-        plain = self._run(feeds)[result]
-        twice = [self._run(feeds | {n: 2 * feeds[n] for n in (c.past, c.rows)})[result] for c in caches]
-        linear = [bool(np.abs(made - 2 * plain).max() < _CLOSE * np.abs(plain).max()) for made in twice]
+        feeds, name = self._feeds(self._sample), self._region.result
+        plain = self._run(feeds)[name]
+        twice = [self._run(feeds | {n: 2 * feeds[n] for n in (c.past, c.rows)})[name] for c in caches]
+        linear = [bool(np.abs(result - 2 * plain).max() < _CLOSE * np.abs(plain).max()) for result in twice]
         if sum(linear) != 1:
             shown = sorted(c.past for c in caches)
             raise SiteError(f"the result is linear in {sum(linear)} of the caches {shown}, and not in one")
@@ -237,7 +237,7 @@ class Reader:
         feeds = self._still(self._feeds(self._step(batch, 0, 1)))
         shape = feeds[value.rows].transpose(value.perm).shape
         numbers = np.arange(1, prod(shape) + 1).reshape(shape)
-        found = self._run(self._filled(feeds, value, numbers))[self._region.result]
+        result = self._run(self._filled(feeds, value, numbers))[self._region.result]
         shares = self._shares(self._feeds(self._sample), range(0, self._sample.total, _SOME))
         width = numbers.size // batch
         groups = prod(shares.shape[:-1]) // (batch * self._length * width)
@@ -246,7 +246,7 @@ class Reader:
             sizes = {"b": batch, "n": n, "g": groups, "s": self._length, "d": width // n}
             wanted = numbers.reshape(batch, n, 1, 1, width // n)
             for layout in layouts(shares.shape[:-1], sizes):
-                rows = brought(found, layout, sizes | {"s": 1}, ATTENTION)
+                rows = brought(result, layout, sizes | {"s": 1}, ATTENTION)
                 uneven = np.ptp(_arranged(shares, layout, sizes), axis=4).max()  # the largest heads come first
                 if uneven < 1e-5 * shares.max() and np.abs(rows - wanted).max() < _CLOSE:
                     return sizes, layout
@@ -356,11 +356,11 @@ def _fitted(products: Array, steps: tuple[Step, Step], scale: float, size: int) 
 
     def missed(at: Array) -> Array:
         scale, cap = at
-        found = []
+        misses = []
         for factor, scores, seen in steps:
-            made = products * factor * scale
-            found.append(_level(made if np.isinf(cap) else cap * np.tanh(made / cap), seen) - scores)
-        return np.ravel(found)
+            plain = products * factor * scale
+            misses.append(_level(plain if np.isinf(cap) else cap * np.tanh(plain / cap), seen) - scores)
+        return np.ravel(misses)
 
     at = np.array([_rounded(_scaled(products, steps[1]), size), np.inf])
     if np.abs(missed(at)).max() > _CLOSE * _LARGE:

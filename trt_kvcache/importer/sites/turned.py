@@ -32,26 +32,26 @@ def growing(graph: onnx.GraphProto) -> list[Pair]:
     constants = {t.name for t in graph.initializer}
     counted = [dims[1] for v in graph.input if elem_type_of(v) in INTEGERS and len(dims := shape_of(v) or ()) == 2]
     inputs = [v for v in graph.input if v.name not in constants and elem_type_of(v) in FLOATS]
-    behind = {v.name: frozenset([v.name]) for v in inputs}
+    sources = {v.name: frozenset([v.name]) for v in inputs}
     for node in graph.node:
         if node.op_type not in ("Shape", "Size"):
-            made = frozenset[str]().union(*(behind.get(n, frozenset()) for n in names_read(node)))
-            behind |= dict.fromkeys(node.output, made)
+            read = frozenset[str]().union(*(sources.get(n, frozenset()) for n in names_read(node)))
+            sources |= dict.fromkeys(node.output, read)
 
     def likely(output: onnx.ValueInfoProto) -> tuple[int, int]:
         """Logits are as long as the tokens."""
-        return sum(d in counted for d in shape_of(output) or ()), len(behind.get(output.name, ()))
+        return sum(d in counted for d in shape_of(output) or ()), len(sources.get(output.name, ()))
 
     outputs = sorted(graph.output, key=likely)
-    found = []
+    pairs = []
     for past in inputs:
         for present in outputs:
-            axis = _grown(past, present) if past.name in behind.get(present.name, ()) else None
+            axis = _grown(past, present) if past.name in sources.get(present.name, ()) else None
             if axis is not None:
                 outputs.remove(present)
-                found.append((past, present, axis))
+                pairs.append((past, present, axis))
                 break
-    return found
+    return pairs
 
 
 def _grown(past: onnx.ValueInfoProto, present: onnx.ValueInfoProto) -> int | None:
@@ -67,12 +67,12 @@ def _grown(past: onnx.ValueInfoProto, present: onnx.ValueInfoProto) -> int | Non
 
 def _turned(model: onnx.ModelProto, stacks: Sequence[Stack], shapes: dict[str, Shape]) -> onnx.ModelProto:
     """The model with the interface that `stacks` say, whose parts have these shapes."""
-    made: onnx.ModelProto = load("stacked_caches").apart(model, SimpleNamespace(stacks=stacks))
+    turned: onnx.ModelProto = load("stacked_caches").apart(model, SimpleNamespace(stacks=stacks))
     for stack in (s for s in stacks if s.io == "input"):
-        _measure_parts(made.graph, stack)
-    for value in (v for v in (*made.graph.input, *made.graph.output) if v.name in shapes):
+        _measure_parts(turned.graph, stack)
+    for value in (v for v in (*turned.graph.input, *turned.graph.output) if v.name in shapes):
         value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, elem_type_of(value), list(shapes[value.name])))
-    return made
+    return turned
 
 
 def _measure_parts(graph: onnx.GraphProto, stack: Stack) -> None:
@@ -141,7 +141,7 @@ def _tries(shape: Shape, axis: int, batch: int | str) -> Iterator[tuple[int, int
 
 
 def _stacks(pair: Pair, batch: int | str, heads: int, halves: int | None, shapes: dict[str, Shape]) -> Iterator[Stack]:
-    """Of the past and the present of a cache; none if it lies as it should. `shapes` gets those of the parts."""
+    """The past and the present of a cache as stacks; none if it lies as it should. `shapes` gets those of the parts."""
     for io, value in zip(("input", "output"), pair[:2], strict=True):
         shape = shape_of(value) or ()
         one: Shape = shape
