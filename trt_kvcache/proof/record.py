@@ -30,7 +30,7 @@ from trt_kvcache.importer.simplify import inline_functions, name_nodes
 from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import Engine
-from trt_kvcache.importer.steps.inputs import StepInputs
+from trt_kvcache.importer.steps.inputs import StepInputs, span_inputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.importer.steps.schedule import Limits, Step
 from trt_kvcache.proof.contents import Contents, copies, draws_digest
@@ -45,7 +45,6 @@ from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.verify import schedule as verify_schedule
 from trt_kvcache.verify.decode import Ran, Verification
 from trt_kvcache.verify.inline import moved_out
-from trt_kvcache.verify.inputs import span_inputs
 from trt_kvcache.verify.record import Tape, Written
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.twin import TwinFolder

@@ -28,13 +28,13 @@ from trt_kvcache.importer.steps.contents import (
 )
 from trt_kvcache.importer.steps.engine import Engine as Session
 from trt_kvcache.importer.steps.engine import EngineError
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface, OriginalSession
 from trt_kvcache.importer.steps.runnable import with_expanded_masks, with_norms_in_front
 from trt_kvcache.importer.steps.schedule import Limits, Step, read_limits
 from trt_kvcache.progress import phase
 from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
-from trt_kvcache.verify.inputs import check_given, guessed, load_inputs, positions_kept, rows_read, span_inputs
+from trt_kvcache.verify.inputs import check_given, guessed, load_inputs, positions_kept, rows_read
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, chosen_rows, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
@@ -46,7 +46,6 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 _Begun = tuple[Feeds, Feeds, Feeds]  # a step of the original: what it took beside caches, the caches, what it gave
 
-_SPAN_KINDS = ("tight", "bucketed", "full")
 _OTHER = 1e3  # magnitude of what stands for rows without a token; any that no model gives by chance
 _HEAVY = 200 << 20  # bytes of weights; every run reads all of them, and most runs are steps of single tokens
 
@@ -129,7 +128,7 @@ class Verification:
         )
         self.guessed = guessed(self.plan, given)
         self.notes += spelled_out(imported.source.proto)
-        self.kinds = _SPAN_KINDS if imported.plan.spans else ("",)
+        self.kinds = SPAN_KINDS if imported.plan.spans else ("",)
         self.steps: list[VerifyStep] = []
 
     def _read_limits(self) -> Limits:

@@ -15,9 +15,9 @@ from trt_kvcache.dtypes import PLAIN
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CacheDtype, CachePlan, Role, TensorRole
 from trt_kvcache.importer.steps.contents import find_caches, find_states, numpy_dtype
+from trt_kvcache.importer.steps.inputs import span_inputs
 from trt_kvcache.importer.steps.schedule import Step
 from trt_kvcache.verify.decode import Array, Feeds, Verification
-from trt_kvcache.verify.inputs import span_inputs
 from trt_kvcache.verify.memory import give_back
 from trt_kvcache.verify.report import LIMITS, Divergence
 from trt_kvcache.verify.rounding import Side

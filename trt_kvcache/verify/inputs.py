@@ -1,4 +1,4 @@
-"""Inputs that verification alone has: values that the caller gives, and spans."""
+"""Inputs that verification alone has: values that the caller gives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
-from trt_kvcache.importer.plan import CachePlan, Role, SpanInput
-from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.machine import free_memory
 
 Array = npt.NDArray[Any]
@@ -76,20 +75,6 @@ def guessed(plan: CachePlan, given: Mapping[str, Array]) -> str:
     )
 
 
-def span_inputs(plan: CachePlan, step: Step, kind: str, kept: int | None = None) -> dict[str, Array]:
-    """The rewritten model's span inputs.
-
-    Args:
-        plan: of the model.
-        step: the step.
-        kind: rows to read: ``"tight"``, ``"bucketed"`` (the next multiple of 16) or ``"full"``.
-        kept: number of last positions whose logits are computed; None: all.
-    """
-    made = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
-    logits = plan.logits_span
-    return made if logits is None else made | {logits.name: np.arange(step.length if kept is None else kept)}
-
-
 def rows_read(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
     """The most cache rows that attention reads with these spans; None where no input says."""
     return max((len(spans[s.name]) for s in plan.spans), default=None)
@@ -98,8 +83,3 @@ def rows_read(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
 def positions_kept(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
     """The number of last positions whose logits these spans ask for; None where no input says."""
     return None if plan.logits_span is None else len(spans[plan.logits_span.name])
-
-
-def _span(span: SpanInput, step: Step, kind: str) -> int:
-    tight = max(1, min(max(step.valid), span.capacity))
-    return {"tight": tight, "bucketed": min(-(-tight // 16) * 16, span.capacity), "full": span.capacity}[kind]

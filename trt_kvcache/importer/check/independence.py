@@ -35,7 +35,7 @@ from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read, part_of
 from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find_caches, find_states
 from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.schedule import Step, read_limits
 from trt_kvcache.importer.steps.tokens_apart import TokensApart
@@ -239,9 +239,7 @@ class _Outside:
         constants = draw_constants(self._plan, self._batch, 0, twin=True)
         inputs = StepInputs(self._plan, self._limits, constants, rng, twin=True, unknown=UNKNOWN)
         made: Feeds = inputs.shared(step)
-        made |= {span.name: np.arange(span.capacity) for span in self._plan.spans}
-        if self._plan.logits_span is not None:
-            made[self._plan.logits_span.name] = np.arange(length)
+        made |= span_inputs(self._plan, step, "full")
         caches = {
             c.role.name: c for c in (*find_caches(self._plan), *find_states(self._plan)) if c.role.name in self._fed
         }

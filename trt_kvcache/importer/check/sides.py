@@ -28,7 +28,7 @@ from trt_kvcache.importer.steps.contents import (
     ring_window,
 )
 from trt_kvcache.importer.steps.engine import Engine, EngineError, open_engine
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.schedule import Step
@@ -286,12 +286,8 @@ class Sides:
             if self._as_text(cache, step) is not cache:
                 values = ring_window(values, cache, step.starts, self.garbage)
             made[cache.role.name] = cache.to_physical(values)
-        tight = max(1, *step.valid)
-        for i, span in enumerate(self.plan.spans):
-            low = min(tight, span.capacity)
-            made[span.name] = np.arange(low + (span.capacity - low) * ((step.length + sum(step.starts) + i) % 3) // 2)
-        if self.plan.logits_span is not None:
-            made[self.plan.logits_span.name] = np.arange(kept)
+        kind = SPAN_KINDS[(step.length + sum(step.starts)) % len(SPAN_KINDS)]
+        made |= span_inputs(self.plan, step, kind, kept)
         for number, b in enumerate(self.region.boundaries):
             values = feeds[f"boundary {number}"]
             made |= dict.fromkeys(b.names[1], last(values, b.shape, kept, step.length) if b.kept else values)

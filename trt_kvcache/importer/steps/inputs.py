@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.interface.mrope import place_positions
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.contents import numpy_dtype
 from trt_kvcache.importer.steps.schedule import Step
@@ -21,6 +21,9 @@ Array = npt.NDArray[Any]
 _HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
 
 ENCODER_TOKENS = 6  # that an encoder has read, in verification
+
+SPAN_KINDS = ("tight", "bucketed", "full")
+"""Rows to read, of all that attention may."""
 
 _FAINT = -20.0  # a float mask's bias for hidden tokens: exp(-20) is nothing, and finite
 
@@ -188,6 +191,25 @@ def draw_constants(
             values[..., 0] = 1  # a mask over what an encoder has read hides some of it, never all
         drawn[tensor.name] = values.astype(dtype)
     return drawn
+
+
+def span_inputs(plan: CachePlan, step: Step, kind: str, kept: int | None = None) -> dict[str, Array]:
+    """The rewritten model's span inputs.
+
+    Args:
+        plan: of the model.
+        step: the step.
+        kind: one of `SPAN_KINDS`; bucketed: up to the next multiple of 16.
+        kept: number of last positions whose logits are computed; None: all.
+    """
+    made = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
+    logits = plan.logits_span
+    return made if logits is None else made | {logits.name: np.arange(step.length if kept is None else kept)}
+
+
+def _span(span: SpanInput, step: Step, kind: str) -> int:
+    tight = max(1, min(max(step.valid), span.capacity))
+    return {"tight": tight, "bucketed": min(-(-tight // 16) * 16, span.capacity), "full": span.capacity}[kind]
 
 
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
