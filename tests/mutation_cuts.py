@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -265,15 +265,20 @@ class Miscut:
         outputs = [v.name for v in self._right.graph.output if v.name in self._makes]
         joins = {n for r in self._regions for n in (*r.joins, *r.presents)}
         self._double(self._random.choice([n for n in outputs if n not in joins] or outputs), output=True)
-        return [(cutting, "_check_outputs", lambda *_: None)]
+        return [(cutting, "_ends", lambda *_: [])]
 
 
 def _taken(digests: dict[str, str]) -> list[Fault]:
     """Tensors with digests of their own, for all that read them."""
 
     def made(
-        graph: Graph, leaves: Mapping[str, str], taken: Container[str] = ()
+        graph: Graph,
+        leaves: Mapping[str, str],
+        taken: Container[str] = (),
+        nodes: Sequence[onnx.NodeProto] | None = None,
     ) -> tuple[dict[str, str], dict[str, str]]:
+        if nodes is not None:  # the key of a region
+            return _digests(graph, leaves, taken, nodes)
         names = {n for n in digests if n in graph.makes}
         kept = graph.nodes
         graph.nodes = [_without(node, names) for node in kept]
