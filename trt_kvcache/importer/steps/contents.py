@@ -142,6 +142,7 @@ def drawn_contents(
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype, twin=True)
     contents = np.zeros(cache.logical_shape(len(histories)), kind)
+    histories = [*histories, *(0,) * (len(contents) - len(histories))]  # of a batch that is fixed, and larger
     if cache.update is None:
         text = _pool((_POOL,), dtype, kind, seed, 0.0)
         for row, values in enumerate(contents):
