@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import onnx
 import pytest
+from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig, write_decoder
+from reader_forms import as_indices
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.interface.config import example, load_patterns, shipped_patterns
 from trt_kvcache.importer.plan import PlanOptions, Role, TensorRole
@@ -33,6 +36,17 @@ def test_the_user_is_not_argued_with(model: Path, tmp_path: Path) -> None:
     assert found["write_indices"].found_by == "config: own.yaml"
     assert found["input_ids"].found_by == "graph: index into the embedding table [32, 16]"
     assert found["logits"].found_by == "graph: made by a product that widens 16 to 32"
+
+
+def test_a_name_that_does_not_fit_is_refused_until_the_user_says_more(tmp_path: Path) -> None:
+    decoder = make_decoder(Decoder())
+    as_indices(decoder.graph)  # positions that are called write_indices
+    onnx.save(decoder, tmp_path / "model.onnx")
+    with pytest.raises(AmbiguousRoleError, match="has the name of write_indices, which have one number"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
+    (tmp_path / "own.yaml").write_text("roles: {positions: write_indices}")
+    plan = plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24, config=str(tmp_path / "own.yaml")))
+    assert {t.name: t.role for t in plan.tensors}["write_indices"] is Role.POSITIONS
 
 
 @pytest.mark.slow

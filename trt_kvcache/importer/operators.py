@@ -1,4 +1,4 @@
-"""Families of ONNX operators, by what they do with numbers: each stands here once."""
+"""Families of ONNX operators, by what they do with numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ VIEWS = ("Identity", "Transpose", *RESHAPES)
 
 MOVES = (*VIEWS, "Expand", "Tile", "Slice", "Gather")
 """Numbers of the first input, some of them left out or repeated."""
+
+PASSES = (*MOVES, "Split", "Cast")
+"""Nothing comes out but numbers of the first input, maybe in another type."""
 
 ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear", "Round")
 """Numbers become the nearest of a few; one scale may be that of all tokens of a step."""

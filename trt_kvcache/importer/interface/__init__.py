@@ -73,11 +73,13 @@ def find_roles(
         _match(info.name, io, shipped_patterns()) or _match(info.name.removeprefix(prefix), io, shipped_patterns())
         for info, io in tensors
     ]
-    for (info, _), pattern in zip(tensors, named, strict=True):
-        if pattern is not None and pattern.role in _OF_ROWS and not fits(index, info.name, pattern.role, is_own=True):
+    for (info, io), pattern in zip(tensors, named, strict=True):
+        if pattern is None or pattern.role not in _OF_ROWS or _match(info.name, io, user) is not None:
+            continue
+        if not fits(index, info.name, pattern.role, is_own=True):
             raise AmbiguousRoleError(
                 f"'{info.name}' {list(shape_of(info) or ())} has the name of {pattern.role.value}, which have one "
-                f"number for each sequence; say what it is with --config, a YAML file such as: "
+                "number for each sequence, and another shape; say which with --config, a YAML file such as: "
                 f"{example(Role.POSITIONS, info.name)}"
             )
     findings = [

@@ -30,7 +30,7 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
-from trt_kvcache.importer.operators import RESHAPES
+from trt_kvcache.importer.operators import PASSES, RESHAPES
 from trt_kvcache.importer.plan import (
     AttentionKind,
     AttentionPlan,
@@ -47,7 +47,6 @@ from trt_kvcache.importer.planning.attention_facts import (
     is_used,
     read_attention,
 )
-from trt_kvcache.importer.planning.caches import VIEW_OPS
 from trt_kvcache.importer.planning.rows_in_use import cuts_behind
 
 _MOST_READERS = 5
@@ -157,7 +156,7 @@ class _Planner:
             return [self._present[t.name] for cut in cuts if (t := cut.inputs[0]).name in self._present]
         while tensor.name not in self._present:
             node = producer(tensor)
-            if node is None or not is_op(node, *VIEW_OPS):
+            if node is None or not is_op(node, *PASSES):
                 return []
             tensor = node.inputs[0]
         return [self._present[tensor.name]]
@@ -333,7 +332,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
     graph in a well-formed state"). Attention in plain operators builds.
     """
     node = producer(tensor)
-    while node is not None and is_op(node, *VIEW_OPS):
+    while node is not None and is_op(node, *PASSES):
         if is_op(node, "Cast"):
             return True
         node = producer(node.inputs[0])

@@ -19,7 +19,7 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
-from trt_kvcache.importer.operators import MOVES
+from trt_kvcache.importer.operators import PASSES
 from trt_kvcache.importer.plan import (
     CacheLayout,
     CacheUpdate,
@@ -237,13 +237,9 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
             if is_op(node, "Attention"):
                 if any(t is tensor for t in node.inputs[1:3]) and node.name not in found:
                     found.append(node.name)
-            elif computed or is_cut(node) or (is_op(node, *VIEW_OPS, *through) and node.inputs[0] is tensor):
+            elif computed or is_cut(node) or (is_op(node, *PASSES, *through) and node.inputs[0] is tensor):
                 queue += [(output, computed or is_cut(node)) for output in node.outputs]
     return tuple(found)
-
-
-VIEW_OPS = (*MOVES, "Split", "Cast")
-"""Operators that may stand between a cache and the attention that reads it."""
 
 
 def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
+from trt_kvcache.importer.operators import PASSES
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.protos import constants_of, int_attribute
 
-_PASSING = {
-    "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Expand", "Transpose", "Gather", "Slice", "Split",
-}  # fmt: skip
-"""Of what is in the first input, nothing else comes out: all of it, or planes of positions."""
 _SHIFTING = {"Add": 1, "Sub": -1}
 
 
@@ -50,7 +47,7 @@ def table_rows(model: ModelProto, name: str) -> int | None:
     constants = constants_of(model.graph)
     aliases, found = {name: 0}, []  # and what was added on the way
     for node in model.graph.node:  # in topological order
-        if node.op_type in _PASSING and node.input and node.input[0] in aliases:
+        if node.op_type in PASSES and node.input and node.input[0] in aliases:
             aliases.update(dict.fromkeys(node.output, aliases[node.input[0]]))
         elif node.op_type in _SHIFTING:
             _shift(node, aliases, constants)

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.dtypes import PLAIN
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import copied, is_op, iter_scopes, iter_tensors, replace_field
-from trt_kvcache.importer.steps.contents import numpy_dtype
 from trt_kvcache.importer.steps.element_types import all_types, state_type
 
 ACCURACY = "accuracy_level"
@@ -142,11 +141,7 @@ def as_bytes(plan: CachePlan) -> CachePlan:
     """
 
     def known(dtype: str) -> str:
-        try:
-            numpy_dtype(dtype, twin=True)
-        except UnsupportedModelError:
-            return "int8"
-        return dtype
+        return dtype if dtype in (*PLAIN, "bfloat16") else "int8"
 
     tensors = tuple(replace(t, dtype=known(t.dtype)) for t in plan.tensors)
     caches = tuple(replace(c, dtype=known(c.dtype)) for c in plan.caches)
