@@ -13,6 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy
+import numpy.typing
 import pytest
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
@@ -149,7 +151,8 @@ def test_options_of_the_other_device_are_refused(folder: Path) -> None:
 
 
 def test_settings_are_those_of_the_config() -> None:
-    hints = typing.get_type_hints(GenerationConfig)
+    later = {"Grammar": decoding.Grammar, "np": numpy, "npt": numpy.typing}  # not imported for the help of a command
+    hints = typing.get_type_hints(GenerationConfig, localns=later)
     assert typing.get_type_hints(Settings) == {field.name: hints[field.name] for field in fields(GenerationConfig)}
     assert set(SYNONYMS.values()) <= {*hints}
     assert not set(SYNONYMS) & {*hints}
@@ -222,7 +225,11 @@ def annotated(node: ast.stmt) -> set[str]:
     found = []
     for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
         if isinstance(part, ast.AnnAssign):
-            found.append(part.annotation)
+            kind = part.annotation
+            if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+                assert isinstance(kind.slice, ast.Tuple)
+                kind = kind.slice.elts[0]  # what comes after it is for commands and the reference
+            found.append(kind)
         elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) and not part.name.startswith("_"):
             arguments = [*part.args.args, *part.args.kwonlyargs]
             found += [a.annotation for a in arguments if a.annotation] + ([part.returns] if part.returns else [])

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
-if not TYPE_CHECKING:
-    LogitsProcessor = Callable
-else:
-    LogitsProcessor = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+LogitsProcessor = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"], "npt.NDArray[np.float32]"]
 """A rule of the caller's: the tokens so far ``[T]``, prompt included, and scores ``[V]`` give new scores ``[V]``."""
 
 
