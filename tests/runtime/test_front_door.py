@@ -153,7 +153,9 @@ def test_options_of_the_other_device_are_refused(folder: Path) -> None:
 def test_settings_are_those_of_the_config() -> None:
     later = {"Grammar": decoding.Grammar, "np": numpy, "npt": numpy.typing}  # not imported for the help of a command
     hints = typing.get_type_hints(GenerationConfig, localns=later)
-    assert typing.get_type_hints(Settings) == {field.name: hints[field.name] for field in fields(GenerationConfig)}
+    assert typing.get_type_hints(Settings, localns=later) == {
+        field.name: hints[field.name] for field in fields(GenerationConfig)
+    }
     assert set(SYNONYMS.values()) <= {*hints}
     assert not set(SYNONYMS) & {*hints}
 
