@@ -96,7 +96,7 @@ FOREIGN = {
 
 
 _SHORT = ("m", "md", "np", "ngl", "fa", "sys", "hf", "cnv", "tp")
-"""Of these, those that have one dash there."""
+"""Names of these with one dash there."""
 
 
 class Command(TyperCommand):

@@ -26,7 +26,7 @@ class Flags:
     """Values of some flags of a command, each a field."""
 
     switches: ClassVar[tuple[str, ...]] = ()
-    """Of these, those whose value is ``on`` or ``off``."""
+    """Those whose value is ``on`` or ``off``."""
 
     if TYPE_CHECKING:  # fields that a decorator adds
 

@@ -328,7 +328,7 @@ PANELS = (
     ("decode, ms per step", "tokens in the cache", _decode),
     ("decode, tokens/s", "sequences per step", _batches),
 )
-"""Of a measurement: title, axis, and what is drawn."""
+"""For each measurement: title, axis, and what is drawn."""
 
 
 def _bar(row: Sequence[str]) -> Html:

@@ -1,4 +1,4 @@
-"""What a plan says, once: parts with a title, a table and notes, which `print_parts` and pages show."""
+"""The facts of a plan, said once: parts with a title, a table and notes, which `print_parts` and pages show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Facts = Mapping[str, str]
-"""What is said of one cache, tensor or the like: texts by name; ``why`` is a reason."""
+"""Texts about one cache, tensor or the like: texts by name; ``why`` is a reason."""
 
 
 class Part(NamedTuple):

@@ -21,7 +21,7 @@ _OF_MODEL = (
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PARTS = ("text_config", "decoder")
-"""Of the ``config.json`` of a model with several parts: the decoder's settings."""
+"""Where the ``config.json`` of a model with several parts has the decoder's settings."""
 
 
 def settings_beside(model: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ NORMS = ("LayerNormalization", "RMSNormalization")
 """Numbers along the last axes are divided by their own size."""
 
 QUANTIZES = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
-"""What is computed becomes integers of 8 bits."""
+"""The operands become integers of 8 bits."""
 
 INTEGER_PRODUCTS = (
     "ConvInteger", "DynamicQuantizeLSTM", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm",

@@ -65,9 +65,9 @@ class LogitPositions(str, Enum):
     """The option ``--logits``: of which positions of a step are they computed?"""
 
     LAST = "last"
-    """Of as many of the last ones as the caller asks for (adds an input, see `LogitsSpan`): prefill needs one."""
+    """As many of the last ones as the caller asks for (adds an input, see `LogitsSpan`): prefill needs one."""
     ALL = "all"
-    """Of those that the model as exported gives."""
+    """Those that the model as exported gives."""
 
 
 class CacheDtype(str, Enum):

@@ -24,7 +24,7 @@ from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.schedule import Episode, consecutive, plan_schedule
 
 MOST_POSITIONS = 4
-"""Of a row in a step whose logits are kept."""
+"""Most positions of a row in a step whose logits are kept."""
 
 DRAWN = "drawn"
 """Name of the episode before which caches hold random numbers."""
@@ -197,7 +197,7 @@ class _Walk:
 
 
 def keeps(episode: Episode, most: Most, *, last_only: bool) -> tuple[int, ...]:
-    """Of how many of the last positions of each step the logits are kept; 0: it only makes history."""
+    """The number of last positions of each step whose logits are kept; 0: it only makes history."""
     bound = 1 if last_only else min(most.logits or MOST_POSITIONS, MOST_POSITIONS)
     history = len(episode.steps) - _COMPARED
     return tuple(min(step.length, bound) if number >= history else 0 for number, step in enumerate(episode.steps))

@@ -45,7 +45,7 @@ class Carried:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """Of an array with its contents."""
+        """The dtype of an array with its contents."""
         return array_dtype(self.dtype)
 
     def places(self, start: int, stop: int) -> tuple[int, int]:
@@ -55,14 +55,14 @@ class Carried:
         return start, max(start, min(stop, self.capacity))
 
     def row_shape(self, tokens: int) -> tuple[int, ...]:
-        """Of the first `tokens` tokens of one batch row."""
+        """The shape of the first `tokens` tokens of one batch row."""
         sizes = [int(d) for d in self.shape[1:]]
         if self.axis is not None:
             sizes[self.axis - 1] = min(tokens, self.capacity)
         return tuple(sizes)
 
     def range_shape(self, start: int, stop: int) -> tuple[int, ...]:
-        """Of `places` of one batch row."""
+        """The shape of `places` of one batch row."""
         sizes = [int(d) for d in self.shape[1:]]
         first, last = self.places(start, stop)
         along = 0 if self.axis is None else self.axis - 1
@@ -70,7 +70,7 @@ class Carried:
         return tuple(sizes)
 
     def range_bytes(self, start: int, stop: int) -> int:
-        """Of an array of `range_shape`."""
+        """The bytes of an array of `range_shape`."""
         return prod(self.range_shape(start, stop)) * self.array_dtype.itemsize
 
     def index(self, start: int, stop: int) -> tuple[slice, ...]:

@@ -123,7 +123,7 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """Of every buffer: most sequences in a step."""
+        """Rows of every buffer: most sequences in a step."""
         return self._runner.max_batch
 
     @property
@@ -142,7 +142,7 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers of caches and state."""
+        """Bytes of all buffers of caches and state."""
         return self._runner.plan.cache_bytes(self._runner.max_batch)
 
     @property

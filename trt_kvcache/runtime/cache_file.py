@@ -299,7 +299,7 @@ def _digest(data: Array) -> bytes:
 
 
 def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters: Mapping[int, str]) -> str:
-    """Of a file, from those of its tensors."""
+    """The digest of a file, from those of its tensors."""
     lengths = [(int(name), slot.length, slot.written) for name, slot in sorted(slots.items())]
     said = [lengths, sorted(adapters.items())] if adapters else [lengths]
     return blake3(msgspec.json.encode([sorted(tensors.items()), *said])).hexdigest()

@@ -83,7 +83,7 @@ def _whole_masks(batch: StepBatch, rows: int, keep: int, taking_part: slice) -> 
 
 
 def asked_logits(logits: Array, batch: StepBatch, whole: StepBatch) -> Array:
-    """Of the logits of a whole step, those that `batch` asks for, ``[R, keep, V]``."""
+    """The logits of a whole step that `batch` asks for, ``[R, keep, V]``."""
     if whole is batch:
         return logits
     first = batch.first_row - whole.first_row

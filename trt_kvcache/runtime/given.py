@@ -44,7 +44,7 @@ class Embeds:
 
 
 NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
-"""Of every sequence whose tokens are all given as ids."""
+"""The embeddings of every sequence whose tokens are all given as ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +70,14 @@ class Positions:
         return bool(self.given.shape[1])
 
     def of(self, start: int, stop: int) -> Indices:
-        """Of the tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
+        """The positions of the tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
         held = self.given.shape[1]
         known = self.given[:, start:stop]
         follow = np.arange(max(start, held), max(stop, held)) - held + self.next
         return np.concatenate([known, np.broadcast_to(follow, (len(self.given), len(follow)))], axis=1)
 
     def after(self, length: int) -> int:
-        """Of the token after the first `length`, at least as many as were given positions."""
+        """The position of the token after the first `length`, at least as many as were given positions."""
         return self.next + length - int(self.given.shape[1])
 
     def followed(self, length: int, given: Indices) -> Positions:
@@ -86,16 +86,16 @@ class Positions:
         return Positions(np.concatenate([held, given], axis=1))
 
     def cut(self, length: int) -> Positions:
-        """Of the first `length` tokens alone."""
+        """The positions of the first `length` tokens alone."""
         return self if length >= self.given.shape[1] else Positions(self.given[:, :length])
 
 
 IN_ORDER = Positions(np.empty((1, 0), np.int64))
-"""Of every sequence that was given none: 0, 1, 2, ..."""
+"""The positions of every sequence that was given none: 0, 1, 2, ..."""
 
 
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
-    """Of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row was given any.
+    """The positions of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row was given any.
 
     Where all stand after what was given, as in decoding, one plane for all.
     """

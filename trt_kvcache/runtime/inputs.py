@@ -109,7 +109,7 @@ class StepInputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the inputs that `arrays` fills."""
+        """Names of the inputs that `arrays` fills."""
         return tuple(t.name for t in self._inputs)
 
     def batch(self, asked: int | None) -> int | None:

@@ -66,7 +66,7 @@ class StepLogits:
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
-        """Of the output in this step."""
+        """The shape of the output in this step."""
         sizes, tensor = batch.sizes, self._tensor
         dims = zip(tensor.shape[:-1], tensor.axes[:-1], strict=True)
         return (*(d if isinstance(d, int) else sizes[a] for d, a in dims), self.vocab)

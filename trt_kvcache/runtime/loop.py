@@ -119,7 +119,7 @@ class DecodeLoop:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Of the sequences that run."""
+        """Slots of the sequences that run."""
         return tuple(self._runs)
 
     def add(

@@ -139,7 +139,7 @@ class PrefixCache:
 
 
 def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
-    """Of the first blocks of a text: each a digest of the adapter and of all tokens up to its end."""
+    """The names of the first blocks of a text: each a digest of the adapter and of all tokens up to its end."""
     names, name = [], adapter
     for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
         name = blake3(name + block.tobytes()).digest()

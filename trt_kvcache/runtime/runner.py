@@ -115,7 +115,7 @@ class Runner(Protocol):
 
     @property
     def plan(self) -> CachePlan:
-        """Of the rewritten model that is run."""
+        """The plan of the rewritten model that is run."""
         ...
 
     @property

@@ -266,7 +266,7 @@ class DecodeSession:
 
     @property
     def plan(self) -> CachePlan:
-        """Of the model."""
+        """The plan of the model."""
         return self._runner.plan
 
     @property

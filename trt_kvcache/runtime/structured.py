@@ -26,7 +26,7 @@ JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator":
 """JSON as Python's ``json.dumps`` writes it, on one line. Free spaces would let a text go on for ever."""
 
 _LEXER_STATES = 50_000
-"""Of llguidance, at most; one takes about 2 kB."""
+"""Most states of llguidance's lexer; one takes about 2 kB."""
 
 
 class Grammars:

@@ -115,7 +115,7 @@ def find_adapter(given: str | None, name: str, adapters: Collection[str]) -> str
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
@@ -149,7 +149,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(_Request):
-    """Of ``/v1/completions``."""
+    """A request to ``/v1/completions``."""
 
     prompt: Any  # a text, token ids, or a list of these
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -157,7 +157,7 @@ class CompletionRequest(_Request):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a chat."""
+    """A message of a chat."""
 
     role: str
     content: str | list[Any] | None = None
@@ -176,7 +176,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a tool call."""
+    """The function of a tool call."""
 
     name: str
     arguments: str
@@ -184,7 +184,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a message."""
+    """A tool call of a message."""
 
     id: str
     function: CalledFunction
@@ -193,7 +193,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatRequest(_Request):
-    """Of ``/v1/chat/completions``."""
+    """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
@@ -410,7 +410,7 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 _PARTS = {"text": "text", "refusal": "refusal"}
-"""Of contents, by type: the field with the text."""
+"""By type of contents: the field with the text."""
 
 
 def _text(message: Message, at: int) -> str:

@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """Of all that the answer depends on, but for the model."""
+        """The digest of all that the answer depends on, but for the model."""
         return blake3(msgspec.msgpack.encode(self)).digest(16)
 
 

@@ -25,7 +25,7 @@ __all__ = ["CallReader", "Tool", "ToolForm", "ToolUse", "find_form", "use_tools"
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a tool. Its parameters are followed, whatever `strict` says."""
+    """The function of a tool. Its parameters are followed, whatever `strict` says."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -34,7 +34,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a chat."""
+    """A tool of a chat."""
 
     type: Literal["function"]
     function: Function

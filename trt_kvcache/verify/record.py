@@ -56,7 +56,7 @@ def written_rows(cache: CacheTensor, past: Array, present: Array) -> Written | N
 
 
 def chosen_rows(rows: Array, chosen: npt.NDArray[np.bool_]) -> Array:
-    """Of ``[B, S_max, ...]`` the rows where ``[B, S_max]`` is true, as ``[chosen rows, everything else]``."""
+    """The rows of ``[B, S_max, ...]`` where ``[B, S_max]`` is true, as ``[chosen rows, everything else]``."""
     return rows[chosen].reshape(int(chosen.sum()), math.prod(rows.shape[2:]))
 
 

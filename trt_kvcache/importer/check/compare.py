@@ -20,7 +20,7 @@ from trt_kvcache.importer.steps.schedule import Step
 Array = npt.NDArray[Any]
 
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
-"""Of numbers computed in float32: constants such as scales are as exact as the model's own type."""
+"""Tolerances of numbers computed in float32: constants such as scales are as exact as the model's own type."""
 _EXPORTED_TOLERANCE = 2e-2  # of float16, whose roundings differ in their order
 _ROUNDED_TOLERANCE = 5e-2  # a number close to the middle of two steps goes to either
 FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten times as coarsely

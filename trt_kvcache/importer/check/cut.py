@@ -144,5 +144,5 @@ def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
 
 
 def _is_open(kind: Kind | None) -> bool:
-    """Of a float type or none that is known, and without a shape."""
+    """True for a float type, or an unknown one, without a shape."""
     return kind is None or (kind.shape is None and kind.elem_type in (0, *FLOATS))

@@ -98,7 +98,7 @@ def _sequences(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
 
 
 def _tokens(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
-    """Of a model whose steps may have several tokens, but for states, which each token changes for the next."""
+    """The verdict on tokens of one step, but for states, which each token changes for the next."""
     steps = read_limits(cut.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     rows = min((c.capacity for c in cut.plan.caches), default=0)

@@ -182,7 +182,7 @@ def _over_rows(cut: Cut) -> set[str]:
 def _ends(
     cut: Cut, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
-    """Of the outputs that differ, those that a region each can compare: they have one type and one shape in B and S.
+    """The outputs that differ and that a region each can compare: they have one type and one shape in B and S.
 
     Logits of the last positions must be equal where the cut is taken back.
 

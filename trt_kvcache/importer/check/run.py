@@ -192,7 +192,7 @@ class _Run:
             return False
 
     def _name(self, *, first: bool) -> str:
-        """Of the verdict: the first run of a region compares more."""
+        """The name of the verdict: the first run of a region compares more."""
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:

@@ -25,7 +25,7 @@ UNKNOWN = 1
 """The size of an axis that nothing explains: one that broadcasts."""
 
 Shapes = Mapping[str, tuple[tuple[int | str, ...], tuple[str, ...]]]
-"""Of graph inputs: dimensions, and which size of a decode loop each axis is."""
+"""By graph input: dimensions, and which size of a decode loop each axis is."""
 
 _FEW = 1 << 10  # numbers in a constant that shapes are computed with
 _ROUNDS = 6  # of inference, each with the numbers that the one before made known

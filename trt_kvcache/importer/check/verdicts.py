@@ -154,7 +154,7 @@ def is_private(folder: Path) -> bool:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Of this user, and of no use to others."""
+    """True if the file is this user's, and of no use to others."""
     return sys.platform == "win32" or (found.st_uid == os.geteuid() and not found.st_mode & 0o077)
 
 

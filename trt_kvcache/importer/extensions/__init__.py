@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 Test = Callable[[Any], bool]
-"""Of a model; of a plan where caches are taken apart. It loads nothing, and is cheap."""
+"""A test of a model, or of a plan where caches are taken apart. It loads nothing, and is cheap."""
 Finish = Callable[[CachePlan], CachePlan]
 """Adds to a plan what the edited model does not say."""
 

@@ -60,7 +60,7 @@ _FUSED: dict[str, tuple[int, ...]] = {
     "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
     "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
 }  # fmt: skip
-"""Of ONNX Runtime's own operators, the operands of one type: its optimizers make caches of float32 for float16."""
+"""Operands of one type of ONNX Runtime's own operators: its optimizers make caches of float32 for float16."""
 _ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 
 _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")

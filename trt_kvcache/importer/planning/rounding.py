@@ -55,7 +55,7 @@ class Rounding:
 
     @property
     def type_name(self) -> str:
-        """Of the numbers that are rounded to."""
+        """The type of the numbers that are rounded to."""
         return str(onnx.TensorProto.DataType.Name(self.elem_type)).lower()
 
     def emit(self, emitter: Emitter, tensor: gs.Tensor, dtype: int, hint: str) -> gs.Variable:

@@ -47,7 +47,7 @@ class Constants:
 
 
 NO_CONSTANTS = Constants()
-"""Of every sequence of a model that takes none."""
+"""The constants of every sequence of a model that takes none."""
 
 
 class ConstantInputs:
@@ -121,7 +121,7 @@ class ConstantInputs:
         return f" (all of them together: {', '.join(s.name for s in self._stacks)})" if self._stacks else ""
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
-        """Of the inputs of a step of `rows` rows like this one."""
+        """The shapes of the inputs of a step of `rows` rows like this one."""
         return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
 
     def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:

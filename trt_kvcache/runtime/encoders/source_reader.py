@@ -35,7 +35,7 @@ class SourceInput:
 
     @property
     def sizes(self) -> str:
-        """Of one sequence, for people."""
+        """The sizes of one sequence, for people."""
         return f"[{', '.join(str(d) for d in (1, *self.shape[1:]))}]"
 
 

@@ -25,7 +25,7 @@ call may have fewer tokens than the one before.
 
 
 Masks = Callable[[int], Mask]
-"""Of a step: given the numbers of a mask, `W`, it gives int32 ``[R, keep, W]``."""
+"""The masks of a step: given the numbers of a mask, `W`, it gives int32 ``[R, keep, W]``."""
 
 
 class Grammar(Protocol):

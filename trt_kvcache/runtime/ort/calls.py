@@ -121,11 +121,11 @@ def open_on_cpu(
 
 
 def type_name(value: Any) -> str:
-    """Of an input or output of a session, as ONNX Runtime says it: ``"float16"``."""
+    """The type of an input or output of a session, as ONNX Runtime says it: ``"float16"``."""
     name: str = value.type.removeprefix("tensor(").removesuffix(")")
     return name
 
 
 def input_dtype(value: Any) -> np.dtype[Any]:
-    """Of an input or output of a session."""
+    """The dtype of an input or output of a session."""
     return helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(type_name(value).upper()))

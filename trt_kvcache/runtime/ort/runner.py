@@ -171,7 +171,7 @@ class OnnxRuntimeRunner:
 
     @property
     def plan(self) -> CachePlan:
-        """Of the rewritten model."""
+        """The plan of the rewritten model."""
         return self._plan
 
     @property
@@ -411,7 +411,7 @@ def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
 
 
 def _bytes(buffer: Carried) -> int:
-    """Of one row, as NumPy holds it: elements of 4 bits take a byte each."""
+    """Bytes of one row, as NumPy holds it: elements of 4 bits take a byte each."""
     return int(np.prod(buffer.row_shape(buffer.capacity))) * buffer.array_dtype.itemsize
 
 

@@ -28,7 +28,7 @@ _OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsuppor
 cudaErrorUnsupportedPtxVersion, for a GPU that a library has no code of its own for: the driver compiles PTX for it."""
 
 _OTHER_GPUS = "does not support this compute capability"
-"""Of TensorRT for RTX 1.7.1, about a GPU for which no other build would help either."""
+"""Words of TensorRT for RTX 1.7.1 about a GPU for which no other build would help either."""
 
 
 def load_tensorrt(backend: str) -> Any:

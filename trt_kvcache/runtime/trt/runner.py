@@ -159,7 +159,7 @@ class TensorRTRunner:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the engine."""
+        """The manifest of the engine."""
         return self._manifest
 
     @property
@@ -169,7 +169,7 @@ class TensorRTRunner:
 
     @property
     def plan(self) -> CachePlan:
-        """Of the engine."""
+        """The plan of the engine."""
         return self._manifest.plan
 
     @property

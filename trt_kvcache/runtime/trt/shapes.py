@@ -56,7 +56,7 @@ class StepShapes:
         return found
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
-        """Of every tensor but the caches, over all steps that can come; outputs as TensorRT infers them.
+        """The largest shapes of all tensors but caches, over all steps that can come; outputs as TensorRT infers them.
 
         Args:
             contexts: one for each profile.
@@ -100,7 +100,7 @@ class StepShapes:
         return largest
 
     def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
-        """Of every input in a step."""
+        """The shapes of every input in a step."""
         caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._buffers.items()}
         return self._inputs.shapes(batch) | caches | self._adapters
 

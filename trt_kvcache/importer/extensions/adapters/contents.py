@@ -206,7 +206,7 @@ def _numbers(data: Array, data_type: int) -> Array:
 
 
 def _direction(row: Array, scales: Array) -> Array:
-    """Of a row ``[inputs]`` with a scale for each block, without the mean of each block: of length 1."""
+    """A row ``[inputs]`` with a scale for each block, less the mean of each block, of length 1."""
     blocks = row.reshape(len(scales), -1)
     flat = ((blocks - blocks.mean(1, keepdims=True)) * scales[:, None]).reshape(-1)
     made: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)

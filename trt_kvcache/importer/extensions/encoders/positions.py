@@ -20,7 +20,7 @@ from trt_kvcache.importer.protos import int_attribute, is_op, shape_of
 __all__ = ["check_positions", "most_ids", "positions_made"]
 
 _IDS = (0, 1, 2, 3)
-"""Of a whole source: exporters pad with one of the first, which has a place of its own."""
+"""Ids of a whole source: exporters pad with one of the first, which has a place of its own."""
 
 _PAIRS, _LARGEST = 1 << 20, 1 << 24
 """Elements of what looks something up: more are pairs of positions, whatever the tokens; of 4,096 with each other."""

@@ -142,7 +142,7 @@ class _Editor:
         return node if node is not None and is_op(node, op) else None
 
     def _spelled(self, node: NodeProto) -> bool:
-        """Of ``Cast(MatMulInteger(q, W, z, w)) * (s * scale)``."""
+        """Mend ``Cast(MatMulInteger(q, W, z, w)) * (s * scale)``."""
         for operand, factor in (node.input, [*node.input][::-1]):
             cast, scales = self._maker(operand, "Cast"), self._maker(factor, "Mul")
             product = self._maker(cast.input[0], "MatMulInteger") if cast is not None else None
@@ -155,7 +155,7 @@ class _Editor:
         return False
 
     def _product(self, node: NodeProto, operands: Sequence[str], bias: str) -> bool:
-        """Of numbers that are rounded with a weight, or with others that are rounded."""
+        """Mend a product of numbers that are rounded with a weight, or with others that are rounded."""
         a, b, scale_a, scale_b, zero_a, zero_b = operands
         x, y = self._rounded(a, scale_a, zero_a), self._rounded(b, scale_b, zero_b)
         if x is None:
@@ -182,7 +182,7 @@ class _Editor:
         return _Weight((name, scale, zero), tuple(scales.dims), scales.data_type, zeros, _MIDDLES[tensor.data_type])
 
     def _rows(self, node: NodeProto) -> bool:
-        """Of rows that are gathered from a table, moved perhaps, and then dequantized."""
+        """Mend rows that are gathered from a table, moved perhaps, and then dequantized."""
         moves: list[NodeProto] = []
         gather = self._makers.get(node.input[0])
         while gather is not None and gather.op_type in VIEWS and is_op(gather, gather.op_type):
@@ -206,7 +206,7 @@ class _Editor:
         return True
 
     def _small(self, node: NodeProto) -> bool:
-        """Of few numbers, as quantize_static has those of norms: the floats themselves.
+        """Make few numbers, as quantize_static has those of norms, the floats themselves.
 
         With a zero point, or no weight of a product: TensorRT takes no quantized scalar (1.7.1).
         """
@@ -224,7 +224,7 @@ class _Editor:
         return True
 
     def _taken(self, node: NodeProto) -> bool:
-        """Of rows that are taken out of a table after DequantizeLinear, with a zero point."""
+        """Mend rows that are taken out of a table after DequantizeLinear, with a zero point."""
         table = self._maker(node.input[0], "DequantizeLinear")
         tensor = self._weights.get(table.input[0]) if table is not None else None
         if table is None or tensor is None:

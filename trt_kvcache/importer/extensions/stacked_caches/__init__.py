@@ -58,7 +58,7 @@ _ADVICE = (
     "one output for each cache"
 )
 Split = dict[str, tuple[int, list[str]]]
-"""Of tensors that were taken apart, by name: the axis, and the names of the places along it."""
+"""By name of a tensor that was taken apart: the axis, and the names of the places along it."""
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
@@ -153,7 +153,7 @@ class _Reads:
 
     @property
     def rank(self) -> int:
-        """Of the input."""
+        """The rank of the input."""
         return len(self.whole.shape)
 
     @property
