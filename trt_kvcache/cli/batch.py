@@ -84,7 +84,6 @@ def batch(
         tell(ProgressEvent("rows", None, answered, total))
 
     done = run_batch(file, output, fields, compute_with_ray if with_ray else compute, report)
-    tell(ProgressEvent("rows", None, done.rows, done.rows, finished=True))  # or its bar takes the last line with it
     from trt_kvcache.cli.output import console
 
     kept = f", {done.kept} of them from an earlier run" if done.kept else ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
@@ -26,6 +28,10 @@ _PIPED_WIDTH = 1000
 """Columns of output that is no terminal: wide enough that no name is folded."""
 
 
+uncovered: list[Callable[[], AbstractContextManager[None]]] = [nullcontext]
+"""The last one removes bars from the terminal, which would share their line with a text."""
+
+
 def console(stream: IO[str] | None = None) -> Console:
     """Return a Rich console for `stream` (default: stdout) that prints text as it is: no markup, no guessed colors.
 
@@ -33,11 +39,14 @@ def console(stream: IO[str] | None = None) -> Console:
     """
     from rich.console import Console
 
+    stream = stream or sys.stdout
+    covered = stream is sys.stdout and stream.isatty()
+
     class Escaping(Console):
         def print(self, *objects: Any, **how: Any) -> None:
-            super().print(*(visible(o, "\n") if isinstance(o, str) else o for o in objects), **how)
+            with uncovered[-1]() if covered else nullcontext():
+                super().print(*(visible(o, "\n") if isinstance(o, str) else o for o in objects), **how)
 
-    stream = stream or sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
     return Escaping(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from trt_kvcache.cli.output import console, visible
+from trt_kvcache.cli.output import console, uncovered, visible
 from trt_kvcache.progress import ProgressEvent, listening
 
 __all__ = ["ProgressBars", "show_progress"]
@@ -24,10 +24,12 @@ def show_progress() -> Iterator[None]:
         yield
         return
     bars = ProgressBars(out)
+    uncovered.append(bars.removed)
     try:
         with listening(bars.show):
             yield
     finally:
+        uncovered.pop()
         bars.close()
 
 
@@ -53,6 +55,18 @@ class ProgressBars:
                 self.progress.remove_task(self._tasks.pop(event.phase)[0])
                 if not self._tasks:
                     self._stop()
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Draw no bars within the block."""
+        with self._lock:
+            if self.progress is not None:
+                self.progress.stop()
+            try:
+                yield
+            finally:
+                if self.progress is not None:
+                    self.progress.start()
 
     def close(self) -> None:
         """Remove all bars."""
