@@ -50,7 +50,7 @@ def _whole(graph: onnx.GraphProto, stack: Stack, whole: str, opset: int) -> list
     names = [part.name for part in stack.parts]
     if stack.beside is not None:
         nodes = [helper.make_node("Concat", names, [stacked], stacked, axis=stack.beside)]
-    elif len(names) == 1:
+    elif all(at is None for at in stack.parts[0].place):  # turned alone, not stacked
         nodes = [helper.make_node("Identity", names, [stacked], stacked)]
     else:
         nodes = _joined(stack, stacked, opset)
