@@ -1,4 +1,4 @@
-"""The net: plans, refusals and verdicts of many models, recorded in `net.json` and compared with what they are now.
+"""The net: plans, refusals and verdicts of many models, recorded in `net.txt` and compared with what they are now.
 
 `corpus` makes the models::
 
@@ -9,16 +9,15 @@
     python tests/net.py -j 2 --only 'mutant/*' --show
 
 A change on purpose is recorded with ``--write PATTERN`` in the commit that makes it, so that its diff shows the change.
-Each model has a list of lines: one for each fact of its plan, or one that says the error. Verdicts have lists of their
-own. A model that cannot be made any longer is "gone".
+Each model has a line: its key, what the plan decides or how the error begins, and the verdict, with tabs between them.
+A model that cannot be made any longer is "gone". Models that are taken now and were refused, or the other way round,
+come first.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import fnmatch
-import json
 import os
 import re
 import signal
@@ -28,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,94 +38,66 @@ os.environ["TRT_KVCACHE_VERDICTS"] = "off"  # each run finds its own
 
 from corpus import FAMILIES, Entry, entries  # noqa: E402
 
-from trt_kvcache.errors import TrtKvCacheError  # noqa: E402
 from trt_kvcache.importer import import_model  # noqa: E402
 from trt_kvcache.importer.plan import CachePlan, PlanOptions  # noqa: E402
 from trt_kvcache.verify import VerifyOptions, verify_import  # noqa: E402
 
-RECORD = TESTS / "net.json"
-SECONDS = 60  # for one model
+RECORD = TESTS / "net.txt"
+SECONDS, WIDTH = 60, 100  # for one model; characters of an error
 VERIFY = VerifyOptions(batch=2, chunks=(4, 2), tokens=2)
 
 
-def facts(plan: CachePlan) -> list[str]:
-    """Facts of a plan, one a line; equal facts of several layers are one line with their number."""
-    masks = {m.name: _fields(replace(m, name="", mask=m.mask and "own"), "name") for m in plan.masks}
-    lines = [_cache(c) for c in plan.caches]
-    for a in plan.attention:
-        heads = f"heads {a.query_heads}/{a.kv_heads}, sizes {a.head_size}/{a.value_head_size}"
-        caches = f"{len(a.caches)} caches, keys {a.keys}, mask {masks.get(a.mask or '', 'none')}"
-        lines.append(f"attention {a.kind.value} {a.dtype} {heads}, {caches}")
-    lines += [f"state {s.past} -> {s.present} {s.dtype} {_shape(s.shape)}" for s in plan.states]
-    lines = _counted(lines)
-    lines.append(f"{len(plan.masks)} masks, opset {plan.opset}, {len(plan.inlined)} inlined")
-    carried = {n for c in plan.caches for n in (c.past, c.present)}
-    for t in plan.tensors:
-        if t.name not in carried:
-            lines.append(f"{t.io} {t.name} {t.role.value} {t.dtype} {_shape(t.shape)} {_shape(t.axes)}")
-    lines += [f"span {s.name} {s.symbol} {s.capacity}" for s in plan.spans]
-    if plan.logits_span is not None:
-        found = plan.logits_span
-        lines.append(
-            f"logits span {found.name}, output {found.output}, axis {found.axis}, {len(found.readers)} readers"
-        )
-    changes = [f"change {c.io}: {c.old or 'nothing'} -> {c.new or 'nothing'}" for c in plan.changes]
-    originals = [f"original {o.io} {o.name} {o.role.value} {_shape(o.axes)}{_odd(o)}" for o in plan.original]
-    lines += _counted([*changes, *originals])
-    lines += [f"stack {s.io} {s.name} {_shape(s.shape)} {[(p.name, p.place) for p in s.parts]}" for s in plan.stacks]
-    lines += [f"warning {w}" for w in plan.warnings] + [f"note {n}" for n in plan.notes]
-    return lines
+_SIDES = ("input", "output")
 
 
-def _cache(c: Any) -> str:
-    names = f"cache {c.past} -> {c.present} {c.idiom} {c.dtype} {_shape(c.logical_shape)} axis {c.sequence_axis}"
-    held = f"{c.layout.value} {_shape(c.physical_shape)}, {c.mode.value} {c.form.value} of {c.update_length}"
-    rules = f"{c.contract}, capacity {c.capacity}, {len(c.readers)} readers, carried {c.carried}"
-    return f"{names}, {held}, {c.route.value}, {rules}"
+def facts(plan: CachePlan) -> str:
+    """What a plan decides, in one line: its caches, attentions, states, and the inputs beside tokens and caches."""
+    masks = {m.name: " ".join([*_flags(m), *(["own"] if m.mask else [])]) for m in plan.masks}
+    caches = [
+        f"{c.mode.value} {c.form.value} {c.route.value} {c.dtype} {_shape(c.logical_shape)} {c.layout.value}"
+        for c in plan.caches
+    ]
+    attention = [
+        f"{a.kind.value} {a.dtype} {a.query_heads}/{a.kv_heads} of {a.head_size}/{a.value_head_size} "
+        f"{masks.get(a.mask or '', 'no mask')}"
+        for a in plan.attention
+    ]
+    states = [f"state {s.dtype} {_shape(s.shape)}" for s in plan.states]
+    carried = {name for c in plan.caches for name in (c.past, c.present)}
+    roles = {io: sorted({t.role.value for t in plan.tensors if t.io == io and t.name not in carried}) for io in _SIDES}
+    others = [f"{io} {' '.join(roles[io])}" for io in _SIDES]
+    span = [] if plan.logits_span is None else [f"logits span {plan.logits_span.axis}"]
+    return "; ".join([*_counted(caches), *_counted(attention), *_counted(states), *others, *span])
 
 
-def _odd(o: Any) -> str:
-    """Fields that few originals set."""
-    odd = {"kept": o.kept, "order": o.order, "rows_only": o.rows_only, "singly": o.singly, "off": not o.on}
-    return "".join(f" {name}={value}" for name, value in odd.items() if value)
+def _flags(mask: Any) -> list[str]:
+    """The fields of a mask that are set."""
+    hidden = ("name", "mask", "guarded")
+    shown = {name: getattr(value, "value", value) for name, value in vars(mask).items() if name not in hidden}
+    return [
+        name if value is True or isinstance(value, str) else f"{name} {value}"
+        for name, value in shown.items()
+        if value not in (None, False, -1, ())
+    ]
 
 
 def _shape(dims: Any) -> str:
-    return f"[{', '.join(map(str, dims))}]"
-
-
-def _fields(data: Any, *hidden: str) -> str:
-    shown = {k: getattr(v, "value", v) for k, v in vars(data).items() if k not in hidden}
-    return ", ".join(f"{k} {v}" for k, v in shown.items() if v not in (None, False, -1, ()))
+    return re.sub(r"unk__\d+", "?", f"[{', '.join(map(str, dims))}]")
 
 
 def _counted(lines: list[str]) -> list[str]:
-    """Equal lines once, with their number; names of symbols that nobody gave are no facts."""
-    found = Counter(_layer(re.sub(r"unk__\d+", "?", line)) for line in lines)
-    return [f"{n} x {line}" if n > 1 else line for line, n in found.items()]
+    return [f"{n} x {line}" for line, n in Counter(lines).items()]
 
 
-def _layer(line: str) -> str:
-    """The line without the number of its layer, which names before and after the arrow share."""
-    old, arrow, new = line.partition(" -> ")
-    number = re.search(r"(?<=[._])\d+(?=[._ ]|$)", old)
-    if number is None or (arrow and new != "nothing" and f"{number[0]}" not in re.findall(r"\d+", new.split()[0])):
-        return line
-    one = rf"(?<=[._]){number[0]}(?=[._ ,\]]|$)"
-    return re.sub(one, "#", old, count=1) + arrow + re.sub(one, "#", new, count=1)
-
-
-def treat(entry: Entry, verify: bool) -> tuple[str, list[str], list[str]]:
-    """Key, facts or error, and verdict of one model."""
+def treat(entry: Entry, verify: bool) -> tuple[str, str, str]:
+    """Key, facts or error, and verdict of one model; the verdict is empty where none was asked for."""
     key, make, options = entry
     signal.signal(signal.SIGALRM, _ring)
     with tempfile.TemporaryDirectory() as folder:
 
-        def said(error: Exception) -> list[str]:
-            words = re.sub(
-                r"\S*/(?=[^/\s]*\.onnx)", "", str(getattr(error, "message", error)).replace(f"{folder}/", "")
-            )
-            return [f"{type(error).__name__}: {line}" for line in words.splitlines()[:3]] or [type(error).__name__]
+        def said(error: Exception) -> str:
+            words = str(getattr(error, "message", error)).replace(f"{folder}/", "").replace("\n", " / ")
+            return f"{type(error).__name__}: {re.sub(r'[^ ]*/(?=[^/ ]*[.]onnx)', '', words)[:WIDTH]}"
 
         try:
             path = make(Path(folder))
@@ -135,58 +105,46 @@ def treat(entry: Entry, verify: bool) -> tuple[str, list[str], list[str]]:
             imported = import_model(path, PlanOptions(**options))
             found = facts(imported.plan)
         except Exception as error:  # noqa: BLE001 - an error that is none of ours is a fact, too
-            return key, said(error), []
+            return key, said(error), ""
         finally:
             signal.alarm(0)
         if not verify:
-            return key, found, []
+            return key, found, ""
         try:
             signal.alarm(2 * SECONDS)
             verify_import(imported, VERIFY).check()
-        except TrtKvCacheError as error:
-            return key, found, [re.sub(r"[\d.e+-]*\d", "#", said(error)[0])[:160]]
         except Exception as error:  # noqa: BLE001
-            return key, found, said(error)[:1]
+            return key, found, re.sub(r"[\d.e+-]*\d", "#", said(error))
         finally:
             signal.alarm(0)
-    return key, found, ["equal"]
+    return key, found, "equal"
+
+
+def is_error(line: str) -> bool:
+    """True if a model was refused."""
+    return re.match(r"\w+(Error|Exception)?: ", line) is not None
 
 
 def _ring(*_: object) -> None:
     raise TimeoutError(f"more than {SECONDS} s")
 
 
-def load() -> dict[str, dict[str, list[str]]]:
-    """Read the record: ``plans`` and ``verdicts`` by key."""
-    if not RECORD.exists():
-        return {"plans": {}, "verdicts": {}}
-    record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
-    for part in record.values():
-        for key, lines in part.items():
-            part[key] = part.get(lines, [lines]) if isinstance(lines, str) else lines
+def load() -> dict[str, tuple[str, str]]:
+    """Read the record: facts and verdict by key."""
+    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
+    record = {}
+    for line in lines:
+        key, found, verdict = line.split("\t")
+        record[key] = (found, verdict)
     return record
 
 
-def dump(record: dict[str, dict[str, list[str]]]) -> None:
-    """Write the record: one line by itself; a model with the facts of an earlier one names that one."""
-    short: dict[str, dict[str, Any]] = {}
-    for name, part in record.items():
-        first: dict[tuple[str, ...], str] = {}
-        short[name] = {}
-        for key in sorted(part):
-            same = first.setdefault(tuple(part[key]), key)
-            short[name][key] = part[key][0] if len(part[key]) == 1 else part[key] if same == key else same
-    RECORD.write_text(json.dumps(short, indent=0, ensure_ascii=False) + "\n")
+def dump(record: dict[str, tuple[str, str]]) -> None:
+    """Write the record."""
+    RECORD.write_text("".join(f"{key}\t{record[key][0]}\t{record[key][1]}\n" for key in sorted(record)))
 
 
-def _difference(key: str, old: list[str] | None, new: list[str] | None) -> str:
-    if old is None or new is None:
-        return f"{key}: {'new' if old is None else 'gone'}\n"
-    lines = list(difflib.unified_diff(old, new, lineterm="", n=0))[2:]
-    return "\n".join([f"{key}:", *(f"  {line}" for line in lines if not line.startswith("@@"))]) + "\n"
-
-
-def run(corpus: list[Entry], jobs: int, verify: bool) -> Iterator[tuple[str, list[str], list[str]]]:
+def run(corpus: list[Entry], jobs: int, verify: bool) -> Iterator[tuple[str, str, str]]:
     """Treat all, in `jobs` processes."""
     global _corpus
     _corpus = corpus
@@ -200,8 +158,12 @@ def run(corpus: list[Entry], jobs: int, verify: bool) -> Iterator[tuple[str, lis
 _corpus: list[Entry] = []
 
 
-def _treat_one(index: int, verify: bool) -> tuple[str, list[str], list[str]]:
+def _treat_one(index: int, verify: bool) -> tuple[str, str, str]:
     return treat(_corpus[index], verify)
+
+
+def _taken(recorded: tuple[str, str] | None) -> bool:
+    return recorded is not None and not is_error(recorded[0])
 
 
 def main() -> int:
@@ -218,31 +180,25 @@ def main() -> int:
     pattern = given.write or given.only
     families = ("stored_exports",) if given.quick else FAMILIES
     record = load()
-    found: dict[str, dict[str, list[str]]] = {"plans": {}, "verdicts": {}}
-    for key, lines, verdict in run(entries(pattern, families), given.j, given.verify):
-        found["plans"][key] = lines
-        if verdict:
-            found["verdicts"][key] = verdict
-        if given.show:
-            sys.stdout.write("\n".join([key, *lines, *verdict]) + "\n\n")
     known = "stored/" if given.quick else ""
-    parts = ("plans", "verdicts") if given.verify else ("plans",)
-    differences = 0
-    for name in parts:
-        old = {k: v for k, v in record[name].items() if fnmatch.fnmatch(k, pattern) and k.startswith(known)}
-        for key in sorted({*old, *found[name]}):
-            if old.get(key) != found[name].get(key):
-                differences += 1
-                sys.stdout.write(_difference(f"{name} {key}", old.get(key), found[name].get(key)))
-        if given.write:
-            kept = {k: v for k, v in record[name].items() if k not in old}
-            record[name] = kept | found[name]
-    count, seconds = len(found["plans"]), time.monotonic() - started
-    sys.stdout.write(f"{count} models, {differences} differ, {seconds:.0f} s\n")
+    asked = {key for key in record if fnmatch.fnmatch(key, pattern) and key.startswith(known)}
+    found: dict[str, tuple[str, str]] = {}
+    for key, line, verdict in run(entries(pattern, families), given.j, given.verify):
+        found[key] = (line, verdict if given.verify else record.get(key, ("", ""))[1])
+        if given.show:
+            sys.stdout.write("\n".join([key, line, *filter(None, [verdict])]) + "\n\n")
+    gone = ("gone", "")
+    differing = [key for key in sorted({*asked, *found}) if record.get(key, ("new", "")) != found.get(key, gone)]
+    for key in sorted(differing, key=lambda key: _taken(record.get(key)) == _taken(found.get(key))):
+        for sign, (line, verdict) in (("-", record.get(key, ("new", ""))), ("+", found.get(key, gone))):
+            sys.stdout.write(f"{sign} {key}: {line} {verdict}\n")
+    seconds = time.monotonic() - started
+    other = sum(_taken(record.get(key)) != _taken(found.get(key)) for key in differing)
+    sys.stdout.write(f"{len(found)} models, {len(differing)} differ ({other} in being taken), {seconds:.0f} s\n")
     if given.write:
-        dump(record)
+        dump({key: value for key, value in record.items() if key not in asked} | found)
         return 0
-    return 1 if differences else 0
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":
