@@ -31,10 +31,10 @@ from trt_kvcache.runtime.adapters import Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.embeddings import embedded_input
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
-from trt_kvcache.runtime.given import Embeds, Positions
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.token_inputs import Embeds, Positions
 from trt_kvcache.runtime.tokens import read_ids
 
 __all__ = ["SavedSlots", "open_slots", "save_slots"]

@@ -21,8 +21,8 @@ from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.importer.planning.index_limits import table_rows
 from trt_kvcache.importer.protos import elem_type_of, shape_of
 from trt_kvcache.runtime.embeddings import check_range, check_width
-from trt_kvcache.runtime.given import Array, Indices
 from trt_kvcache.runtime.ort.calls import bind, open_on_cpu
+from trt_kvcache.runtime.token_inputs import Array, Indices
 
 __all__ = ["ModelEmbeddings"]
 

@@ -16,7 +16,7 @@ from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.plan import CachePlan, TensorRole
 from trt_kvcache.runtime.embedding_files import scaled_by
-from trt_kvcache.runtime.given import Array, Embeds, Indices
+from trt_kvcache.runtime.token_inputs import Array, Embeds, Indices
 
 __all__ = [
     "Embeddings",

@@ -27,10 +27,10 @@ from trt_kvcache.runtime.embeddings import Embeddings, embed_step
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
-from trt_kvcache.runtime.given import stack_positions
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
+from trt_kvcache.runtime.token_inputs import stack_positions
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.draft import DraftModel

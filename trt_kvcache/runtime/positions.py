@@ -9,7 +9,7 @@ import numpy as np
 from trt_kvcache.errors import PromptError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.runtime.axes import axes_with_planes, fixed_length, named_axes
-from trt_kvcache.runtime.given import Indices
+from trt_kvcache.runtime.token_inputs import Indices
 
 __all__ = ["PositionInput"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from trt_kvcache.runtime.adapters import Adapter
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
-from trt_kvcache.runtime.given import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
 from trt_kvcache.runtime.offload import Offloaded
+from trt_kvcache.runtime.token_inputs import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
 
 __all__ = ["Slot"]
 
