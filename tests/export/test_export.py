@@ -21,6 +21,7 @@ from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, Unsu
 from trt_kvcache.export import grade
 from trt_kvcache.export import run as exporting
 from trt_kvcache.export.grade import shortfalls
+from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import EXPORTERS, Export, Exporter, export_checkpoint, installed
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import AttentionKind, Route
@@ -312,3 +313,26 @@ def test_real_exporters(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "4 of 4 caches in place" in result.stdout
     assert "float16 [" in result.stdout
+
+
+def test_optimum_does_not_lose_the_base_of_rotary_embeddings(tmp_path: Path) -> None:
+    """transformers 4, which it wants, passes over what transformers 5 writes."""
+    for name, text in {
+        "transformers.py": "__version__ = '4.57.6'",
+        "optimum/exporters/onnx.py": "def main_export(checkpoint, folder, **how):\n    print('exports', folder)",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    config = tmp_path / "config.json"
+    command = [sys.executable, str(Path(exporting.__file__).with_name("with_optimum.py")), str(tmp_path), "made"]
+
+    def run(**fields: Any) -> tuple[int, str, str]:
+        config.write_text(json.dumps(fields))
+        done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    new = {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}
+    code, out, error = run(**new)
+    assert (code, out) == (1, "")
+    assert "the installed 4.57.6 does not read its rope_parameters" in failure_reason(error)
+    assert run(**new, rope_theta=1e5) == run(rope_theta=1e5) == run() == (0, "exports made\n", "")

@@ -36,11 +36,6 @@ import sys
 from mobius import build
 build(sys.argv[1], dtype=sys.argv[3]).save(sys.argv[2], progress_bar=False)
 """
-_OPTIMUM = """\
-import sys
-from optimum.exporters.onnx import main_export
-main_export(sys.argv[1], sys.argv[2], task="text-generation-with-past", no_post_process=True, do_validation=False)
-"""
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ EXPORTERS = {
     ),
     "optimum": Exporter(
         ("optimum.exporters.onnx",),
-        lambda checkpoint, folder, *_: ["-c", _OPTIMUM, checkpoint, folder],
+        lambda checkpoint, folder, *_: [str(Path(__file__).with_name("with_optimum.py")), checkpoint, folder],
         ("float32",),
         "pip install optimum-onnx",
     ),
