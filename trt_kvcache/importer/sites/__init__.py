@@ -106,6 +106,8 @@ def _described(
             raise
         # If queries see the keys up to their own where it holds positions, then it does.
         return _described(model, weights, options, usual, error.args)
+    if not seen:
+        raise SiteError(f"no attention reads {', '.join(repr(c.past.name) for c in caches) or 'a cache that grows'}")
     writes = {c.past: _write(tensors, c) for site in seen for c in (site.key, site.value)}
     emit, tokens = Emitter(graph), tensors[interface.tokens]
     cores = tuple(_core(emit, tensors, tokens, site, writes) for site in seen)
