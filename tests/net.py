@@ -51,7 +51,7 @@ _SIDES = ("input", "output")
 
 
 def facts(plan: CachePlan) -> str:
-    """What a plan decides, in one line: its caches, attentions, states, and the inputs beside tokens and caches."""
+    """The decisions of a plan, in one line: its caches, attentions, states, and the inputs beside tokens and caches."""
     masks = {m.name: " ".join([*_flags(m), *(["own"] if m.mask else [])]) for m in plan.masks}
     caches = [
         f"{c.mode.value} {c.form.value} {c.route.value} {c.dtype} {_shape(c.logical_shape)} {c.layout.value}"

@@ -126,7 +126,7 @@ def rewritten(made: ImportedModel, batch: int) -> list[Array]:
 
 
 def judge(spelling: Spelling) -> Outcome:
-    """What becomes of a model."""
+    """The fate of a model."""
     model = make(spelling)
     batch = 1 if model.graph.input and _fixed_batch(model) else 2
     try:

@@ -79,7 +79,7 @@ class Spelling:
 
     @property
     def unusual(self) -> dict[str, str]:
-        """What is not spelled as usual."""
+        """The parts that are not spelled as usual."""
         return {part: how for part, how in self.spelled.items() if how != SPELLINGS[part][0]}
 
 

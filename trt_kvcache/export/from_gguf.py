@@ -109,7 +109,7 @@ def _unknown_tensors(reader: Any, model: Any) -> str:
     loader = import_module("transformers.modeling_gguf_pytorch_utils")
     try:
         known = loader.get_gguf_hf_weights_map(model, loader.TensorProcessor(config=model.config))
-    except (AttributeError, NotImplementedError, TypeError):  # transformers' own business
+    except (AttributeError, NotImplementedError, TypeError):  # no map for this architecture: nothing is named
         return ""
     unknown = [tensor.name for tensor in reader.tensors if tensor.name not in known]
     return f"; without a place there: {', '.join(unknown[:3])}{' ...' if len(unknown) > 3 else ''}" if unknown else ""
