@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trt_kvcache.child import _ROOT, Child, ChildError
+from trt_kvcache.child import _ERROR, _ROOT, Child, ChildError, _Frame
 from trt_kvcache.errors import OptionError
 
 SECONDS = 0.1
@@ -133,3 +134,12 @@ os._exit(0)
         assert time.monotonic() < end
         time.sleep(0.01)
     assert file.exists() is not kept
+
+
+@pytest.mark.parametrize("kind", ["RuntimeError", "annotations", "__doc__", "none"])
+def test_a_child_raises_errors_of_ours_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may have taken over the process that read it."""
+    child = child_that_worked(idle, monkeypatch)
+    child._frames.put(_Frame(_ERROR, json.dumps({"kind": kind, "message": "x"}).encode(), []))
+    with pytest.raises(ChildError, match="gave an answer that is none"):
+        child.answer(str)

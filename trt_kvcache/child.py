@@ -221,8 +221,9 @@ class Child:
         if failure.kind == MemoryError.__name__:
             raise ChildError(f"needs more than {self._memory >> 20} MiB of memory")
         if failure.kind:
-            error = getattr(errors, failure.kind)
-            assert issubclass(error, TrtKvCacheError)
+            error = getattr(errors, failure.kind, None)
+            if not (isinstance(error, type) and issubclass(error, TrtKvCacheError)):
+                raise ChildError("gave an answer that is none")  # whatever it read may speak for it
             raise error(failure.message)
         raise RuntimeError(f"a child process failed:\n{failure.message}")
 
