@@ -129,7 +129,7 @@ def _overflows(check: Verification) -> bool:
         for rows, start in check.interface.groups(feeds):
             given = check.interface.feeds(feeds, rows, start)
             try:
-                session = open_session(model, check.source.path.parent, given, check.room, reference=False)[0]
+                session = open_session(model, check.source.path.parent, given, check.free_bytes, reference=False)[0]
                 outputs = session.run(given)
             except EngineError:
                 continue

@@ -34,7 +34,7 @@ from trt_kvcache.importer.steps.runnable import with_expanded_masks, with_norms_
 from trt_kvcache.importer.steps.schedule import Limits, Step, read_limits
 from trt_kvcache.progress import phase
 from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
-from trt_kvcache.verify.inputs import check_given, guessed, load_inputs, positions_kept, rows_read
+from trt_kvcache.verify.inputs import check_values, guessed, load_inputs, logit_positions, rows_read
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, chosen_rows, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
@@ -91,7 +91,7 @@ class Verification:
         self.interface = OriginalInterface(imported.plan, twin=twin) if imported.plan.original else None
         self.size = max(weigh(model).size for model in (original, rewritten))
         is_open = not any(isinstance(c.update_length, int) for c in imported.plan.caches)
-        self.given = verify
+        self.options = verify
         if self.interface is not None:
             verify = beyond_prompt(verify, few=self.size > _HEAVY and is_open)
         self.verify = verify
@@ -116,17 +116,17 @@ class Verification:
         self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
         constants = draw_constants(imported.plan, self.limits.batch, verify.seed, twin=twin)
-        given = load_inputs(verify.inputs)
-        check_given(given, self.plan)
+        values = load_inputs(verify.inputs)
+        check_values(values, self.plan)
         self.inputs = StepInputs(
             imported.plan,
             index_limits(rewritten, imported.plan),
-            constants | given,
+            constants | values,
             self.rng,
             twin=twin,
             rings=bool(self.texts),
         )
-        self.guessed = guessed(self.plan, given)
+        self.guessed = guessed(self.plan, values)
         self.notes += spelled_out(imported.source.proto)
         self.kinds = SPAN_KINDS if imported.plan.spans else ("",)
         self.steps: list[VerifyStep] = []
@@ -170,10 +170,10 @@ class Verification:
         """
         lengths = [s.length for e in self._episodes(limits) for s in e.steps]
         weights = [weigh(model) for model in self.models]
-        held = [self.texts.get(c.role.name, c) for c in self.caches]
-        need = needs(self.plan, held, weights, max(lengths, default=1), twin=self.twin)
+        caches = [self.texts.get(c.role.name, c) for c in self.caches]
+        need = needs(self.plan, caches, weights, max(lengths, default=1), twin=self.twin)
         fixed = any(isinstance(c.logical_shape[0], int) for c in self.plan.caches)
-        batch, self.room, notes = fit(need, weights, limits.batch, limits.batch if fixed else 1)
+        batch, self.free_bytes, notes = fit(need, weights, limits.batch, limits.batch if fixed else 1)
         self.notes += notes
         return replace(limits, batch=batch)
 
@@ -300,14 +300,14 @@ class Verification:
             free = cache.update.capacity - written.rows.shape[1]
             shape = cache.logical_shape(len(written.rows))
             return Written(shape, np.pad(written.rows, ((0, 0), (0, free))), written.values)
-        kept = self.interface.kept.get(name) if self.interface is not None else None
-        if written is None or kept is None or cache.update is None:
+        past_rows = self.interface.kept.get(name) if self.interface is not None else None
+        if written is None or past_rows is None or cache.update is None:
             return written
         # New tokens that the original cuts off at once may be anything.
         free = np.zeros_like(written.rows)
         capacity = cache.update.capacity
         for row, (start, end) in enumerate(zip(step.starts, ends, strict=True)):
-            free[row, np.arange(max(start, end - capacity), end - kept) % capacity] = True
+            free[row, np.arange(max(start, end - capacity), end - past_rows) % capacity] = True
         changed = written.rows & ~free
         return Written(written.shape, changed, written.values[changed[written.rows]], free)
 
@@ -326,7 +326,7 @@ class Verification:
                     self.models[1],
                     self.folders[1],
                     {**shared, **self._first_state(first, ran.garbage, 0), **span_inputs(self.plan, first, "full")},
-                    self.room,
+                    self.free_bytes,
                     reference=self.anywhere or ran.engine != OrtSession.engine,
                 )
             engine = rewritten.engine
@@ -365,12 +365,12 @@ class Verification:
         is_file = model is self.source.proto and not self.source.is_edited and self.folders[0] == self.path.parent
         path = self.path if is_file else None
         try:
-            return open_session(model, self.folders[0], trial, self.room, path=path, reference=False)[0]
+            return open_session(model, self.folders[0], trial, self.free_bytes, path=path, reference=False)[0]
         except EngineError as error:
             refusal = error
         spelled = with_expanded_masks(with_norms_in_front(model))
         try:
-            session = open_session(spelled, self.folders[0], trial, self.room)[0]
+            session = open_session(spelled, self.folders[0], trial, self.free_bytes)[0]
         except EngineError as error:
             refusal = refusal if spelled is model else error
             first = " in its first step, after an empty cache" if any(not v.size for v in trial.values()) else ""
@@ -416,41 +416,43 @@ class Verification:
                     step.starts,
                     step.valid,
                     tuple(rows for s in spans if (rows := rows_read(self.plan, s)) is not None),
-                    tuple(kept for s in spans if (kept := positions_kept(self.plan, s)) is not None),
+                    tuple(count for s in spans if (count := logit_positions(self.plan, s)) is not None),
                 )
             )
             for span in spans:
-                found = rewritten.run({**shared, **state, **span}, spare)
-                wanted = self._wanted(expected, positions_kept(self.plan, span))
-                self._compare(comparison, wanted, state, found, rows_read(self.plan, span))
+                outputs = rewritten.run({**shared, **state, **span}, spare)
+                wanted = self._wanted(expected, logit_positions(self.plan, span))
+                self._compare(comparison, wanted, state, outputs, rows_read(self.plan, span))
             before = {output: state[past] for past, output in carried.items()}
-            state |= {past: found[output] for past, output in carried.items()}
+            state |= {past: outputs[output] for past, output in carried.items()}
             spare = before
             done()
 
-    def _compare(self, comparison: Comparison, expected: Expected, past: Feeds, found: Feeds, span: int | None) -> None:
+    def _compare(
+        self, comparison: Comparison, expected: Expected, past: Feeds, actual: Feeds, span: int | None
+    ) -> None:
         step = len(self.steps) - 1
         carried = {c.output: c for c in self.caches if c.output is not None}
         for name, value in expected.items():
-            if name not in found:
+            if name not in actual:
                 raise EngineError(f"it has no output '{name}'")
             if value is None:
-                comparison.differ(name, found[name], step, span)
+                comparison.differ(name, actual[name], step, span)
             elif isinstance(value, Written):
                 cache = carried[name]
-                comparison.cache(cache, value, past[cache.role.name], found[name], step, span)
+                comparison.cache(cache, value, past[cache.role.name], actual[name], step, span)
             else:
-                comparison.plain(name, value, found[name], step, span)
+                comparison.plain(name, value, actual[name], step, span)
                 if self.interface is not None and self._role(name) == Role.LOGITS.value:
-                    comparison.greedy(value, found[name])
+                    comparison.greedy(value, actual[name])
 
-    def _wanted(self, expected: Expected, kept: int | None) -> Expected:
+    def _wanted(self, expected: Expected, count: int | None) -> Expected:
         """The part of the original's outputs that the rewritten model gives: logits of the last positions."""
         logits = self.plan.logits_span
         whole = None if logits is None else expected[logits.output]
-        if logits is None or kept is None or not isinstance(whole, np.ndarray):
+        if logits is None or count is None or not isinstance(whole, np.ndarray):
             return expected
-        return expected | {logits.output: whole[:, whole.shape[1] - kept :]}
+        return expected | {logits.output: whole[:, whole.shape[1] - count :]}
 
     def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
         """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`."""
@@ -475,18 +477,18 @@ class Verification:
 
     def _first_state(self, step: Step, garbage: float, episode: int) -> Feeds:
         """The caches of the rewritten model before an episode's first step."""
-        made = self._to_physical(self._contents(step, garbage, episode), step, garbage)
-        return {name: np.ascontiguousarray(values) for name, values in made.items()}
+        state = self._to_physical(self._contents(step, garbage, episode), step, garbage)
+        return {name: np.ascontiguousarray(values) for name, values in state.items()}
 
     def _to_physical(self, state: Mapping[str, Array], step: Step, garbage: float) -> Feeds:
         """The original's contents before `step` as the rewritten model takes them."""
-        made: Feeds = {}
+        physical: Feeds = {}
         for cache in self.caches:
             values = state[cache.role.name]
             if cache.role.name in self.texts:
                 values = ring_window(values, cache, step.starts, garbage)
-            made[cache.role.name] = cache.to_physical(values)
-        return made
+            physical[cache.role.name] = cache.to_physical(values)
+        return physical
 
     def _garbage(
         self, original: Session, step: Step, shared: Feeds, contents: Feeds, rows: int
@@ -524,7 +526,7 @@ class Verification:
             f"the original ran in its own interface, {rows}",
             "the original has no valid lengths: steps with fewer valid tokens than the update were left out",
         ]
-        chunked = sum(self.verify.chunks) - sum(self.given.chunks)
+        chunked = sum(self.verify.chunks) - sum(self.options.chunks)
         if chunked and self.verify.tokens is not None:
             tokens = chunked + self.verify.tokens
             self.notes.append(

@@ -43,28 +43,28 @@ def measure_divergence(
     wanted = plans[1].options.cache_dtype
     assert wanted is not None
     steps = list(_steps(verification))
-    exact, found = (
-        np.concatenate(list(_decode(plan, side, steps, verification.room, twin=twin)))
+    exact, quantized = (
+        np.concatenate(list(_decode(plan, side, steps, verification.free_bytes, twin=twin)))
         for plan, side in zip(plans, sides, strict=True)
     )
     give_back()
-    return divergence_of(exact, found, wanted)
+    return divergence_of(exact, quantized, wanted)
 
 
-def divergence_of(exact: Array, found: Array, kind: CacheDtype) -> Divergence:
+def divergence_of(exact: Array, quantized: Array, kind: CacheDtype) -> Divergence:
     """Compare logits ``[positions, V]``. Those that are not finite in `exact`, as of tokens ruled out, do not count."""
-    exact, found = exact.astype(np.float64), found.astype(np.float64)
+    exact, quantized = exact.astype(np.float64), quantized.astype(np.float64)
     known = np.isfinite(exact)
-    error = np.where(known, found - np.where(known, exact, 0), 0)
+    error = np.where(known, quantized - np.where(known, exact, 0), 0)
     centered = np.where(known, exact - exact.mean(axis=-1, keepdims=True, where=known), 0)
     spread = np.sqrt(np.square(centered).sum(axis=-1))
     share = np.sqrt(np.square(error).sum(axis=-1)) / np.maximum(spread, np.finfo(np.float64).tiny)
-    before, after = (_log_softmax(np.where(known, values, -np.inf)) for values in (exact, found))
+    before, after = (_log_softmax(np.where(known, values, -np.inf)) for values in (exact, quantized))
     gain = np.where(known, np.exp(before) * (np.where(known, before, 0) - np.where(known, after, 0)), 0)
     return Divergence(
         cache_dtype=kind.value,
         positions=len(exact),
-        agreement=float((exact.argmax(-1) == found.argmax(-1)).mean()),
+        agreement=float((exact.argmax(-1) == quantized.argmax(-1)).mean()),
         mean_kl=float(gain.sum(axis=-1).mean()),
         largest_error=float(np.abs(error).max()),
         error_share=float(share.mean()),
@@ -74,8 +74,8 @@ def divergence_of(exact: Array, found: Array, kind: CacheDtype) -> Divergence:
 
 def _log_softmax(logits: Array) -> Array:
     shifted = logits - logits.max(axis=-1, keepdims=True)
-    made: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return made
+    result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
 
 
 def _steps(verification: Verification) -> Iterator[tuple[Step, Feeds]]:
@@ -87,7 +87,7 @@ def _steps(verification: Verification) -> Iterator[tuple[Step, Feeds]]:
 
 
 def _decode(
-    plan: CachePlan, side: Side, steps: Sequence[tuple[Step, Feeds]], room: int, *, twin: bool
+    plan: CachePlan, side: Side, steps: Sequence[tuple[Step, Feeds]], free_bytes: int, *, twin: bool
 ) -> Iterator[Array]:
     """The logits of every step, ``[positions, V]``."""
     logits = plan.tensor(Role.LOGITS, "output")
@@ -99,11 +99,11 @@ def _decode(
     batch = len(first.starts)
     state = {c.role.name: _zeros(c.role, batch, twin=twin) for c in carried}
     trial = {**shared, **state, **span_inputs(plan, first, "tight")}
-    session, _ = open_session(_with_numbers(side[0]), side[1], trial, room)
+    session, _ = open_session(_with_numbers(side[0]), side[1], trial, free_bytes)
     for step, shared in steps:
-        found = session.run({**shared, **state, **span_inputs(plan, step, "tight")})
-        state |= {c.role.name: found[c.output] for c in carried if c.output is not None}
-        yield found[logits.name].reshape(-1, found[logits.name].shape[-1])
+        outputs = session.run({**shared, **state, **span_inputs(plan, step, "tight")})
+        state |= {c.role.name: outputs[c.output] for c in carried if c.output is not None}
+        yield outputs[logits.name].reshape(-1, outputs[logits.name].shape[-1])
 
 
 def _zeros(role: TensorRole, batch: int, *, twin: bool) -> Array:
@@ -117,25 +117,25 @@ def _with_numbers(model: ModelProto) -> ModelProto:
     narrow = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT8E4M3FN}
     if not narrow:
         return model
-    made = ModelProto()
-    made.CopyFrom(model)
-    del made.graph.node[:]
+    wide = ModelProto()
+    wide.CopyFrom(model)
+    del wide.graph.node[:]
 
-    def cast(name: str, to: int, made_of: str) -> NodeProto:
-        return helper.make_node("Cast", [made_of], [name], to=to)
+    def cast(name: str, to: int, source: str) -> NodeProto:
+        return helper.make_node("Cast", [source], [name], to=to)
 
-    for value in (*made.graph.input, *made.graph.output):
+    for value in (*wide.graph.input, *wide.graph.output):
         if value.name in narrow:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
-    made.graph.node.extend(
-        cast(f"{v.name}/float8", TensorProto.FLOAT8E4M3FN, v.name) for v in made.graph.input if v.name in narrow
+    wide.graph.node.extend(
+        cast(f"{v.name}/float8", TensorProto.FLOAT8E4M3FN, v.name) for v in wide.graph.input if v.name in narrow
     )
     for node in model.graph.node:
-        new = made.graph.node.add()
+        new = wide.graph.node.add()
         new.CopyFrom(node)
         for names in (new.input, new.output):
             names[:] = [f"{name}/float8" if name in narrow else name for name in names]
-        made.graph.node.extend(
+        wide.graph.node.extend(
             cast(name, TensorProto.FLOAT, f"{name}/float8") for name in node.output if name in narrow
         )
-    return made
+    return wide

@@ -28,7 +28,7 @@ def moved_out(imported: ImportedModel) -> Iterator[tuple[ImportedModel, Path]]:
     Models with many bytes inside give these away to a temporary folder; models with external data are left alone.
 
     Raises:
-        OutputError: no room.
+        OutputError: the disk is full.
     """
     folder, size = imported.source.path.parent, sum(byte_size(t) or 0 for t in iter_tensors(imported.source.proto))
     if imported.source.external_files or size < _MANY:

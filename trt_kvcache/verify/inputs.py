@@ -46,14 +46,14 @@ def load_inputs(path: str | None) -> dict[str, Array]:
         raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
 
 
-def check_given(given: Mapping[str, Array], plan: CachePlan) -> None:
+def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
     """Refuses values for what is no input, or what verification sets itself.
 
     Raises:
         OptionError: see above.
     """
     roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
-    for name in given:
+    for name in values:
         if name not in roles:
             raise OptionError(
                 f"values are given for '{name}', which is no input of the model; inputs are {', '.join(roles)}"
@@ -62,10 +62,10 @@ def check_given(given: Mapping[str, Array], plan: CachePlan) -> None:
             raise OptionError(f"values are given for '{name}' ({roles[name].value}), which verification sets itself")
 
 
-def guessed(plan: CachePlan, given: Mapping[str, Array]) -> str:
+def guessed(plan: CachePlan, values: Mapping[str, Array]) -> str:
     """The end of a message on a step that did not run: inputs of integers with random values, which may be illegal."""
     unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
-    drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
+    drawn = [t for t in unknown if t.name not in values and "float" not in t.dtype]
     if not drawn:
         return ""
     names = ", ".join(f"'{t.name}' ({t.dtype} {list(t.shape)})" for t in drawn)
@@ -80,6 +80,6 @@ def rows_read(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
     return max((len(spans[s.name]) for s in plan.spans), default=None)
 
 
-def positions_kept(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
+def logit_positions(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
     """The number of last positions whose logits these spans ask for; None where no input says."""
     return None if plan.logits_span is None else len(spans[plan.logits_span.name])

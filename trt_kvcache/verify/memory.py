@@ -153,19 +153,19 @@ def fit(need: Needs, weights: Sequence[Weights], wanted: int, least: int) -> tup
             "a smaller capacity or shorter chunks, or free memory that other programs hold"
         )
     batch = min(wanted, need.rows(free))
-    room = free - need.total(batch)
+    left = free - need.total(batch)
     notes = []
     converted = max(w.converted for w in weights)
-    if converted > room:
+    if converted > left:
         notes.append(
             "each step converts the float16 weights anew: "
             f"{converted / 1e9:.1f} GB for all of them at once would not fit into memory"
         )
-    if max(w.size for w in weights) > room:
+    if max(w.size for w in weights) > left:
         notes.append("weights do not fit into memory beside the rest: steps read them from their files")
     if batch < wanted:
         notes.append(f"batch {batch} instead of {wanted}: more caches would not fit into memory")
-    return batch, room, notes
+    return batch, left, notes
 
 
 def _last(shape: Sequence[int | str]) -> int:

@@ -96,7 +96,7 @@ class Tape:
         """Adds a step.
 
         Raises:
-            OutputError: no room.
+            OutputError: the disk is full.
         """
         try:
             pickle.dump(dict(expected), self._file, protocol=5)

@@ -85,12 +85,12 @@ def judge_rounding(
     Returns:
         `report` itself where it passed, or where rounding does not explain it.
     """
-    found, steps = _differences(report), unround(original[0])[1]
-    if report.passed or found is None or steps != unround(rewritten[0])[1]:
+    differences, steps = _differences(report), unround(original[0])[1]
+    if report.passed or differences is None or steps != unround(rewritten[0])[1]:
         return report
     kind = TensorProto.FLOAT16 if _is_half(original[0]) else TensorProto.FLOAT
     is_double = kind == TensorProto.FLOAT and not steps
-    if is_double and found[0] > _MOST:
+    if is_double and differences[0] > _MOST:
         return report
     wide = TensorProto.DOUBLE if is_double else TensorProto.FLOAT
     try:
@@ -100,13 +100,13 @@ def judge_rounding(
             exact = run((unround(left[0])[0], left[1]), (unround(right[0])[0], right[1]), anywhere=is_double)
             own = run(original, rewritten, empty=True) if exact.passed and not steps else report
             if own.passed:
-                note = _note_on_history(found[0], max(_differences(own) or (0.0,)), kind, wide)
+                note = _note_on_history(differences[0], max(_differences(own) or (0.0,)), kind, wide)
                 return replace(exact, float32_twin=not is_double, notes=(*exact.notes, note))
             others = _narrow_and_wide(original, rewritten) if is_double else _as_is_and_moved(left, rewritten, kind)
             for sides in others if exact.passed else ():
                 moved = _differences(run(*sides, anywhere=is_double))
-                if moved is not None and found[0] <= _SIDES * moved[0] and found[1] <= _SIDES * moved[1]:
-                    note = _note(found[0], moved[0], kind, wide, len(steps))
+                if moved is not None and differences[0] <= _SIDES * moved[0] and differences[1] <= _SIDES * moved[1]:
+                    note = _note(differences[0], moved[0], kind, wide, len(steps))
                     return replace(exact, float32_twin=not is_double, notes=(*exact.notes, note))
     except (OptionError, OutputError, UnsupportedModelError) as error:
         return replace(report, notes=(*report.notes, f"not compared in {numpy_name(wide)}: {error}"))
@@ -134,16 +134,16 @@ def _narrow_and_wide(original: Side, rewritten: Side) -> Iterator[tuple[Side, Si
             yield (left, narrow.folder), (computed_wide(right, wide), wide.folder)
 
 
-def _note_on_history(found: float, own: float, kind: int, wide: int) -> str:
+def _note_on_history(difference: float, own: float, kind: int, wide: int) -> str:
     name = numpy_name(kind)
     return (
         f"after random cache contents rounding decides the numbers of this model: in {name} both models differ by up "
-        f"to {found:.2g} of their outputs' scale there, and were compared computed in {numpy_name(wide)}; from empty "
-        f"caches on they differ by up to {own:.2g} in {name}"
+        f"to {difference:.2g} of their outputs' scale there, and were compared computed in {numpy_name(wide)}; from "
+        f"empty caches on they differ by up to {own:.2g} in {name}"
     )
 
 
-def _note(found: float, moved: float, kind: int, wide: int, steps: int) -> str:
+def _note(difference: float, moved: float, kind: int, wide: int, steps: int) -> str:
     name = numpy_name(kind)
     how = f"computed in {numpy_name(wide)}, between inputs and outputs of {name}" if kind != wide else ""
     without = f"without its {steps} ways of rounding to 8 bits, which are the same in both models" if steps else ""
@@ -154,7 +154,7 @@ def _note(found: float, moved: float, kind: int, wide: int, steps: int) -> str:
         "their scale"
     )
     return (
-        f"rounding decides the numbers of this model: {moves}. In {name} both models differ by up to {found:.2g}; "
+        f"rounding decides the numbers of this model: {moves}. In {name} both models differ by up to {difference:.2g}; "
         f"they were compared {' and '.join(filter(None, (how, without)))}"
     )
 
@@ -167,7 +167,7 @@ def computed_wide(model: ModelProto, twins: TwinFolder) -> ModelProto:
         twins: takes the weights.
 
     Raises:
-        OutputError: no room for the wider weights.
+        OutputError: the wider weights do not fit onto the disk.
     """
     ports = _ports(model, twins.dtype) if twins.dtype != twins.wide else set()
     wide = twins.twin(model)
@@ -208,11 +208,11 @@ def _is_half(model: ModelProto) -> bool:
 
 def _keep_casts(model: ModelProto, wide: ModelProto) -> None:
     """Round float32 inputs in `wide` as `model` does: of a cache that it casts to float16, nothing else is kept."""
-    given = {v.name for v in model.graph.input if v.type.tensor_type.elem_type == TensorProto.FLOAT}
+    floats = {v.name for v in model.graph.input if v.type.tensor_type.elem_type == TensorProto.FLOAT}
     nodes = []
     for old, node in zip(model.graph.node, list(wide.graph.node), strict=True):
         halves = (a.i == TensorProto.FLOAT16 for a in old.attribute if a.name == "to")
-        if is_op(old, "Cast") and old.input[0] in given and any(halves):
+        if is_op(old, "Cast") and old.input[0] in floats and any(halves):
             half = f"{_PREFIX}{old.output[0]}/half"
             nodes.append(helper.make_node("Cast", [node.input[0]], [half], to=TensorProto.FLOAT16))
             nodes.append(helper.make_node("Cast", [half], [node.output[0]], to=TensorProto.FLOAT))

@@ -29,7 +29,7 @@ def beyond_prompt(options: VerifyOptions, *, few: bool) -> VerifyOptions:
     """The options for a model whose caches grow, as long as they do not say how many single tokens to decode.
 
     Args:
-        options: as given.
+        options: of the caller.
         few: in few steps: most of the tokens in one more chunk. Both decode as many tokens.
     """
     if options.tokens is not None:
@@ -48,15 +48,15 @@ def plan_schedule(limits: Limits, options: VerifyOptions, *, empty: bool = False
     if not limits.indexed:
         return _from_row_zero(limits, lengths)
     total = sum(lengths)
-    room = None if limits.linear is None else limits.linear - total
-    episodes = [Episode("decode", consecutive(limits, lengths, _starts(limits, 0, 5, room)))]
-    if room:
+    last_start = None if limits.linear is None else limits.linear - total
+    episodes = [Episode("decode", consecutive(limits, lengths, _starts(limits, 0, 5, last_start)))]
+    if last_start:
         last = [*lengths[:1], *lengths[-1:]] if len(lengths) > 1 else lengths
-        end = room + total - sum(last)
+        end = last_start + total - sum(last)
         episodes.append(Episode("full", consecutive(limits, last, _starts(limits, end, -3, end))))
     for capacity in limits.circular:
         # Two rows before the end; a fixed length under a contract must fit before it.
-        starts = _starts(limits, capacity - (limits.length or 2), capacity + (limits.length or 3), room)
+        starts = _starts(limits, capacity - (limits.length or 2), capacity + (limits.length or 3), last_start)
         episodes.append(Episode("wrap", consecutive(limits, lengths, starts)))
     if limits.lengths:
         episodes += _short(limits)
@@ -77,13 +77,13 @@ def _fitting(limits: Limits, options: VerifyOptions) -> list[int]:
     return lengths
 
 
-def _starts(limits: Limits, first: int, stride: int, room: int | None) -> tuple[int, ...]:
-    """One start per row, within the room that linear caches leave; an update of a fixed length fits before the wrap."""
+def _starts(limits: Limits, first: int, stride: int, last_start: int | None) -> tuple[int, ...]:
+    """One start per row, up to the last that linear caches allow; an update of a fixed length fits before the wrap."""
     starts = []
     for row in range(limits.batch):
         start = max(first + (stride * row if limits.ragged else 0), 0)
-        if room is not None and start > room:
-            start %= room + 1
+        if last_start is not None and start > last_start:
+            start %= last_start + 1
         length = limits.length or 1
         while any(start % capacity + length > capacity for capacity in limits.no_straddle):
             start -= 1
@@ -122,10 +122,10 @@ def _short(limits: Limits) -> list[Episode]:
         return [Episode("short", (Step(length, zeros, (max(length - 2, 0),) * limits.batch),))]
     pattern = (max(length - 2, 0), length, 0)
     short = Step(length, zeros, tuple(pattern[row % 3] for row in range(limits.batch)))
-    room = min(c for c in (limits.linear, *limits.circular) if c is not None) - length
-    if not limits.indexed or room < 1:
+    last_start = min(c for c in (limits.linear, *limits.circular) if c is not None) - length
+    if not limits.indexed or last_start < 1:
         return [Episode("short", (short,))]
-    starts = tuple(1 + (4 * row) % room for row in range(limits.batch))
+    starts = tuple(1 + (4 * row) % last_start for row in range(limits.batch))
     padded = Step(length, starts, tuple(s + max(length - 1 - row % 3, 0) for row, s in enumerate(starts)))
     return [Episode("short", (short,)), Episode("padded", (padded,))]
 

@@ -41,12 +41,12 @@ class OrtSession:
         model: path of a model, or a model whose external data are in `folder`.
         folder: of the external data.
         weights: its weights.
-        room: bytes that converted weights may take.
+        free_bytes: bytes that converted weights may take.
     """
 
     engine = OrtEngine.engine
 
-    def __init__(self, model: Path | ModelProto, folder: Path, weights: Weights, room: int) -> None:
+    def __init__(self, model: Path | ModelProto, folder: Path, weights: Weights, free_bytes: int) -> None:
         options = ort.SessionOptions()
         # Where ONNX Runtime fuses a product with a DequantizeLinear, it rounds the other side to 8 bits by default.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
@@ -64,7 +64,7 @@ class OrtSession:
             # GB; products with the few rows of a step take little longer without them. Weights that are converted
             # give way to their packed copies.
             options.add_session_config_entry("session.disable_prepacking", "1")
-        if weights.converted > room:
+        if weights.converted > free_bytes:
             # Weights that folding would convert once are converted at each step then; the session opens at once.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # The default order converts many weights before any of them is used.
@@ -89,11 +89,11 @@ class OrtSession:
             binding = self._bind(feeds, into)
             # An output of another shape is a plain RuntimeError (1.32.0).
             with suppress(EngineError, RuntimeError):
-                made = _interruptible(
+                outputs = _interruptible(
                     lambda: self._session.run_with_iobinding(binding, options) or binding.get_outputs(),
                     lambda _: setattr(options, "terminate", True),
                 )
-                return {n: into[n] if n in into else v.numpy() for n, v in zip(self._outputs, made, strict=True)}
+                return {n: into[n] if n in into else v.numpy() for n, v in zip(self._outputs, outputs, strict=True)}
         values = _interruptible(
             lambda: self._session.run(self._outputs, dict(feeds), options),
             lambda _: setattr(options, "terminate", True),
@@ -130,8 +130,8 @@ class Reference:
 
     def run(self, feeds: Mapping[str, Array], into: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """All outputs by name, in new arrays."""
-        found: dict[str, Array] = _interruptible(lambda: self._evaluator.run(feeds), _raise_in)
-        return found
+        outputs: dict[str, Array] = _interruptible(lambda: self._evaluator.run(feeds), _raise_in)
+        return outputs
 
 
 Runner = OrtSession | Reference
@@ -153,14 +153,14 @@ def _interruptible(call: Callable[[], Any], stop: Callable[[Thread], None]) -> A
         EngineError: the engine refuses.
         UnsupportedModelError: it takes more than `SECONDS`.
     """
-    given: list[Any] = []
+    results: list[Any] = []
     failed: list[BaseException] = []
     over = Event()
 
     def work() -> None:
         try:
             with Endable(lambda: stop(thread)):
-                given.append(call())
+                results.append(call())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             failed.append(error)
         finally:
@@ -187,14 +187,14 @@ def _interruptible(call: Callable[[], Any], stop: Callable[[Thread], None]) -> A
             raise error
     except ORT_ERRORS as error:
         raise EngineError(one_line(error)) from None
-    return given.pop()
+    return results.pop()
 
 
 def open_session(
     model: ModelProto,
     folder: Path,
     trial: Mapping[str, Array],
-    room: int,
+    free_bytes: int,
     *,
     path: Path | None = None,
     reference: bool = True,
@@ -205,7 +205,7 @@ def open_session(
         model: the model.
         folder: of its external data.
         trial: feeds of one step.
-        room: bytes that weights which ONNX Runtime converts may take.
+        free_bytes: bytes that weights which ONNX Runtime converts may take.
         path: of the same model as a file, which ONNX Runtime then reads by itself.
         reference: the reference evaluator may run it.
 
@@ -214,7 +214,7 @@ def open_session(
     """
     weights = weigh(model)
     try:
-        session = OrtSession(path or model, folder, weights, room)
+        session = OrtSession(path or model, folder, weights, free_bytes)
         session.run(trial)
     except EngineError as error:
         if not reference or weights.size > _REFERENCE_LIMIT:

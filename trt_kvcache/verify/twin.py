@@ -59,10 +59,10 @@ def refer(tensor: TensorProto, dtype: int, location: str, place: tuple[int, int]
         location: file, relative to the model's folder.
         place: offset and length.
     """
-    made = TensorProto(name=tensor.name, dims=tensor.dims, data_type=dtype, data_location=TensorProto.EXTERNAL)
+    reference = TensorProto(name=tensor.name, dims=tensor.dims, data_type=dtype, data_location=TensorProto.EXTERNAL)
     for key, value in (("location", location), ("offset", str(place[0])), ("length", str(place[1]))):
-        made.external_data.add(key=key, value=value)
-    tensor.CopyFrom(made)
+        reference.external_data.add(key=key, value=value)
+    tensor.CopyFrom(reference)
 
 
 class TwinFolder:
@@ -97,11 +97,11 @@ class TwinFolder:
         """The twin; its external data are in `folder`.
 
         Raises:
-            OutputError: the folder has no room for the wider weights.
+            OutputError: the wider weights do not fit into the folder.
         """
         twin = ModelProto()
         twin.CopyFrom(widenable(model) if self.wide == TensorProto.DOUBLE else model)
-        self._check_room(twin)
+        self._check_disk(twin)
         state_type(twin, (self.dtype,), self.wide)
         if self.wide == TensorProto.DOUBLE:
             dequantize_narrow(twin, self.dtype)
@@ -110,7 +110,7 @@ class TwinFolder:
             self._convert(tensor, tensor.name in initializers)
         return twin
 
-    def _check_room(self, model: ModelProto) -> None:
+    def _check_disk(self, model: ModelProto) -> None:
         needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(model)) if not self._data else 0
         free = shutil.disk_usage(self.folder).free
         if needed > free:

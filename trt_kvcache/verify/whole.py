@@ -68,7 +68,7 @@ def verify_model(
             of `model`.
         OptionError: an option does not fit the model; an input's values cannot be guessed; the caches of not even one
             sequence fit into the memory that is free.
-        OutputError: no room for temporary files.
+        OutputError: temporary files do not fit onto the disk.
     """
     verify = given_options(verify, VerifyOptions, "verify")
     options = given_options(options, PlanOptions, "options")

@@ -34,15 +34,15 @@ def widenable(model: ModelProto) -> ModelProto:
     Raises:
         UnsupportedModelError: ONNX does not give a definition.
     """
-    made = ModelProto()
-    made.CopyFrom(inliner.inline_local_functions(model))
-    if any(node.domain == CONTRIB for node in made.graph.node):
-        made, _ = simplify(made)
-    if any(node.op_type in _WRITTEN_OUT and not node.domain for node in made.graph.node):
-        made = inliner.inline_local_functions(_with_definitions(made))
-    for scope in iter_scopes(made):
+    result = ModelProto()
+    result.CopyFrom(inliner.inline_local_functions(model))
+    if any(node.domain == CONTRIB for node in result.graph.node):
+        result, _ = simplify(result)
+    if any(node.op_type in _WRITTEN_OUT and not node.domain for node in result.graph.node):
+        result = inliner.inline_local_functions(_with_definitions(result))
+    for scope in iter_scopes(result):
         _state_types(scope)
-    return made
+    return result
 
 
 def _with_definitions(model: ModelProto) -> ModelProto:
@@ -53,11 +53,11 @@ def _with_definitions(model: ModelProto) -> ModelProto:
     types |= {t.name: helper.make_tensor_type_proto(t.data_type, t.dims) for t in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type in _WRITTEN_OUT and not node.domain:
-            given = [types.get(name, TypeProto()).SerializeToString() for name in node.input]
+            input_types = [types.get(name, TypeProto()).SerializeToString() for name in node.input]
             schema = onnx.defs.get_schema(node.op_type, opset)
             try:
                 # Stubs of onnx 1.23 do not have it.
-                body = schema.get_context_dependent_function(node.SerializeToString(), given)  # type: ignore[attr-defined]
+                body = schema.get_context_dependent_function(node.SerializeToString(), input_types)  # type: ignore[attr-defined]
             except Exception as error:  # noqa: BLE001 - whatever ONNX raises where it does not know a shape
                 raise UnsupportedModelError(f"ONNX does not define {node.op_type} '{node.name}' ({error})") from None
             function = FunctionProto.FromString(body)
