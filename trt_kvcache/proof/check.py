@@ -102,17 +102,17 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     manifest = load_manifest(engine)
     proof = load_proof(manifest, engine)
     assert manifest.proof is not None
-    given = {n: v for n, v in options.items() if n not in ("max_batch", "max_chunk")}
-    bindings = given.get("bindings") or Bindings(load_tensorrt(manifest.backend), cuda_bindings())
-    given["bindings"] = bindings
-    gpu = Cuda(given.get("device", 0), bindings.cuda)
+    settings = {n: v for n, v in options.items() if n not in ("max_batch", "max_chunk")}
+    bindings = settings.get("bindings") or Bindings(load_tensorrt(manifest.backend), cuda_bindings())
+    settings["bindings"] = bindings
+    gpu = Cuda(settings.get("device", 0), bindings.cuda)
     name, capability, driver = gpu.name, gpu.compute_capability, _driver(gpu.driver_version)
     gpu.close()
     now = Receipt(
         manifest.engine.blake3, manifest.proof.blake3, f"{name} ({capability})", driver,
         f"{manifest.backend} {bindings.tensorrt.__version__}", __version__,
     )  # fmt: skip
-    folder = given.get("kernel_cache")
+    folder = settings.get("kernel_cache")
     path = receipt_path(engine, name, None if folder is None else Path(folder))
     why = read_receipt(path, now)
     if not why and not again:
@@ -120,35 +120,35 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
         return CheckReport(str(engine), True, here, proof.facts.recorded_on, driver, 0, (), (), str(path))
     rows, chunk = rows_needed(proof, manifest.plan, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
     try:
-        runner = TensorRTRunner(engine, max_batch=rows, max_chunk=chunk, **given)
+        runner = TensorRTRunner(engine, max_batch=rows, max_chunk=chunk, **settings)
     except BackendError as error:
         raise type(error)(
             f"the proof cannot be replayed: {error.message}; --check off opens the engine without it"
         ) from error
     try:
-        found = replay(runner, proof)
+        result = replay(runner, proof)
         ran_on = runner.name
     except SessionError as error:
         raise type(error)(f"{engine}: the proof cannot be replayed: {error.message}") from error
     finally:
         runner.close()
-    if found.passed:
-        write_receipt(path, replace(now, largest=_largest(found)))
+    if result.passed:
+        write_receipt(path, replace(now, largest=_largest(result)))
     notes = tuple(filter(None, (why, proof.facts.note)))
     return CheckReport(
-        str(engine), found.passed, ran_on, proof.facts.recorded_on, driver, found.steps, found.outputs, found.findings,
-        str(path) if found.passed else "", notes,
+        str(engine), result.passed, ran_on, proof.facts.recorded_on, driver, result.steps, result.outputs,
+        result.findings, str(path) if result.passed else "", notes,
     )  # fmt: skip
 
 
 def _driver(cuda: tuple[int, int]) -> str:
     """The driver: the version of CUDA that it is for, and its own, where the system says it."""
     try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
+        match = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
     except OSError:  # not on Linux
-        found = None
-    return "for CUDA {}.{}".format(*cuda) + (f", {found[0]}" if found else "")
+        match = None
+    return "for CUDA {}.{}".format(*cuda) + (f", {match[0]}" if match else "")
 
 
-def _largest(found: Replay) -> float:
-    return max((d.part for d in found.outputs), default=0.0)
+def _largest(result: Replay) -> float:
+    return max((d.part for d in result.outputs), default=0.0)

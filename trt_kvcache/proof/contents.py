@@ -26,22 +26,22 @@ def draws_digest(seed: int) -> str:
     return digest.hexdigest()
 
 
-def copies(rows: Array, capacity: int, held: int, start: int) -> None:
-    """Let a cache row of the batch hold `start` tokens, of which all but the first `held` are copies of those.
+def copies(rows: Array, capacity: int, length: int, start: int) -> None:
+    """Let a cache row of the batch hold `start` tokens, of which all but the first `length` are copies of those.
 
     Args:
         rows: ``[N, ...]``: the rows of the cache, or those of a text that the original holds whole; changed in place.
         capacity: of the cache.
-        held: tokens that it holds.
+        length: tokens that it holds.
         start: see above.
     """
     tokens = np.arange(max(start - capacity, 0), start)
     places = tokens % capacity
-    sources = places % min(held, capacity)
+    sources = places % min(length, capacity)
     if len(rows) == capacity:
         rows[places] = rows[sources]
     else:  # of a ring, the newest token of each place
-        rows[tokens] = rows[held - 1 - (held - 1 - sources) % capacity]
+        rows[tokens] = rows[length - 1 - (length - 1 - sources) % capacity]
 
 
 class Contents:

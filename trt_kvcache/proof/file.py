@@ -94,23 +94,23 @@ class Share:
         return self.largest <= other.largest and self.typical <= other.typical
 
 
-def share_of(expected: Array, found: Array) -> Share:
+def share_of(expected: Array, actual: Array) -> Share:
     """The distance of two arrays: infinite where one is finite and the other is not. Two NaN are equal.
 
     Args:
         expected: float32.
-        found: float32, of the same shape.
+        actual: float32, of the same shape.
     """
     known = np.isfinite(expected)
-    a, b = expected[known].astype(np.float64), found[known].astype(np.float64)
-    if not np.array_equal(expected[~known], found[~known], equal_nan=True) or not np.isfinite(b).all():
+    a, b = expected[known].astype(np.float64), actual[known].astype(np.float64)
+    if not np.array_equal(expected[~known], actual[~known], equal_nan=True) or not np.isfinite(b).all():
         return Share(math.inf, math.inf)
-    apart, scale = np.abs(a - b), np.abs(a)
-    if not apart.size or not apart.max():
+    difference, scale = np.abs(a - b), np.abs(a)
+    if not difference.size or not difference.max():
         return Share(0.0, 0.0)
     if not scale.max():
         return Share(math.inf, math.inf)
-    return Share(float(apart.max() / scale.max()), float(np.sqrt((apart**2).mean() / (scale**2).mean())))
+    return Share(float(difference.max() / scale.max()), float(np.sqrt((difference**2).mean() / (scale**2).mean())))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
             replay(runner, proof, search)
         finally:
             runner.close()
-    return replace(report, layer=search.found or f"none of the {len(layers)} layers differs where they are outputs: "
+    return replace(report, layer=search.finding or f"none of the {len(layers)} layers differs where they are outputs: "
                    "TensorRT goes wrong where it fuses or places them otherwise")  # fmt: skip
 
 
@@ -87,21 +87,21 @@ class _Search:
         self._spans = [s.name for s in manifest.plan.spans]
         self._buffers = carried_buffers(manifest.plan)
         self._caches: dict[str, Array] = {}
-        self.found = ""
+        self.finding = ""
 
     def before(self, batch: StepBatch) -> None:
         """Keep the engine's caches, from which ONNX Runtime starts, too."""
-        rows = range(batch.first_row, batch.first_row + batch.rows) if not self.found else ()
+        rows = range(batch.first_row, batch.first_row + batch.rows) if not self.finding else ()
         for b in self._buffers if rows else ():
             self._caches[b.past] = np.stack([self._runner.read_row(b.past, row, b.capacity) for row in rows])
 
     def after(self, episode: Episode, number: int, batch: StepBatch) -> None:
         """Compare all layers, until one differs."""
         allowed = self._proof.facts.tolerances[episode.name].get(LOGITS)
-        if self.found or allowed is None:
+        if self.finding or allowed is None:
             return
-        given = [c.arrays for c in batch.constants]
-        constants = {n: np.concatenate([np.asarray(g[n]) for g in given]) for n in (given[0] if given else ())}
+        arrays = [c.arrays for c in batch.constants]
+        constants = {n: np.concatenate([np.asarray(g[n]) for g in arrays]) for n in (arrays[0] if arrays else ())}
         spans = {name: np.arange(size) for name, size in self._inputs.span_sizes(batch).items()}
         feeds = self._inputs.arrays(batch) | spans | constants | self._caches
         wide = {n: v.astype(np.float32) if v.dtype.name == "bfloat16" else v for n, v in feeds.items()}
@@ -111,8 +111,8 @@ class _Search:
             had = self._runner.read_output(value.name).astype(np.float32)
             for row, (one, other) in enumerate(zip(wanted, had, strict=True)):
                 share = share_of(one, other)
-                if not self.found and not share.within(allowed):
-                    self.found = (
+                if not self.finding and not share.within(allowed):
+                    self.finding = (
                         f"the first layer that differs from ONNX Runtime: '{node.name}' ({node.op_type}), which gives "
                         f"'{value.name}', by {share.largest:.2g} of its largest number, at step {number} of "
                         f"'{episode.name}', row {row}; {place} layers before it agree"
@@ -132,17 +132,17 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[tuple[ValueInfoProto,
     """The outputs of the layers, in the order of the graph, with the nodes that make them."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
-    found = []
+    layers = []
     for node in model.graph.node:
         value = known.get(node.output[0])
         if node.op_type not in _LAYERS or value is None or value.name in taken:
             continue
         kind = value.type.tensor_type
         if kind.elem_type in _FLOATS and len(kind.shape.dim) in (3, 4):
-            found.append((value, node))
-    if not found:
+            layers.append((value, node))
+    if not layers:
         raise UnsupportedModelError("no layer of this model can be looked at: none has a known type and rank")
-    return found
+    return layers
 
 
 @contextmanager

@@ -16,7 +16,7 @@ LOGITS = "logits"
 """In place of the name of the logits' output, beside the names of caches."""
 
 
-def rows_apart(plan: CachePlan) -> bool:
+def rows_aligned(plan: CachePlan) -> bool:
     """True if each row of the caches lies at an address that TensorRT takes: else an engine runs one sequence alone."""
     return not any(
         math.prod(b.row_shape(b.capacity)) * b.array_dtype.itemsize % ALIGNMENT for b in carried_buffers(plan)

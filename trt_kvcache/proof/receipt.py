@@ -41,14 +41,14 @@ class Receipt:
 
     def differs(self, now: Receipt) -> str:
         """The changes since it was written, in words; empty where there are none."""
-        found = [
+        changes = [
             f"{name.replace('_', ' ')} was {getattr(self, name)}, and is {getattr(now, name)}"
             for name in ("gpu", "driver", "backend", "checked_by")
             if getattr(self, name) != getattr(now, name)
         ]
         if (self.engine, self.proof) != (now.engine, now.proof):
-            found.append("it is of another engine or proof")
-        return "; ".join(found)
+            changes.append("it is of another engine or proof")
+        return "; ".join(changes)
 
 
 def receipt_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
@@ -65,12 +65,12 @@ def read_receipt(path: Path, now: Receipt) -> str:
         now: what it has to say, but for `largest`.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Receipt)
+        receipt = msgspec.json.decode(path.read_bytes(), type=Receipt)
     except FileNotFoundError:
         return "no receipt lies here"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return f"the receipt {path} cannot be read"
-    differs = replace(found, largest=now.largest).differs(now)
+    differs = replace(receipt, largest=now.largest).differs(now)
     return f"the receipt {path} does not count here: {differs}" if differs else ""
 
 

@@ -81,7 +81,7 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
     Raises:
         UnsupportedModelError: the runtime cannot run the model, or nothing here runs the original.
         OptionError: it does not fit into memory.
-        OutputError: no room for temporary files.
+        OutputError: temporary files do not fit onto the disk.
     """
     RuntimeInputs(imported.plan)  # refuses what no session runs
     StepLogits(imported.plan)
@@ -139,12 +139,12 @@ class _Inputs(StepInputs):
     count = 0
 
     def shared(self, step: Step) -> dict[str, Array]:
-        made = super().shared(step)
-        given = made[self.tokens.name]
-        values = self.contents.embeds(self.count, given.shape) if self.tokens.embedded else self.text.cut(step)
-        made[self.tokens.name] = values.reshape(given.shape).astype(given.dtype)
+        feeds = super().shared(step)
+        tokens = feeds[self.tokens.name]
+        values = self.contents.embeds(self.count, tokens.shape) if self.tokens.embedded else self.text.tokens_of(step)
+        feeds[self.tokens.name] = values.reshape(tokens.shape).astype(tokens.dtype)
         self.count += 1
-        return made | self.spans(step)
+        return feeds | self.spans(step)
 
 
 class _Text:
@@ -164,7 +164,7 @@ class _Text:
         self.continued: list[int] = []
         self._drawn = rng.integers(0, vocab, _TEXT)
 
-    def cut(self, step: Step) -> Array:
+    def tokens_of(self, step: Step) -> Array:
         """The tokens ``[R, S]`` of a step."""
         text = np.array([*self.continued, *self._drawn[len(self.continued) :]])
         places = np.add.outer(np.array(step.starts), np.arange(step.length))
@@ -226,9 +226,9 @@ class _Decoder(Verification):
             raise UnsupportedModelError(f"{self.path}: no step of a proof fits the caches of this model")
         contents = Contents(self.plan, _SEED, garbage, self.bounds.encoder)
         constants = contents.constants(self.limits.batch)
-        given = {n: v.astype(np.float32) if v.dtype.name == "bfloat16" else v for n, v in constants.items()}
+        values = {n: v.astype(np.float32) if v.dtype.name == "bfloat16" else v for n, v in constants.items()}
         inputs = _Inputs(
-            self.plan, index_limits(self.models[1], self.plan), given, self.rng, twin=self.twin,
+            self.plan, index_limits(self.models[1], self.plan), values, self.rng, twin=self.twin,
             rings=bool(self.texts), plain=True,
         )  # fmt: skip
         inputs.contents, inputs.tokens, inputs.text = contents, self._tokens, self.text
@@ -266,12 +266,12 @@ class _Decoder(Verification):
         ends = self._planned[episode - 1].steps[-1].valid
         for cache in self.caches:
             name = cache.role.name
-            held = self._state[name] = self._state[name].copy()
+            contents = self._state[name] = self._state[name].copy()
             for row, (start, end) in enumerate(zip(step.starts, ends, strict=True)):
                 if not start:
-                    held[row] = fresh[name][row]
+                    contents[row] = fresh[name][row]
                 elif start > end and cache.update is not None:
-                    copies(self.texts.get(name, cache).rows(held)[row], cache.update.capacity, end, start)
+                    copies(self.texts.get(name, cache).rows(contents)[row], cache.update.capacity, end, start)
         return self._state
 
 
@@ -323,10 +323,10 @@ class _Sampler(Tape):
             self.rows[name] = np.full((len(episode.starts), len(episode.newest), len(width)), np.nan, np.float32)
         order = np.cumsum(value.rows).reshape(value.rows.shape) - 1  # of the row among those that changed
         for row, start in enumerate(episode.starts):
-            for kept, token in enumerate(episode.newest):
+            for index, token in enumerate(episode.newest):
                 place = (start + token) % value.rows.shape[1]
                 if before <= token < before + episode.lengths[number] and value.rows[row, place]:
-                    self.rows[name][row, kept] = value.values[order[row, place], width]
+                    self.rows[name][row, index] = value.values[order[row, place], width]
 
 
 @contextmanager
@@ -350,26 +350,26 @@ def _with_last_logits(model: ModelProto, plan: CachePlan) -> ModelProto:
     span = plan.logits_span
     if span is None:
         return model
-    made = ModelProto()
-    made.CopyFrom(model)
-    if made.functions:  # readers may be in them
-        made, _ = inline_functions(made)
-        name_nodes(made.graph)
-    if {n.name for n in made.graph.node if span.tensor in n.input} != set(span.readers):
+    shortened = ModelProto()
+    shortened.CopyFrom(model)
+    if shortened.functions:  # readers may be in them
+        shortened, _ = inline_functions(shortened)
+        name_nodes(shortened.graph)
+    if {n.name for n in shortened.graph.node if span.tensor in n.input} != set(span.readers):
         return model
-    cut, nodes = f"{_PREFIX}{span.tensor}", list(made.graph.node)
+    last, nodes = f"{_PREFIX}{span.tensor}", list(shortened.graph.node)
     bounds = {"first": -MOST_POSITIONS, "end": np.iinfo(np.int64).max, "axis": span.axis}
-    made.graph.initializer.extend(numpy_helper.from_array(np.array([v]), cut + n) for n, v in bounds.items())
+    shortened.graph.initializer.extend(numpy_helper.from_array(np.array([v]), last + n) for n, v in bounds.items())
     for node in nodes:
         if node.name in span.readers:
-            node.input[:] = [cut if name == span.tensor else name for name in node.input]
-    first = next(at for at, node in enumerate(nodes) if cut in node.input)
-    new = helper.make_node("Slice", [span.tensor, *(cut + n for n in bounds)], [cut], cut)
-    made.graph.node.insert(first, new)
-    for output in made.graph.output:
+            node.input[:] = [last if name == span.tensor else name for name in node.input]
+    first = next(at for at, node in enumerate(nodes) if last in node.input)
+    new = helper.make_node("Slice", [span.tensor, *(last + n for n in bounds)], [last], last)
+    shortened.graph.node.insert(first, new)
+    for output in shortened.graph.output:
         if output.name == span.output:
             output.type.tensor_type.ClearField("shape")
-    return made
+    return shortened
 
 
 def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _Heard, dtype: str) -> Proof:
@@ -385,8 +385,8 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
             "the original has logits that are not a number, as where float16 overflows; its proof leaves these "
             "episodes' logits out; bfloat16 or float32 has room for them"
         )
-    elif not any(LOGITS in found for found in tolerances.values()):
-        least = min(found[LOGITS].typical for found in rounding.values())
+    elif not any(LOGITS in shares for shares in tolerances.values()):
+        least = min(shares[LOGITS].typical for shares in rounding.values())
         note = (
             f"rounding decides the logits of this model: moving its numbers by no more than {MEASURED * unit:.2g} of "
             f"themselves changes logits by {least:.2g} of their size; its proof compares cache rows alone"

@@ -18,7 +18,7 @@ from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.proof.contents import Contents, copies, draws_digest, embedded
 from trt_kvcache.proof.file import Episode, Proof, Share, columns_of, share_of
-from trt_kvcache.proof.places import LOGITS, places, rows_apart
+from trt_kvcache.proof.places import LOGITS, places, rows_aligned
 from trt_kvcache.proof.schedule import DRAWN
 from trt_kvcache.proof.tolerance import spread
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
@@ -108,7 +108,7 @@ class Watch(Protocol):
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
     """Rows of the caches that a replay takes: one beside those in use, where the engine has it."""
-    return min(proof.facts.rows + 1, most) if rows_apart(plan) else 1
+    return min(proof.facts.rows + 1, most) if rows_aligned(plan) else 1
 
 
 def replay(runner: Runner, proof: Proof, watch: Watch | None = None) -> Replay:
@@ -143,20 +143,20 @@ class _Replay:
             raise ManifestError(f"the proof does not fit the engine: {why}; build the engine again")
         self._worst: dict[str, Difference] = {}
         self._findings: dict[str, Finding] = {}
-        self._constants = self._given()
+        self._constants = self._draw_constants()
         self._planes = PositionInput(runner.plan).planes
         self._embedded = embedded(runner.plan)
         self._count = 0
         rows = facts.rows
         # Rows that an engine does not take together come one after the other.
-        self._together = together = rows if rows_apart(self._plan) and rows <= runner.max_batch else 1
+        self._together = together = rows if rows_aligned(self._plan) and rows <= runner.max_batch else 1
         self._first = int(runner.max_batch > together)  # rows in use come after another one, which must not change
         used = range(self._first, self._first + together)
         self._spare = [r for r in (0, together) if r < runner.max_batch and r not in used]
         self._turn, self._ends = slice(together), (0,) * together
         self._spread = spread(facts.rounding)
         self._outside: dict[tuple[str, str], set[object]] = {}  # rows by episode and output, or one row's episodes
-        self._apart: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
+        self._outliers: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
 
     def run(self) -> Replay:
         facts = self._proof.facts
@@ -173,8 +173,8 @@ class _Replay:
 
     def _leave_out_choices(self) -> None:
         """Forget what chosen experts explain: few rows of an output, in which a near tie went the other way."""
-        for name, (apart, rows) in self._apart.items():
-            if apart <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
+        for name, (outliers, rows) in self._outliers.items():
+            if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
                 self._findings.pop(name, None)
 
     def _misfit(self) -> str:
@@ -182,7 +182,7 @@ class _Replay:
         facts, arrays, runner = self._proof.facts, self._proof.arrays, self._runner
         if facts.chunk > runner.max_chunk:
             return f"its steps have up to {facts.chunk} tokens, and the engine takes {runner.max_chunk}"
-        if unknown := {n for found in facts.tolerances.values() for n in found} - {*self._buffers, LOGITS}:
+        if unknown := {n for shares in facts.tolerances.values() for n in shares} - {*self._buffers, LOGITS}:
             return f"it has a cache '{min(unknown)}'"
         columns = len(self._columns)
         for at, episode in enumerate(facts.episodes):
@@ -203,7 +203,7 @@ class _Replay:
                     return f"'{name}' is missing, or of another size"
         return ""
 
-    def _given(self) -> tuple[Constants, ...]:
+    def _draw_constants(self) -> tuple[Constants, ...]:
         """The inputs that each row is given once."""
         inputs = ConstantInputs(self._plan)
         if not inputs.tensors:
@@ -239,7 +239,7 @@ class _Replay:
         for name, buffer in self._buffers.items():
             self._compare_cache(at, episode, buffer)
             for row, before in prints[name].items():
-                self._compare_kept(episode, buffer, row, before)
+                self._compare_untouched(episode, buffer, row, before)
 
     def _begin(self, name: str, fresh: Array, episode: Episode) -> None:
         """Writes what a cache holds before an episode; `fresh`: if it is empty, or drawn."""
@@ -250,26 +250,26 @@ class _Replay:
             if not start or episode.name == DRAWN:
                 self._runner.write_row(name, self._first + row, fresh[row])
             elif start > end and not buffer.is_state:
-                held = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))
-                copies(cache.physical_rows(held[None])[0], buffer.capacity, end, start)
-                self._runner.write_row(name, self._first + row, held)
+                values = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))
+                copies(cache.physical_rows(values[None])[0], buffer.capacity, end, start)
+                self._runner.write_row(name, self._first + row, values)
 
     def _rows(self, buffer: Carried) -> list[int]:
         """Rows of the batch in which a cache row may stay as it is; state has none but in another sequence."""
         used = range(self._first, self._first + self._together)
         return [*self._spare, *(() if buffer.is_state else used)]
 
-    def _held(self, buffer: Carried, row: int) -> Array:
+    def _cache_rows(self, buffer: Carried, row: int) -> Array:
         """The rows ``[capacity, numbers]`` of a cache."""
-        held = self._runner.read_row(buffer.past, row, buffer.capacity)
-        rows = self._contents.caches[buffer.past].physical_rows(held[None])[0]
+        values = self._runner.read_row(buffer.past, row, buffer.capacity)
+        rows = self._contents.caches[buffer.past].physical_rows(values[None])[0]
         return np.asarray(rows.reshape(buffer.capacity, -1))
 
     def _prints(self, buffer: Carried, row: int) -> Array:
         """A number for the bits of each row of a cache."""
-        held = np.ascontiguousarray(self._held(buffer, row))
-        width = 8 if held.itemsize * held.shape[1] % 8 == 0 else held.itemsize
-        bits = held.view(f"u{width}").astype(np.uint64, copy=False)
+        values = np.ascontiguousarray(self._cache_rows(buffer, row))
+        width = 8 if values.itemsize * values.shape[1] % 8 == 0 else values.itemsize
+        bits = values.view(f"u{width}").astype(np.uint64, copy=False)
         factors = np.random.default_rng(0).integers(0, 1 << 63, bits.shape[1], np.uint64) * np.uint64(2) + np.uint64(1)
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
@@ -295,13 +295,13 @@ class _Replay:
             )
         if not episode.keep[number]:
             return
-        found = logits.astype(np.float32)
-        expected, given = arrays[f"{name}/logits"][self._turn], found[..., self._columns]
+        values = logits.astype(np.float32)
+        expected, actual = arrays[f"{name}/logits"][self._turn], values[..., self._columns]
         if f"{name}/high" in arrays:
-            high = np.take_along_axis(found, arrays[f"{name}/high"][self._turn].astype(np.int64), -1)
+            high = np.take_along_axis(values, arrays[f"{name}/high"][self._turn].astype(np.int64), -1)
             expected = np.concatenate([expected, arrays[f"{name}/highest"][self._turn]], -1)
-            given = np.concatenate([given, high], -1)
-        for row, (wanted, had) in enumerate(zip(expected, given, strict=True)):
+            actual = np.concatenate([actual, high], -1)
+        for row, (wanted, had) in enumerate(zip(expected, actual, strict=True)):
             self._note(LOGITS, episode, number, row, share_of(wanted, had))
 
     def _compare_cache(self, at: int, episode: Episode, buffer: Carried) -> None:
@@ -312,22 +312,22 @@ class _Replay:
         steps = np.repeat(np.arange(len(episode.lengths)), episode.lengths)
         for row, start in enumerate(episode.starts):
             if buffer.is_state:
-                held = self._runner.read_row(buffer.past, self._first + row, 1)
-                flat = held.reshape(1, -1).astype(np.float32)[:, places(held.size, expected.shape[-1])]
+                state = self._runner.read_row(buffer.past, self._first + row, 1)
+                flat = state.reshape(1, -1).astype(np.float32)[:, places(state.size, expected.shape[-1])]
                 self._note(buffer.past, episode, len(episode.lengths) - 1, row, share_of(expected[row], flat))
                 continue
             still = episode.newest >= sum(episode.lengths) - buffer.capacity
             tokens, wanted = episode.newest[still], expected[row, still]
-            now = self._held(buffer, self._first + row)
+            now = self._cache_rows(buffer, self._first + row)
             where = (start + tokens) % buffer.capacity
-            found = now[where].astype(np.float32)[:, places(now.shape[-1], expected.shape[-1])]
+            actual = now[where].astype(np.float32)[:, places(now.shape[-1], expected.shape[-1])]
             unknown = np.isnan(wanted)
-            found[unknown] = np.nan
-            apart = np.abs(np.where(unknown, 0, wanted - found)).max(-1)
-            worst = int(steps[tokens[int(np.argmax(apart))]])  # the first one that is not finite, if there is any
-            self._note(buffer.past, episode, worst, row, share_of(wanted, found))
+            actual[unknown] = np.nan
+            distance = np.abs(np.where(unknown, 0, wanted - actual)).max(-1)
+            worst = int(steps[tokens[int(np.argmax(distance))]])  # the first one that is not finite, if there is any
+            self._note(buffer.past, episode, worst, row, share_of(wanted, actual))
 
-    def _compare_kept(self, episode: Episode, buffer: Carried, row: int, before: Array) -> None:
+    def _compare_untouched(self, episode: Episode, buffer: Carried, row: int, before: Array) -> None:
         """The rows of a cache that no token went to, bit by bit."""
         changed = self._prints(buffer, row) != before
         if not changed.any():
@@ -336,7 +336,7 @@ class _Replay:
         if row not in self._spare:
             start, end, places = episode.starts[number], episode.ends[number], np.arange(buffer.capacity)
             # Where past and present are two buffers, rows without a token may come out as zeros.
-            changed &= (places < end) | self._held(buffer, row).any(-1)
+            changed &= (places < end) | self._cache_rows(buffer, row).any(-1)
             changed[np.arange(max(start, end - buffer.capacity), end) % buffer.capacity] = False
         if changed.any():
             self._worst[buffer.past] = Difference(buffer.past, None, Share(math.inf, math.inf))
@@ -355,10 +355,10 @@ class _Replay:
             outside.add(self._turn.start + row if facts.rows > 1 else episode.name)
             if len(outside) == 1:
                 allowed = Share(self._spread * allowed.largest, self._spread * allowed.typical)
-        found = Difference(name, share if math.isfinite(share.largest) else None, allowed)
-        self._worst[name] = max(self._worst.get(name, found), found, key=lambda d: d.part)
-        apart, rows = self._apart.get(name, (0, 0))
-        self._apart[name] = apart + (not share.within(allowed)), rows + 1
+        difference = Difference(name, share if math.isfinite(share.largest) else None, allowed)
+        self._worst[name] = max(self._worst.get(name, difference), difference, key=lambda d: d.part)
+        outliers, rows = self._outliers.get(name, (0, 0))
+        self._outliers[name] = outliers + (not share.within(allowed)), rows + 1
         if share.within(allowed):
             return
         if share.largest > allowed.largest and math.isfinite(share.largest):

@@ -57,16 +57,16 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
         for part, factor in factors.items():
             graph.initializer.append(helper.make_tensor(f"{exact}/{part}", wide, [], [factor]))
         nodes.append(helper.make_node("Cast", [exact], [f"{exact}/y"], f"{exact}/y", to=wide))
-        for op, one, other, made in (
+        for op, one, other, result in (
             ("Mul", "y", "scale", "p"), ("Mul", "p", "split", "c"), ("Sub", "c", "p", "rest"),
             ("Sub", "c", "rest", "rounded"), ("Mul", "rounded", "back", "moved"),
         ):  # fmt: skip
             names = [f"{exact}/{part}" for part in (one, other)]
-            nodes.append(helper.make_node(op, names, [f"{exact}/{made}"], f"{exact}/{made}"))
+            nodes.append(helper.make_node(op, names, [f"{exact}/{result}"], f"{exact}/{result}"))
         nodes.append(helper.make_node("Cast", [f"{exact}/moved"], [name], f"{exact}/back", to=dtype))
-    made_nodes = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    new_nodes = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
     del graph.node[:]
-    graph.node.extend(made_nodes)
+    graph.node.extend(new_nodes)
     return moved
 
 

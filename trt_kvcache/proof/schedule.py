@@ -32,7 +32,7 @@ DRAWN = "drawn"
 _PROMPT = (5, 3, 1)
 _SINGLES = 3
 _COMPARED = 4  # last steps of an episode
-_APART = 3  # tokens between the rows of a step
+_DISTANCE = 3  # tokens between the rows of a step
 _SETTLED = 40  # tokens, after which rounding makes no more difference than later (measured on SmolLM2 and Gemma 3)
 _REACH = 576  # tokens that are decoded for the sake of those after them
 _CHUNKS = 48  # at most, if the engine takes short ones only
@@ -81,14 +81,14 @@ def plan_proof(limits: Limits, windows: set[int], steps: int | None, *, drawn: b
     if not limits.indexed:
         options = VerifyOptions(batch=limits.batch, chunks=_PROMPT[:2], tokens=_SINGLES)
         return tuple(e for e in plan_schedule(limits, options) if e.steps)
-    found = _walked(limits, windows, 0, drawn)
-    if steps is not None and (more := steps - sum(len(e.steps) for e in found)) > 0:
-        found = _walked(limits, windows, more, drawn)
-    while steps is not None and sum(len(e.steps) for e in found) > steps:
-        last = found.pop()
+    episodes = _walked(limits, windows, 0, drawn)
+    if steps is not None and (more := steps - sum(len(e.steps) for e in episodes)) > 0:
+        episodes = _walked(limits, windows, more, drawn)
+    while steps is not None and sum(len(e.steps) for e in episodes) > steps:
+        last = episodes.pop()
         if last.steps[1:]:
-            found.append(replace(last, steps=last.steps[:-1]))
-    return tuple(found)
+            episodes.append(replace(last, steps=last.steps[:-1]))
+    return tuple(episodes)
 
 
 def _walked(limits: Limits, windows: set[int], more: int, drawn: bool) -> list[Episode]:
@@ -124,19 +124,19 @@ class _Walk:
         self._limits = limits
         self._longest = limits.length or limits.longest
         self.reach = min(_REACH, _CHUNKS * self._longest)
-        apart = self.single * _APART if limits.ragged else 0
-        room = None if limits.linear is None else limits.linear - 2 * self.single
-        self._apart = apart if room is None or apart * (limits.batch - 1) <= room else 0
+        distance = self.single * _DISTANCE if limits.ragged else 0
+        free_rows = None if limits.linear is None else limits.linear - 2 * self.single
+        self._distance = distance if free_rows is None or distance * (limits.batch - 1) <= free_rows else 0
         self.ends = (0,) * limits.batch
 
     def start(self, more: int) -> None:
         """Rows that begin one after the other, a short prompt, and single steps."""
-        turns = self._limits.batch if self._apart else 1
+        turns = self._limits.batch if self._distance else 1
         for turn in range(turns):
             # The rows that have their place already go on.
-            starts = tuple(self._apart * max(row + turn + 1 - turns, 0) for row in range(self._limits.batch))
+            starts = tuple(self._distance * max(row + turn + 1 - turns, 0) for row in range(self._limits.batch))
             last = turn == turns - 1
-            self.add("start", self._cut([*_PROMPT, *[1] * more]) if last else self._chunks(self._apart), starts)
+            self.add("start", self._clamp([*_PROMPT, *[1] * more]) if last else self._chunks(self._distance), starts)
 
     def has(self, place: int) -> bool:
         """All rows may go up to a place, as far as linear caches hold it."""
@@ -151,7 +151,7 @@ class _Walk:
         if self._limits.linear is None:
             return
         left = self._limits.linear - max(self.ends)
-        tail = self._cut([_PROMPT[0], 1, 1])
+        tail = self._clamp([_PROMPT[0], 1, 1])
         if max(self.ends) + left > self.reach:
             self.jump("full", self._limits.linear - sum(tail) - (max(self.ends) - min(self.ends)), tail)
         else:
@@ -159,14 +159,14 @@ class _Walk:
 
     def drawn(self) -> None:
         """A chunk and single steps after a few tokens of nobody's."""
-        starts = tuple(self.single * 2 + self._apart * row for row in range(self._limits.batch))
-        self.add(DRAWN, self._cut([_PROMPT[0], *[1] * _SINGLES]), starts)
+        starts = tuple(self.single * 2 + self._distance * row for row in range(self._limits.batch))
+        self.add(DRAWN, self._clamp([_PROMPT[0], *[1] * _SINGLES]), starts)
 
     def jump(self, name: str, place: int, lengths: list[int] | None = None) -> None:
         """Steps from a place on, without those before it; the rows keep their distances."""
         starts = tuple(place + end - min(self.ends) for end in self.ends)
         if place > max(self.ends):
-            self.add(name, lengths or self._cut([*[1] * _SINGLES, _PROMPT[0]]), starts)
+            self.add(name, lengths or self._clamp([*[1] * _SINGLES, _PROMPT[0]]), starts)
 
     def add(self, name: str, lengths: list[int], starts: tuple[int, ...] | None = None) -> None:
         """Steps of these lengths, as many as fit."""
@@ -184,7 +184,7 @@ class _Walk:
     def _middle(self) -> int:
         return sorted(self.ends)[len(self.ends) // 2]
 
-    def _cut(self, lengths: list[int]) -> list[int]:
+    def _clamp(self, lengths: list[int]) -> list[int]:
         """Steps of these lengths, as the model takes them."""
         return [self._limits.length or min(length, self._longest) for length in lengths]
 
