@@ -108,10 +108,10 @@ def driver_present() -> bool:
 
 def can_build(target: Target | None) -> bool:
     """Return True if a builder is installed here, and there is what it needs; fast. None: either one."""
-    found = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
-    if Target.TENSORRT in found and target is not Target.TENSORRT_RTX and driver_present():
+    installed = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
+    if Target.TENSORRT in installed and target is not Target.TENSORRT_RTX and driver_present():
         return True
-    return Target.TENSORRT_RTX in found and target is not Target.TENSORRT
+    return Target.TENSORRT_RTX in installed and target is not Target.TENSORRT
 
 
 def choose_backend(choice: str) -> Backend:
@@ -189,11 +189,11 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
         "--declare-aliases": (build.declare_aliases, "has no plugins"),
         "--version-compatible": (build.version_compatible, "comes without the lean runtime that such engines contain"),
     }
-    for flag, (given, why) in useless.items():
-        if given:
+    for flag, (is_set, why) in useless.items():
+        if is_set:
             raise OptionError(f"{flag} has no use here: {backend.title} {why}; leave it out, or use --backend tensorrt")
     asked = {"--refit": build.refit != "none", "--strip-plan": build.strip_plan}
-    gpu_only = [flag for flag, given in asked.items() if given]
+    gpu_only = [flag for flag, is_set in asked.items() if is_set]
     if gpu_only and not driver_present():
         raise OptionError(
             f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, and "

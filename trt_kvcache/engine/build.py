@@ -17,7 +17,7 @@ from trt_kvcache import __version__
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder
-from trt_kvcache.engine.folder import copy_texts, made_folders, output_engine
+from trt_kvcache.engine.folder import copy_texts, new_folders, output_engine
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path, proof_path
 from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
@@ -81,7 +81,7 @@ def build_engine(
     watched = _Watched(progress)
     engine, folder = output_engine(output)
     try:
-        with made_folders(engine.parent):
+        with new_folders(engine.parent):
             manifest = _build_engine(model, engine, options, build, watched)
             if folder is not None:
                 copy_texts(Path(model), folder)
@@ -128,7 +128,7 @@ def _build_engine(
     half = any(t.data_type == TensorProto.FLOAT16 for t in iter_tensors(imported.model))
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
-    kept = [imported]
+    handover = [imported]
     del imported
     _check_not_model(engine_path, part.files)
     if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
@@ -151,14 +151,14 @@ def _build_engine(
     _check_memory(part, setup, twice=twice)
     with ExitStack() as stack:
         # It takes the model, which is large if its weights are inside, and is not needed while TensorRT works.
-        recording = _record(kept.pop(), most, setup, part.weights, half=half)
+        recording = _record(handover.pop(), most, setup, part.weights, half=half)
         stack.callback(recording.close)
         if not recording.beside:
             wait([recording.answer])
         ready: list[tuple[Manifest, Path, Path]] = []
         if encoder is not None:
-            made, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
-            ready, said = [made] if made is not None else [], (*said, *more)
+            entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
+            ready, said = [entry] if entry is not None else [], (*said, *more)
         try:
             built = stack.enter_context(_built(part, plan, profiles, setup, engine_path, twice=twice))
         except BuildError as error:
@@ -195,10 +195,10 @@ def _record(imported: ImportedModel, most: Most, setup: _Setup, weights: int, *,
 
 def _recorded(recording: Recording, setup: _Setup) -> tuple[bytes, tuple[str, ...]]:
     """Return the proof, or nothing and a note."""
-    found = recording.result()
+    proof = recording.result()
     if recording.wanted != "off":
         setup.progress(ProgressEvent(PHASE, None, 1, 1, finished=True))
-    return found
+    return proof
 
 
 def _proof_identity(proof: bytes, built: _Built, engine: Path) -> FileIdentity | None:
@@ -293,18 +293,18 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
     Raises:
         OptionError: the caller allows less. Otherwise the first step after a long source would fail.
     """
-    made, allowed = encoder.positions, build.max_encoder
-    if made is not None and allowed is not None and made > allowed:
+    positions, allowed = encoder.positions, build.max_encoder
+    if positions is not None and allowed is not None and positions > allowed:
         sizes = ", ".join(f"{name} {list(r.max)}" for name, r in encoder.profile.shapes.items())
         of = f"the longest source ({sizes})" if sizes else "every source"
         raise OptionError(
-            f"--max-encoder is {allowed}, and the encoder makes {made} positions of {of}; give --max-encoder {made}, "
-            f"{'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
+            f"--max-encoder is {allowed}, and the encoder makes {positions} positions of {of}; give "
+            f"--max-encoder {positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
         )
     own = without_shapes(build, plan, encoder.plan)
     shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()
-    given = allowed is not None or any(t.name in shaped and "encoder" in t.axes for t in plan.tensors)
-    return own if made is None or given else replace(own, max_encoder=made)
+    is_set = allowed is not None or any(t.name in shaped and "encoder" in t.axes for t in plan.tensors)
+    return own if positions is None or is_set else replace(own, max_encoder=positions)
 
 
 def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
@@ -483,11 +483,11 @@ def _publish(engines: Sequence[tuple[Manifest, Path, Path]], proof: bytes) -> No
 def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
     """Write a temporary file of `stack`; returns it and its final path."""
     final = check_output(path)
-    made = stack.enter_context(temporary_file(final))
+    temporary = stack.enter_context(temporary_file(final))
     try:
-        with open(made, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content)
             sync(file)
     except OSError as error:
         raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-    return made, final
+    return temporary, final

@@ -62,8 +62,8 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
     if not constants or path is None:
         if named is None:
             return None
-        found = f"there is none at {named}" if constants else f"{model} takes nothing from one"
-        raise OptionError(f"--encoder names an encoder, and {found}; leave it out")
+        reason = f"there is none at {named}" if constants else f"{model} takes nothing from one"
+        raise OptionError(f"--encoder names an encoder, and {reason}; leave it out")
     return path
 
 

@@ -12,7 +12,7 @@ from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.given import given_path
 from trt_kvcache.names import ENGINE, models_in
 
-__all__ = ["TEXTS", "copy_texts", "made_folders", "output_engine"]
+__all__ = ["TEXTS", "copy_texts", "new_folders", "output_engine"]
 
 TEXTS = (
     "tokenizer.json",
@@ -52,7 +52,7 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
 
 
 @contextmanager
-def made_folders(folder: Path) -> Iterator[None]:
+def new_folders(folder: Path) -> Iterator[None]:
     """Make a folder, and those it lies in. Those that are new and empty go where the block fails.
 
     Raises:

@@ -33,7 +33,7 @@ def settings_beside(model: Path) -> dict[str, Any]:
     Raises:
         OptionError: a file is unreadable.
     """
-    return {name: value for found in each_beside(model).values() for name, value in found.items()}
+    return {name: value for settings in each_beside(model).values() for name, value in settings.items()}
 
 
 def sampling_beside(model: Path) -> dict[str, Any]:
@@ -56,18 +56,18 @@ def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
     ``config.json`` counts as in transformers: only if there is no ``generation_config.json``.
     """
     folder = model if model.is_dir() else model.parent
-    found: dict[Path, dict[str, Any]] = {}
+    settings: dict[Path, dict[str, Any]] = {}
     if (path := folder / "config.json").exists() and not (folder / "generation_config.json").exists():
         config = load_settings(path)
         parts = [part for name in _PARTS if isinstance(part := config.get(name), dict)]
-        found[path] = {name: value for part in (*parts, config) for name, value in part.items() if value is not None}
+        settings[path] = {name: value for part in (*parts, config) for name, value in part.items() if value is not None}
     if (path := folder / "genai_config.json").exists():
         of_model = load_settings(path).get("model")
-        found[path] = of_model if isinstance(of_model, dict) else {}
+        settings[path] = of_model if isinstance(of_model, dict) else {}
     if (path := folder / "generation_config.json").exists():
-        found[path] = load_settings(path)
+        settings[path] = load_settings(path)
     return {
-        path: {name: said[name] for name in _OF_MODEL if said.get(name) is not None} for path, said in found.items()
+        path: {name: said[name] for name in _OF_MODEL if said.get(name) is not None} for path, said in settings.items()
     }
 
 

@@ -88,9 +88,9 @@ def reconcile(manifest: Manifest, view: EngineView) -> tuple[str, ...]:
     )
 
 
-def _compare_tensors(planned: tuple[TensorRole, ...], found: tuple[EngineTensor, ...]) -> list[str]:
+def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTensor, ...]) -> list[str]:
     expected = {(tensor.io, tensor.name): tensor for tensor in planned}
-    actual = {(tensor.io, tensor.name): tensor for tensor in found}
+    actual = {(tensor.io, tensor.name): tensor for tensor in reported}
     differences = [f"{io} {name} is only in the manifest" for io, name in expected if (io, name) not in actual]
     differences += [f"{io} {name} is only in the engine" for io, name in actual if (io, name) not in expected]
     for key, tensor in actual.items():
@@ -115,11 +115,11 @@ def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
     return True
 
 
-def _compare_aliases(manifest: Manifest, found: dict[str, str]) -> list[str]:
+def _compare_aliases(manifest: Manifest, reported: dict[str, str]) -> list[str]:
     unreported = {cache.present for cache in manifest.plan.caches if cache.route is Route.PLUGIN}
     differences = []
-    for present in sorted({*found, *manifest.aliases}):
-        actual, expected = found.get(present), manifest.aliases.get(present)
+    for present in sorted({*reported, *manifest.aliases}):
+        actual, expected = reported.get(present), manifest.aliases.get(present)
         if actual != expected and not (actual is None and present in unreported):
             differences.append(
                 f"{present} shares the buffer of {actual or 'nothing'}, in the manifest of {expected or 'nothing'}"
@@ -127,11 +127,11 @@ def _compare_aliases(manifest: Manifest, found: dict[str, str]) -> list[str]:
     return differences
 
 
-def _compare_profiles(planned: tuple[Profile, ...], found: tuple[dict[str, ShapeRange], ...]) -> list[str]:
-    if len(planned) != len(found):
-        return [f"the engine has {len(found)} profiles, the manifest {len(planned)}"]
+def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, ShapeRange], ...]) -> list[str]:
+    if len(planned) != len(reported):
+        return [f"the engine has {len(reported)} profiles, the manifest {len(planned)}"]
     differences = []
-    for profile, shapes in zip(planned, found, strict=True):
+    for profile, shapes in zip(planned, reported, strict=True):
         for name, expected in profile.shapes.items():
             actual = shapes.get(name)
             if actual is not None and actual != expected:

@@ -225,16 +225,16 @@ def _check(manifest: Manifest) -> None:
     Raises:
         ValidationError: it does, with everything that was found.
     """
-    found = [*_limits(manifest), *_tensors(manifest), *_profiles(manifest)]
+    faults = [*_limits(manifest), *_tensors(manifest), *_profiles(manifest)]
     in_place = {c.present: c.past for c in manifest.plan.caches if c.carried and c.in_place}
     if manifest.aliases != in_place:
         pairs = ", ".join(f"{present!r} is {past!r}" for present, past in manifest.aliases.items() - in_place.items())
-        found.append(f"aliases are not those of the plan's caches in place ({pairs or 'some are missing'})")
+        faults.append(f"aliases are not those of the plan's caches in place ({pairs or 'some are missing'})")
     if manifest.double_buffered != manifest.plan.double_buffered:
-        found.append("the tensors with two buffers are not those of the plan")
-    if found:
-        more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
-        raise msgspec.ValidationError("; ".join(found[:_FEW]) + more)
+        faults.append("the tensors with two buffers are not those of the plan")
+    if faults:
+        more = f"; and {len(faults) - _FEW} more" if len(faults) > _FEW else ""
+        raise msgspec.ValidationError("; ".join(faults[:_FEW]) + more)
 
 
 def _limits(manifest: Manifest) -> Iterator[str]:

@@ -25,10 +25,10 @@ def with_outputs(model: ModelProto, values: Sequence[ValueInfoProto]) -> ModelPr
     """A copy of a model that gives these values, too."""
     from onnx import ModelProto
 
-    made = ModelProto()
-    made.CopyFrom(model)
-    made.graph.output.extend(values)
-    return made
+    marked = ModelProto()
+    marked.CopyFrom(model)
+    marked.graph.output.extend(values)
+    return marked
 
 
 def build_marked(imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path) -> Path:
@@ -67,6 +67,6 @@ def build_marked(imported: ImportedModel, manifest: Manifest, values: Sequence[V
     job = Job(target, title, *paths, plan, manifest.profiles, build, flipped)
     done, _ = run_worker(job, lambda: serialize_model(with_outputs(imported.model, values)))
     identity = FileIdentity(engine.name, done.size, done.blake3)
-    made = replace(manifest, plan=plan, engine=identity, proof=None, encoder=None, backend_version=done.version)
-    save_manifest(made, manifest_path(engine))
+    marked = replace(manifest, plan=plan, engine=identity, proof=None, encoder=None, backend_version=done.version)
+    save_manifest(marked, manifest_path(engine))
     return engine

@@ -8,7 +8,7 @@ Measured with TensorRT for RTX 1.7.1: the peak of memory that the system cannot 
     float32, 0.92 GB               1.58 GB
     int4, 0.64 GB                  1.84 GB, with copies of the weights whose signs change
 
-The system also keeps mapped weights and the new engine in memory while there is room.
+The system also keeps mapped weights and the new engine in memory while some is free.
 """
 
 from __future__ import annotations

@@ -27,18 +27,18 @@ def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
 def _check_updates(network: Any, plan: CachePlan, trt: Any) -> None:
     """Check that the KV-cache layers are the native updates, each from the cache's input to its output."""
     planned = Counter((c.past, c.present) for c in plan.caches if c.route is Route.NATIVE)
-    found: Counter[tuple[str, str]] = Counter()
+    parsed: Counter[tuple[str, str]] = Counter()
     for i in range(network.num_layers):
         layer = network.get_layer(i)
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:
-            found[layer.get_input(0).name, layer.get_output(0).name] += 1
-    if missing := planned - found:
+            parsed[layer.get_input(0).name, layer.get_output(0).name] += 1
+    if missing := planned - parsed:
         pairs = ", ".join(f"{past} -> {present}" for past, present in missing)
         raise BuildError(
-            f"the parsed network has {found.total()} KV-cache layers, the plan {planned.total()}; missing: {pairs}. "
+            f"the parsed network has {parsed.total()} KV-cache layers, the plan {planned.total()}; missing: {pairs}. "
             "The engine would not update them in place; this is a fault in trt_kvcache, please report it with the model"
         )
-    if surplus := found - planned:
+    if surplus := parsed - planned:
         pairs = ", ".join(f"{past} -> {present}" for past, present in surplus)
         raise BuildError(
             f"the parsed network has KV-cache layers that are not in the plan: {pairs}. "
@@ -54,12 +54,12 @@ def _check_plugins(network: Any, plan: CachePlan, trt: Any) -> None:
     planned = [(c.past, c.present) for c in plan.caches if c.route is Route.PLUGIN]
     if not planned:
         return
-    found = set()
+    parsed = set()
     for i in range(network.num_layers):
         layer = network.get_layer(i)
         if layer.type == trt.LayerType.PLUGIN_V3:  # its caches come first, among inputs and among outputs
-            found |= {(layer.get_input(j).name, layer.get_output(j).name) for j in range(layer.num_outputs)}
-    if missing := [pair for pair in planned if pair not in found]:
+            parsed |= {(layer.get_input(j).name, layer.get_output(j).name) for j in range(layer.num_outputs)}
+    if missing := [pair for pair in planned if pair not in parsed]:
         pairs = ", ".join(f"{past} -> {present}" for past, present in missing)
         raise BuildError(
             f"the parsed network has no layer of the cache-update plugin for {pairs}. The engine would not update them "
@@ -67,16 +67,16 @@ def _check_plugins(network: Any, plan: CachePlan, trt: Any) -> None:
         )
 
 
-def _check_tensors(io: str, found: list[Any], planned: list[TensorRole]) -> None:
+def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> None:
     """Check names, dtypes and shapes of the network's inputs or outputs."""
     expected = {t.name: t for t in planned}
-    names = [t.name for t in found]
+    names = [t.name for t in parsed]
     if set(names) != set(expected):
         raise BuildError(
             f"the parsed network's {io}s differ from the plan's: "
             f"missing {sorted(set(expected) - set(names))}, unknown {sorted(set(names) - set(expected))}"
         )
-    for tensor in found:
+    for tensor in parsed:
         role = expected[tensor.name]
         dtype = tensor.dtype.name
         if dtype != TENSORRT_DTYPES.get(role.dtype):
@@ -92,11 +92,11 @@ def _check_tensors(io: str, found: list[Any], planned: list[TensorRole]) -> None
             )
 
 
-def _same_shape(found: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
+def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
     """Compare shapes. -1 is TensorRT's dynamic size; it may know more or less of an output than the model."""
-    if len(found) != len(planned):
+    if len(parsed) != len(planned):
         return False
-    for size, dim in zip(found, planned, strict=True):
+    for size, dim in zip(parsed, planned, strict=True):
         if isinstance(dim, int):
             if size != dim and (exact or size != -1):
                 return False

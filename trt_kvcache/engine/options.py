@@ -268,24 +268,24 @@ class BuildOptions:
             object.__setattr__(self, "timing_cache", str(Path(self.timing_cache).absolute()))
 
 
-def _proof(given: object) -> str | int:
+def _proof(value: object) -> str | int:
     """Return ``"auto"``, ``"off"`` or a number of steps."""
-    if isinstance(given, str) and given in PROOFS:
-        return given
-    steps = int(given) if isinstance(given, str) and given.isascii() and given.isdecimal() else given
+    if isinstance(value, str) and value in PROOFS:
+        return value
+    steps = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
     if not is_whole(steps) or not 1 <= steps <= _MOST_STEPS:
-        raise OptionError(f"proof is {shown(given)}; it must be auto, off or a number of steps, 1 to {_MOST_STEPS}")
+        raise OptionError(f"proof is {shown(value)}; it must be auto, off or a number of steps, 1 to {_MOST_STEPS}")
     return int(steps)
 
 
-def _shapes(given: object, name: str) -> dict[str, Shape]:
+def _shapes(value: object, name: str) -> dict[str, Shape]:
     """Return shapes by input name, as plain numbers."""
-    if not isinstance(given, Mapping) or not all(
+    if not isinstance(value, Mapping) or not all(
         isinstance(key, str) and isinstance(shape, Sequence) and all(is_whole(size) for size in shape)
-        for key, shape in given.items()
+        for key, shape in value.items()
     ):
-        raise OptionError(f"{name} is {shown(given)}; give shapes by input name, such as {{'mask': (1, 64)}}")
-    return {key: tuple(int(size) for size in shape) for key, shape in given.items()}
+        raise OptionError(f"{name} is {shown(value)}; give shapes by input name, such as {{'mask': (1, 64)}}")
+    return {key: tuple(int(size) for size in shape) for key, shape in value.items()}
 
 
 def _compute_capability(text: object) -> str:

@@ -158,10 +158,10 @@ def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) 
 
 
 def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOptions:
-    def kept(kind: str) -> dict[str, Shape]:
+    def shapes_of(kind: str) -> dict[str, Shape]:
         return {name: shape for name, shape in _user_shapes(build, kind).items() if wanted(name)}
 
-    return replace(build, min_shapes=kept("min"), opt_shapes=kept("opt"), max_shapes=kept("max"))
+    return replace(build, min_shapes=shapes_of("min"), opt_shapes=shapes_of("opt"), max_shapes=shapes_of("max"))
 
 
 def _encoder(build: BuildOptions) -> Range | None:
@@ -251,22 +251,22 @@ def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
             if name not in shapes:
                 raise OptionError(f"{flag} names {name!r}, which is no input of the model; inputs: {', '.join(shapes)}")
             model = shapes[name]
-            found = f"{flag} gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
+            mismatch = f"{flag} gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
             if len(shape) != len(model):
-                raise OptionError(f"{found}: give it {len(model)} dimensions")
-            for i, (given, size) in enumerate(zip(shape, model, strict=True)):
-                if isinstance(size, int) and given != size:
-                    raise OptionError(f"{found}: dimension {i} is fixed at {size}")
+                raise OptionError(f"{mismatch}: give it {len(model)} dimensions")
+            for i, (asked, size) in enumerate(zip(shape, model, strict=True)):
+                if isinstance(size, int) and asked != size:
+                    raise OptionError(f"{mismatch}: dimension {i} is fixed at {size}")
 
 
 def _with_user_shapes(
     tensor: TensorRole, known: list[Range | None], build: BuildOptions, limits: Limits, chunk: int
 ) -> ShapeRange:
     """Return the range of one input: the known range of each axis, narrowed by the caller's shapes."""
-    given = {kind: _user_shapes(build, kind).get(tensor.name) for kind in _FLAGS}
+    shapes = {kind: _user_shapes(build, kind).get(tensor.name) for kind in _FLAGS}
     axes: list[Range] = []
     for i, axis in enumerate(known):
-        asked = [None if shape is None else shape[i] for shape in given.values()]
+        asked = [None if shape is None else shape[i] for shape in shapes.values()]
         axes.append(
             _free_axis(tensor, i, asked) if axis is None else _known_axis(tensor, i, asked, axis, limits, chunk)
         )

@@ -38,7 +38,7 @@ _USUAL = 20  # steps, if nothing else is said
 _TEXT = 50  # runs that make the text
 _STEP, _OPEN, _ANEW = 0.6, 1.5, 2.5  # seconds for a GB; times
 _CONVERTED = 2.7  # of the bytes of float16 weights
-_HELD = 3.2, 1.3  # times the weights: memory of a recording that converts them, and of one that does not
+_RESIDENT = 3.2, 1.3  # times the weights: memory of a recording that converts them, and of one that does not
 _PATIENCE = 3.0  # times the estimate, after which a recording ends
 _START = 180.0  # seconds
 Most = tuple[int, int, int | None, int | None, int]
@@ -95,8 +95,8 @@ class Recording:
         self.answer: Future[Answer] = Future()
         slow = half and _CONVERTED * weights > free_memory()
         gigabytes = weights / 1e9 * (_ANEW if slow else 1)
-        held = _HELD[0 if half and not slow else 1] * weights
-        self.beside = held + build_memory(weights) <= free_memory()
+        resident = _RESIDENT[0 if half and not slow else 1] * weights
+        self.beside = resident + build_memory(weights) <= free_memory()
         """TensorRT may build meanwhile."""
 
         def seconds(rows: int, steps: int | None) -> float:

@@ -157,12 +157,12 @@ def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> s
 
 def _parser_message(job: Job, parser: Any) -> str:
     """Return the parser's errors: node, operator and its own words for each."""
-    found = []
+    errors = []
     for i in range(parser.num_errors):
         error = parser.get_error(i)
         node = f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_operator() else ""
-        found.append(f"{node}{error.code().name}: {' '.join(error.desc().split())}")
-    return f"{job.title} cannot parse the model: {'; '.join(dict.fromkeys(found)) or 'it gives no reason'}"
+        errors.append(f"{node}{error.code().name}: {' '.join(error.desc().split())}")
+    return f"{job.title} cannot parse the model: {'; '.join(dict.fromkeys(errors)) or 'it gives no reason'}"
 
 
 def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) -> Any:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trt_kvcache.engine.folder import copy_texts, made_folders
+from trt_kvcache.engine.folder import copy_texts, new_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
 from trt_kvcache.export.grade import shortfalls
@@ -188,7 +188,7 @@ def export_checkpoint(
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise OutputError(f"{folder}: it holds something; give a new folder")
     names = _chosen(exporter, dtype, python, int4=int4)
-    with made_folders(folder), _emptied(folder) as keep, _checkpoint_of(source, folder, dtype, python, told) as read:
+    with new_folders(folder), _emptied(folder) as keep, _checkpoint_of(source, folder, dtype, python, told) as read:
         job = _Job(source, read, folder, dtype, int4, python, told)
         made = _best(job, names, capacity) if len(names) > 1 else _only(job, names[0], keep, capacity)
         keep()

@@ -25,7 +25,7 @@ from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, Work
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
-from trt_kvcache.engine.folder import TEXTS, made_folders
+from trt_kvcache.engine.folder import TEXTS, new_folders
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.files import atomic_file, read_file, read_object
 from trt_kvcache.runtime.generation.config import GenerationConfig
@@ -114,7 +114,7 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
     texts["config.json"] = json.dumps(defaults | said).encode()
     digest = blake3(msgspec.json.encode(sorted(texts.items()))).hexdigest(16)
     folder = Path.home() / ".cache" / "trt-kvcache" / "dynamo" / digest
-    with made_folders(folder):
+    with new_folders(folder):
         for name, content in texts.items():
             with atomic_file(folder / name) as file:
                 file.write(content)
