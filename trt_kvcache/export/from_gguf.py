@@ -52,10 +52,10 @@ def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16
     read, loading = transformers.AutoModelForCausalLM.from_pretrained(**at, dtype=kind, output_loading_info=True)
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"the file has no {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}")
-    held, wanted = sum(int(t.n_elements) for t in reader.tensors), sum(p.numel() for p in read.parameters())
-    if held != wanted:
+    stored, wanted = sum(int(t.n_elements) for t in reader.tensors), sum(p.numel() for p in read.parameters())
+    if stored != wanted:
         raise ValueError(
-            f"transformers does not read all of its tensors: the file holds {held} numbers, and transformers' "
+            f"transformers does not read all of its tensors: the file holds {stored} numbers, and transformers' "
             f"{type(read).__name__} {wanted}{_unknown_tensors(reader, read)}"
         )
     config = read.config
@@ -66,8 +66,8 @@ def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16
             config.layer_types = config.layer_types[:layers]
     # A fresh model, since one that was read from GGUF cannot be saved.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
-    kept = model.state_dict().keys()
-    model.load_state_dict({name: value for name, value in read.state_dict().items() if name in kept})
+    names = model.state_dict().keys()
+    model.load_state_dict({name: value for name, value in read.state_dict().items() if name in names})
     model.generation_config = read.generation_config
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**at).save_pretrained(folder)

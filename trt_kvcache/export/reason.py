@@ -31,8 +31,8 @@ def failure_reason(stderr: str) -> str:
     at = len(parts) - 1
     while at >= 2 and parts[at - 1] == _CAUSE:
         at -= 2
-    _, found, trace = parts[at].rpartition(_TRACE)
-    if not found:
+    _, separator, trace = parts[at].rpartition(_TRACE)
+    if not separator:
         return (text.splitlines() or [""])[-1].strip()
     lines = trace.strip("\n").splitlines()
     start = next((i for i, line in enumerate(lines) if line and not line[0].isspace()), None)

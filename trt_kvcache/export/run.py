@@ -62,8 +62,8 @@ def _with_genai(checkpoint: str, folder: str, dtype: str, int4: bool) -> list[st
     provider = "NvTensorRtRtx" if dtype == "float16" else "cpu"
     words = ["-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder, "-p", precision, "-e", provider]
     # The builder cannot quantize a table that embeddings and lm_head share for this provider (version 0.18).
-    apart = ["--extra_options", "shared_embeddings=false"] if int4 and dtype == "float16" else []
-    return [*words, "-c", f"{folder}/.cache", *apart]
+    untied = ["--extra_options", "shared_embeddings=false"] if int4 and dtype == "float16" else []
+    return [*words, "-c", f"{folder}/.cache", *untied]
 
 
 EXPORTERS = {
@@ -190,9 +190,9 @@ def export_checkpoint(
     names = _chosen(exporter, dtype, python, int4=int4)
     with new_folders(folder), _emptied(folder) as keep, _checkpoint_of(source, folder, dtype, python, told) as read:
         job = _Job(source, read, folder, dtype, int4, python, told)
-        made = _best(job, names, capacity) if len(names) > 1 else _only(job, names[0], keep, capacity)
+        result = _best(job, names, capacity) if len(names) > 1 else _only(job, names[0], keep, capacity)
         keep()
-    return made
+    return result
 
 
 @dataclass(frozen=True)
@@ -245,25 +245,25 @@ def _only(job: _Job, name: str, keep: Callable[[], None], capacity: int | None) 
 def _best(job: _Job, names: Sequence[str], capacity: int | None) -> Export:
     """Return the first export that no other can beat; else that with the fewest shortfalls."""
     failures: list[str] = []
-    made: list[tuple[int, Export]] = []
+    exports: list[tuple[int, Export]] = []
     for name in names:
         try:
             job.export(name, job.folder / name)
-            found = Export(name, plan_model(job.folder / name, PlanOptions(capacity=capacity)))
+            export = Export(name, plan_model(job.folder / name, PlanOptions(capacity=capacity)))
         except TrtKvCacheError as error:
             failures.append(f"{name}: {error.message}")
             if name != names[-1]:
                 job.told(f"failed, {failures[-1]}")
             continue
-        short = shortfalls(job.folder / name, found.plan)
-        made.append((len(short), found))
+        short = shortfalls(job.folder / name, export.plan)
+        exports.append((len(short), export))
         if not short:
             break
         job.told(f"{name} wrote a model that another exporter may write better: {'; '.join(short)}")
-    if not made:
+    if not exports:
         raise job.failed(failures)
-    _, best = min(made, key=lambda each: each[0])
-    if len(made) > 1 or failures:
+    _, best = min(exports, key=lambda each: each[0])
+    if len(exports) > 1 or failures:
         job.told(f"the model is {best.exporter}'s")
     _move_up(job.folder / best.exporter)
     return best
@@ -343,8 +343,8 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
             f"; {hint or 'leave out --int4'}"
         )
     there = installed(python)
-    found = [name for name in fits if name in there]
-    if not found:
+    usable = [name for name in fits if name in there]
+    if not usable:
         asked_for, why = fits[0], ""
         if "torch" in fits:
             asked_for, why = "torch", " (it takes most architectures, in each type, with caches that grow)"
@@ -352,17 +352,17 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
             f"no exporter for {asked} is installed{'' if exporter == 'auto' else f': {exporter} is missing'}; "
             f"{EXPORTERS[asked_for].install}{why}"
         )
-    return found
+    return usable
 
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[Callable[[], None]]:
     """Empty a folder at the end of the block, unless the function that it gives is called."""
-    kept = []
+    calls = []
     try:
-        yield lambda: kept.append(True)
+        yield lambda: calls.append(True)
     finally:
-        if not kept:
+        if not calls:
             for path in list(folder.iterdir()):
                 _remove(path)
 

@@ -44,8 +44,8 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
     sample = make_cache()
     with torch.no_grad():
         model(tokens[:, :_PAST], past_key_values=sample, use_cache=True)
-    held: list[Any] = [getattr(layer, part, None) for layer in sample.layers for part in ("keys", "values")]
-    if not held or any(t is None or t.ndim != 4 or t.shape[2] != _PAST for t in held):
+    caches: list[Any] = [getattr(layer, part, None) for layer in sample.layers for part in ("keys", "values")]
+    if not caches or any(t is None or t.ndim != 4 or t.shape[2] != _PAST for t in caches):
         raise ValueError("not every layer's cache is keys and values of all tokens; export it with another exporter")
 
     class Decoder(torch.nn.Module):  # type: ignore[misc]
@@ -62,12 +62,12 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
             return result.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
 
     auto = torch.export.Dim.AUTO
-    names = [f".{layer}.{part}" for layer in range(len(held) // 2) for part in ("key", "value")]
+    names = [f".{layer}.{part}" for layer in range(len(caches) // 2) for part in ("key", "value")]
     samples = (
         tokens[:, _PAST:],
         torch.ones(2, _PAST + _NEW, dtype=torch.int64),
         torch.arange(_PAST, _PAST + _NEW).expand(2, _NEW).contiguous(),
-        tuple(t.clone() for t in held),
+        tuple(t.clone() for t in caches),
     )
     torch.onnx.export(
         Decoder(),
@@ -77,7 +77,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         opset_version=OPSET,
         input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values{name}" for name in names)],
         output_names=["logits", *(f"present{name}" for name in names)],
-        dynamic_shapes=({0: auto, 1: auto},) * 3 + (({0: auto, 2: auto},) * len(held),),
+        dynamic_shapes=({0: auto, 1: auto},) * 3 + (({0: auto, 2: auto},) * len(caches),),
         external_data=True,
         verbose=verbose,
     )
