@@ -170,7 +170,7 @@ def test_a_job_that_was_killed_goes_on(tmp_path: Path, rows: DecodeSession) -> N
     first = list(computed)
     given[first[0] - 1]["prompt"] = "another"
     computed.clear()
-    assert job(write(file, [*given, {"id": 20, "prompt": "new"}]), output, compute(rows, None, computed)).kept == 6
+    assert job(write(file, [*given, {"id": 20, "prompt": "new"}]), output, compute(rows, None, computed)).reused == 6
     assert set(computed) == {*range(1, 22)} - set(first[1:])
     assert len(computed) == len(set(computed))
     once = tmp_path / "once.jsonl"
@@ -213,7 +213,7 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(
             job(file, output, compute(rows))
     assert "\n" not in str(e.value)
     done = job(file, output, compute(rows))
-    assert 0 < done.kept < 40
+    assert 0 < done.reused < 40
     assert [line["id"] for line in read(output)] == list(range(40))
 
 
@@ -233,7 +233,7 @@ def test_a_session_that_fails_ends_the_job_and_no_row(
         with pytest.raises(SessionError, match="the device is lost"):
             job(file, tmp_path / "out.jsonl", compute(rows))
     done = job(file, tmp_path / "out.jsonl", compute(rows))
-    assert 1 <= done.kept <= 4  # of the first rows of the session, which may join a step apart
+    assert 1 <= done.reused <= 4  # of the first rows of the session, which may join a step apart
     assert done.errors == 0
 
 

@@ -86,5 +86,5 @@ def batch(
     done = run_batch(file, output, fields, compute_with_ray if with_ray else compute, report)
     from trt_kvcache.cli.output import console
 
-    kept = f", {done.kept} of them from an earlier run" if done.kept else ""
-    console().print(f"{output}: {done.rows} rows{kept}; {done.errors} in error")
+    reused = f", {done.reused} of them from an earlier run" if done.reused else ""
+    console().print(f"{output}: {done.rows} rows{reused}; {done.errors} in error")

@@ -135,9 +135,9 @@ def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, row
     repeats, named = measure.repeats or _REPEATS, model.absolute().name
     timings: list[Timing] = []
     with bounded_on_cpu(model), DecodeSession.open(model, **options) as session:
-        room = min(session.cache.capacity or 4096, 4096)
-        lengths = lengths or default_sizes(max(1, min(room, 1024)))
-        positions = positions or default_sizes(max(1, room - measure.warmup - repeats))
+        longest = min(session.cache.capacity or 4096, 4096)
+        lengths = lengths or default_sizes(max(1, min(longest, 1024)))
+        positions = positions or default_sizes(max(1, longest - measure.warmup - repeats))
         batches = _numbers("batches", measure.batches) or default_sizes(session.max_batch, 1, 2)
         cases = bench_session(
             session,
@@ -197,9 +197,9 @@ def _print(results: Results) -> None:
         _print_head(measured, f"{name}: ")
     rows = table("phase", "batch", "tokens", *(f"{name}\nmedian ms" for name, _ in results))
     times = [{(t.phase, t.batch, t.tokens): t.median_ms for t in r.timings} for _, r in results]
-    for case in dict.fromkeys(case for found in times for case in found):
+    for case in dict.fromkeys(case for medians in times for case in medians):
         first = times[0].get(case)
-        rows.add_row(case[0], str(case[1]), str(case[2]), *(_beside(found.get(case), first) for found in times))
+        rows.add_row(case[0], str(case[1]), str(case[2]), *(_beside(medians.get(case), first) for medians in times))
     console().print("", rows, sep="\n")
 
 

@@ -192,11 +192,11 @@ class _Chat:
             told[reason] = f"{told.get(reason, '')}; greedy decoding gives the same again, --sample draws another one"
         _tell(
             f"[{count} tokens, the first after {first - start:.2f} s{_rate(count - 1, seconds)}; "
-            f"{self._held}{told.get(reason, '')}]"
+            f"{self._usage}{told.get(reason, '')}]"
         )
 
     @property
-    def _held(self) -> str:
+    def _usage(self) -> str:
         capacity = self._session.cache.capacity
         return f"{self._talk.tokens}{'' if capacity is None else f' of {capacity}'} in the cache"
 
@@ -204,7 +204,7 @@ class _Chat:
         from trt_kvcache.words import human_bytes
 
         said = f"{self._answers} answers, {self._tokens} tokens{_rate(self._tokens - self._answers, self._seconds)}"
-        return f"{said}; {self._held}, caches of {human_bytes(self._session.cache.bytes)}; {self._session.name}"
+        return f"{said}; {self._usage}, caches of {human_bytes(self._session.cache.bytes)}; {self._session.name}"
 
 
 def _rate(tokens: int, seconds: float) -> str:

@@ -58,11 +58,11 @@ def _print(report: CheckReport, *, every_row: bool) -> None:
     keys = [(o.output, "DISAGREES" if o.output in disagrees else "ok") for o in report.outputs]
     for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):
         worst = max((report.outputs[at] for at in members), key=lambda o: o.part)
-        found, allowed = worst.found, worst.allowed
+        difference, allowed = worst.found, worst.allowed
         shares = (
             ("not comparable", "", "", "")
-            if found is None
-            else (found.largest, allowed.largest, found.typical, allowed.typical)
+            if difference is None
+            else (difference.largest, allowed.largest, difference.typical, allowed.typical)
         )
         grid.add_row(row[0], *(s if isinstance(s, str) else f"{s:.2g}" for s in shares), row[1])
     out.print()

@@ -133,12 +133,12 @@ class Command(TyperCommand):
         Raises:
             OptionError: one is a flag of another tool, or a number as ``4k``; the message says what to type.
         """
-        given = list(args)
+        typed = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-            if type(error).__name__ in ("NoSuchOption", "BadParameter") and (said := _advice(given, own)):
+            if type(error).__name__ in ("NoSuchOption", "BadParameter") and (said := _advice(typed, own)):
                 raise OptionError(said) from None
             raise
 
@@ -166,6 +166,6 @@ def _advice(args: Sequence[str], own: set[str]) -> str:
             named = set(re.findall(r"(?<!\w)--?[a-zA-Z][\w-]*", said))
             if said and (not named or named & own):
                 return f"there is no {flag}: {said}"
-        elif found := re.fullmatch(r"(\d+(?:\.\d+)?)[kK]", value):
-            return f"{flag} is {value}; write {int(float(found[1]) * 1024)}"
+        elif match := re.fullmatch(r"(\d+(?:\.\d+)?)[kK]", value):
+            return f"{flag} is {value}; write {int(float(match[1]) * 1024)}"
     return ""

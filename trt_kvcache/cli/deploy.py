@@ -63,8 +63,8 @@ def deploy(
         raise OptionError(
             f"--capacity {capacity} is for models, and {model} is taken for an engine, which has its own; leave it out"
         )
-    given = {"max_batch": max_batch, "capacity": capacity, "max_queue": max_queue}
-    parameters = {key: value for key, value in given.items() if value is not None}
+    options = {"max_batch": max_batch, "capacity": capacity, "max_queue": max_queue}
+    parameters = {key: value for key, value in options.items() if value is not None}
     adapters = named_folders(lora or [], "--lora")
     written = write_repository(model, output, name or model.resolve().name, parameters, adapters)
     if not (model / "tokenizer.json").is_file():

@@ -76,11 +76,11 @@ def export(
     from trt_kvcache.export.run import export_checkpoint
 
     said = console(sys.stderr)
-    made = export_checkpoint(
+    result = export_checkpoint(
         checkpoint, output, exporter=exporter.value, dtype=dtype.value, int4=int4, capacity=capacity, python=python,
         told=lambda line: said.print(line, soft_wrap=True),
     )  # fmt: skip
-    plan, out = made.plan, console()
+    plan, out = result.plan, console()
     flags = PlanFlags(capacity=capacity)
     lines = plan_lines(plan, batch_of(plan, 1), chosen=chosen_capacity(plan.options.capacity, flags))
     print_lines(out, f"{output}: {plan.in_place_text} (opset {plan.opset})", lines)

@@ -139,8 +139,8 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(context: typer.Context, **values: Any) -> None:
         try:
-            made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-            command(**values, **made)
+            args = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            command(**values, **args)
         except TrtKvCacheError as error:
             error.args = (as_flags(error.message, _flags_of(context)),)
             raise
@@ -153,9 +153,9 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _flags_of(context: typer.Context) -> dict[str, tuple[str, str | None]]:
     """The long flags of a command, by argument: each with the one that says no, or None where it takes a value."""
-    found: dict[str, tuple[str, str | None]] = {}
+    flags: dict[str, tuple[str, str | None]] = {}
     for option in context.command.params:
         if option.param_type_name == "option":
             no = max(option.secondary_opts, key=len, default="")
-            found[str(option.name)] = (max(option.opts, key=len), no if getattr(option, "is_flag", False) else None)
-    return found
+            flags[str(option.name)] = (max(option.opts, key=len), no if getattr(option, "is_flag", False) else None)
+    return flags

@@ -65,24 +65,24 @@ class GenerationFlags(Flags):
         from trt_kvcache.runtime.beside import ended_by, find_tokenizer
         from trt_kvcache.runtime.generation.settings import with_sampling
 
-        given, file, ignore_eos = (
+        settings, file, ignore_eos = (
             self.values("generation_config", "ignore_eos"),
             self.generation_config,
             self.ignore_eos,
         )
-        if "sequence_bias" in given:
-            given["sequence_bias"] = _biases(given["sequence_bias"])
-        if "early_stopping" in given:
-            given["early_stopping"] = {"true": True, "false": False}.get(given["early_stopping"], "never")
-        if ignore_eos and "eos_token_id" in given:
+        if "sequence_bias" in settings:
+            settings["sequence_bias"] = _biases(settings["sequence_bias"])
+        if "early_stopping" in settings:
+            settings["early_stopping"] = {"true": True, "false": False}.get(settings["early_stopping"], "never")
+        if ignore_eos and "eos_token_id" in settings:
             raise OptionError("--eos names an end that --ignore-eos ignores; use one of them")
-        given = with_sampling(given)
+        settings = with_sampling(settings)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if file is None:
-                config = GenerationConfig.for_model(model, **given)
+                config = GenerationConfig.for_model(model, **settings)
             else:
-                config = GenerationConfig.from_file(file, **given)
+                config = GenerationConfig.from_file(file, **settings)
         print_warnings(str(warning.message) for warning in said)
         if ignore_eos:
             config = replace(config, eos_token_id=(), forced_eos_token_id=None)
@@ -116,8 +116,8 @@ class GrammarFlags:
 
     def check(self) -> None:
         """Raise `OptionError` where several are given."""
-        if len(given := [name for name, value in vars(self).items() if value is not None]) > 1:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        if len(names := [name for name, value in vars(self).items() if value is not None]) > 1:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(f"{flags} say what the same text has to be; use one of them")
 
     def compiled(self, session: DecodeSession) -> Grammar | None:
@@ -185,10 +185,10 @@ class RunFlags(Flags):
         """
         from trt_kvcache.engine.options import parse_bytes
 
-        given = self.values()
+        options = self.values()
         if self.prefix_cache is not None:
-            given["prefix_cache"] = parse_bytes(self.prefix_cache)
-        return given
+            options["prefix_cache"] = parse_bytes(self.prefix_cache)
+        return options
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def run(
     with open_session() as session:
         config = replace(config, grammar=grammar(session) or config.grammar)
         opened = time.perf_counter()
-        made = Run(
+        result = Run(
             session.name,
             session.cache.capacity,
             config,
@@ -117,27 +117,27 @@ def run(
             try:
                 for event in events:
                     waiting.close()
-                    made.total = time.perf_counter() - opened
-                    if made.first is None:
-                        made.first = made.total
-                    made.sequences[event.sequence].take(event)
+                    result.total = time.perf_counter() - opened
+                    if result.first is None:
+                        result.first = result.total
+                    result.sequences[event.sequence].take(event)
                     if event.speculation is not None:
-                        made.speculation = made.speculation or SpeculationStats()
-                        made.speculation.add(event.speculation)
-                    view.show(event, made)
+                        result.speculation = result.speculation or SpeculationStats()
+                        result.speculation.add(event.speculation)
+                    view.show(event, result)
                     if interrupted.is_set():
                         break
             except SessionError:  # a step that would not end was ended
                 if not interrupted.is_set():
                     raise
-        for sequence in made.sequences:
+        for sequence in result.sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.CANCELLED
-        made.prefixes = session.cache.prefix_stats
-        view.end(made)
-        if cut := sum(s.finish_reason is FinishReason.CAPACITY for s in made.sequences):
-            what = "text ends because its cache is" if cut == 1 else "texts end because their caches are"
-            print_warnings([f"{cut} {what} full at {session.cache.capacity} tokens; more need a larger --capacity"])
+        result.prefixes = session.cache.prefix_stats
+        view.end(result)
+        if full := sum(s.finish_reason is FinishReason.CAPACITY for s in result.sequences):
+            what = "text ends because its cache is" if full == 1 else "texts end because their caches are"
+            print_warnings([f"{full} {what} full at {session.cache.capacity} tokens; more need a larger --capacity"])
         return interrupted.is_set()
 
 

@@ -21,9 +21,9 @@ def print_manifest(out: Console, manifest: Manifest) -> None:
     """Print the files, the backend, the options and the profiles of an engine, without the plan."""
     for label, text in (("created by", manifest.created_by), *manifest_lines(manifest)):
         out.print(f"{label:12}{text}")
-    given = {name: value for name, value in manifest.options.items() if value not in (None, "", False)}
-    if given:
-        out.print(f"options     {', '.join(f'{name}={value}' for name, value in given.items())}")
+    options = {name: value for name, value in manifest.options.items() if value not in (None, "", False)}
+    if options:
+        out.print(f"options     {', '.join(f'{name}={value}' for name, value in options.items())}")
     print_parts(out, profile_parts(manifest))
 
 

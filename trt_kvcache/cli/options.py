@@ -148,11 +148,11 @@ class SessionPlanFlags(Flags):
         """
         if is_model(path):
             return self.options_for(path)
-        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        if given:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if names:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(
-                f"{flags} {'plans' if len(given) == 1 else 'plan'} a model, and {path} is taken for an engine, which "
+                f"{flags} {'plans' if len(names) == 1 else 'plan'} a model, and {path} is taken for an engine, which "
                 "was planned when it was built; leave it out, or give the .onnx file"
             )
         return None
@@ -198,18 +198,18 @@ class PlanFlags(TensorRTPlanFlags):
     """Flags that plan a model for a builder, which need not be installed."""
 
 
-def named_folders(given: list[str], flag: str) -> dict[str, Path]:
+def named_folders(values: list[str], flag: str) -> dict[str, Path]:
     """Return folders by name, of ``NAME=FOLDER`` or of a folder that says its name.
 
     Raises:
         OptionError: a name comes twice, or there is none.
     """
-    found: dict[str, Path] = {}
-    for text in given:
+    folders: dict[str, Path] = {}
+    for text in values:
         name, is_named, folder = text.partition("=")
         path = Path(folder if is_named else text)
         name = name if is_named else path.resolve().name
-        if not name or not str(path) or name in found:
+        if not name or not str(path) or name in folders:
             raise OptionError(f"{flag} {text!r}: give NAME=FOLDER, and each name once")
-        found[name] = path
-    return found
+        folders[name] = path
+    return folders

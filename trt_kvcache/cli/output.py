@@ -66,7 +66,7 @@ def table(*columns: str, title: str = "") -> Table:
         def add_row(self, *cells: Any, **how: Any) -> None:
             super().add_row(*(Cell(visible(cell, "\n")) if isinstance(cell, str) else cell for cell in cells), **how)
 
-    made = Escaping(
+    grid = Escaping(
         box=box.SIMPLE_HEAD,
         title=Text(visible(title), style="bold") if title else None,
         title_justify="left",
@@ -76,8 +76,8 @@ def table(*columns: str, title: str = "") -> Table:
         padding=(0, 1, 0, 0),
     )
     for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
+        grid.add_column(column, overflow="fold")
+    return grid
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -85,9 +85,9 @@ def wrapped(text: str, width: int) -> list[str]:
     words = []
     for word in text.split():
         while len(word) > width:
-            cut = max((found.end() for found in re.finditer(r"(?<!\.)\.(?!\.)|[/_,]", word[:width])), default=width)
-            words.append(word[:cut])
-            word = word[cut:]
+            end = max((match.end() for match in re.finditer(r"(?<!\.)\.(?!\.)|[/_,]", word[:width])), default=width)
+            words.append(word[:end])
+            word = word[end:]
         words.append(word)
     lines = [""]
     for word in words:

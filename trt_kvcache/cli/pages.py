@@ -29,7 +29,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _GPUS = tuple((f"a GPU of {size} GiB", float(size << 30)) for size in (8, 24, 80))
 
 
-def save_page(path: Path, made: Html) -> None:
+def save_page(path: Path, page: Html) -> None:
     """Write a page, all or nothing.
 
     Raises:
@@ -38,7 +38,7 @@ def save_page(path: Path, made: Html) -> None:
     from trt_kvcache.files import atomic_file
 
     with atomic_file(path) as file:
-        file.write(made.encode("utf-8", "backslashreplace"))
+        file.write(page.encode("utf-8", "backslashreplace"))
 
 
 def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str = "") -> Html:
@@ -152,21 +152,21 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
     capacities = sorted({most * 2**n // 4 for n in range(5)} - {0}) if most else [0]
     fixed = [c.physical_shape[0] for c in plan.caches if isinstance(c.physical_shape[0], int)]
     batches = fixed[:1] or _BATCHES
-    held = {c: {b: float(_at(plan, most, c).cache_bytes(b)) for b in batches} for c in capacities}
+    totals = {c: {b: float(_at(plan, most, c).cache_bytes(b)) for b in batches} for c in capacities}
     drawn = partial(chart, y_text=lambda size: human_bytes(int(size)), binary=True, marks=_GPUS)
     yield drawn(
         "Bytes by sequences",
         "sequences",
         [
             (f"{c} tokens each" if most else "a window each", [Point(b, size) for b, size in sizes.items()])
-            for c, sizes in held.items()
+            for c, sizes in totals.items()
         ],
     )
     if most:
         yield drawn(
             "Bytes by capacity",
             "tokens per sequence",
-            [(_count(b, "sequence"), [Point(c, held[c][b]) for c in capacities]) for b in batches[::2]],
+            [(_count(b, "sequence"), [Point(c, totals[c][b]) for c in capacities]) for b in batches[::2]],
         )
 
 
@@ -203,9 +203,9 @@ def _around(plan: CachePlan) -> Iterable[Html]:
     alike: dict[tuple[str, ...], list[tuple[tuple[str, ...], CacheUpdate]]] = {}
     for row, members in group_rows(rows, 2):
         alike.setdefault(row[2:], []).append((row, whole[members[0]]))
-    for found in alike.values():
-        cache = found[0][1]
-        past, present = (_names(row[at] for row, _ in found) for at in range(2))
+    for pairs in alike.values():
+        cache = pairs[0][1]
+        past, present = (_names(row[at] for row, _ in pairs) for at in range(2))
         nodes = readers.get(cache.past, [])
         yield tag(
             "div",

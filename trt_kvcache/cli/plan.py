@@ -35,34 +35,34 @@ def plan(
     with ExitStack() as files:
         if reported:
             options = recorded_options(model) if flags == PlanFlags() else options
-            made = plan_model(files.enter_context(unpacked(model)), options)
+            result = plan_model(files.enter_context(unpacked(model)), options)
         else:
-            made = plan_model(model, options)
-    batch, name = batch_of(made, max_batch), model.absolute().name
-    tensorrt = made.options.target.value == "tensorrt"
-    no_session, chosen = why_no_session(made), chosen_capacity(made.options.capacity, flags)
+            result = plan_model(model, options)
+    batch, name = batch_of(result, max_batch), model.absolute().name
+    tensorrt = result.options.target.value == "tensorrt"
+    no_session, chosen = why_no_session(result), chosen_capacity(result.options.capacity, flags)
     command = next_line(
         model, flags, max_batch if batch == max_batch else 1, tensorrt=tensorrt, or_else="" if no_session else None
     )
     if html is not None:
         from trt_kvcache.cli.pages import plan_page, save_page
 
-        save_page(html, plan_page(name, made, batch, command, chosen))
+        save_page(html, plan_page(name, result, batch, command, chosen))
     if json:
-        print_json({**plan_data(made, batch), "no_session": no_session})
+        print_json({**plan_data(result, batch), "no_session": no_session})
     else:
         out = console()
         if tables:
-            print_plan(out, name, made, batch)
+            print_plan(out, name, result, batch)
             out.print()
             for text in filter(
                 None, (chosen and f"capacity: {chosen}", no_session and f"sessions: none, {no_session}")
             ):
                 out.print(f"{text}\n")
         else:
-            title = f"{name}: {made.in_place_text} (opset {made.opset}, target {made.options.target.value})"
-            lines = plan_lines(made, batch, chosen=chosen)
+            title = f"{name}: {result.in_place_text} (opset {result.opset}, target {result.options.target.value})"
+            lines = plan_lines(result, batch, chosen=chosen)
             print_lines(out, title, [*lines, ("sessions", f"none: {no_session}")] if no_session else lines)
         if not reported:  # there is nothing to build of a report
             print_next(out, command)
-    print_warnings(made.warnings)
+    print_warnings(result.warnings)

@@ -45,11 +45,11 @@ def plugins(
         from trt_kvcache.plugins.ahead import compile_ahead
 
         archs = list(dict.fromkeys(name.strip() for name in arch.split(",")))
-        made = list(compile_ahead(chosen, archs))
+        reports = list(compile_ahead(chosen, archs))
         if json:
-            print_json(made)
-        elif made:
-            _print_compiled(made, archs)
+            print_json(reports)
+        elif reports:
+            _print_compiled(reports, archs)
     elif json:
         print_json([{"kernel": kernels.name, "config": kernels} for kernels in chosen])
     elif chosen:
@@ -96,15 +96,15 @@ def _print_list(chosen: Sequence[Kernels]) -> None:
     console().print(rows)
 
 
-def _print_compiled(made: Sequence[KernelReport], archs: list[str]) -> None:
+def _print_compiled(reports: Sequence[KernelReport], archs: list[str]) -> None:
     """Print one row for each kernel, over all architectures."""
     from trt_kvcache.cli.output import console, table
     from trt_kvcache.plugins.compile import kernel_folder, nvrtc_version
 
     out = console()
     rows = table("kernel", "registers", "spills", "stack", "occupancy", "cubin", "PTX")
-    for name in dict.fromkeys(row.kernel for row in made):
-        same = [row for row in made if row.kernel == name]
+    for name in dict.fromkeys(row.kernel for row in reports):
+        same = [row for row in reports if row.kernel == name]
         rows.add_row(
             name,
             _range(row.registers for row in same),
@@ -116,7 +116,7 @@ def _print_compiled(made: Sequence[KernelReport], archs: list[str]) -> None:
         )
     out.print(rows)
     major, minor = nvrtc_version()
-    out.print(f"\n{len(made)} kernels for {', '.join(archs)}, made by NVRTC {major}.{minor}, in {kernel_folder()}")
+    out.print(f"\n{len(reports)} kernels for {', '.join(archs)}, made by NVRTC {major}.{minor}, in {kernel_folder()}")
 
 
 def _range(values: Iterable[int | None], unit: str = "") -> str:

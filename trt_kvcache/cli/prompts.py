@@ -161,8 +161,8 @@ class PromptFlags:
             raise OptionError(
                 f"there are {len(files)} files of constants for {prompts} prompts; give one, or one for each"
             )
-        given = encoded or [read_arrays(file) for file in files]
-        return (given * prompts if len(given) == 1 else given) or None
+        constants = encoded or [read_arrays(file) for file in files]
+        return (constants * prompts if len(constants) == 1 else constants) or None
 
 
 @dataclass(frozen=True)
@@ -253,12 +253,12 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
         OptionError: there is none.
     """
     try:
-        found = msgspec.json.decode(text)
+        value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise OptionError(f"{option} is {text!r}; give a JSON object, such as '{example}'")
-    return found
+    return value
 
 
 def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
@@ -269,9 +269,9 @@ def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, 
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        made = [session.encode(source) for source in sources]
+        encoded = [session.encode(source) for source in sources]
     print_warnings(str(warning.message) for warning in said)
-    return made
+    return encoded
 
 
 def read_embedded(file: Path) -> EmbeddedPrompt:
@@ -284,8 +284,8 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
     missing = [name for name in _NEEDED if name not in arrays]
     unknown = [name for name in arrays if name not in (*_NEEDED, "position_ids")]
     if missing or unknown:
-        found = f"lacks {' and '.join(missing)}" if missing else f"has {', '.join(unknown)}"
-        raise OptionError(f"--inputs-embeds {file} {found}; it holds {', '.join(_NEEDED)} and maybe position_ids")
+        fault = f"lacks {' and '.join(missing)}" if missing else f"has {', '.join(unknown)}"
+        raise OptionError(f"--inputs-embeds {file} {fault}; it holds {', '.join(_NEEDED)} and maybe position_ids")
     ids = arrays["input_ids"]
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

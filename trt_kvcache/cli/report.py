@@ -41,13 +41,13 @@ def report(
     source = load_source(model, first_step=True, config=options.config)
     wanted = outcome(source.path, options)
     for keep_tables in (False, True):
-        stripped, names, kept = strip(source, keep_tables=keep_tables)
-        found = _outcome_of(stripped, source.path.parent, options)
-        if same := _alike(found) == _alike(wanted):
+        stripped, names, tables = strip(source, keep_tables=keep_tables)
+        repeated = _outcome_of(stripped, source.path.parent, options)
+        if same := _alike(repeated) == _alike(wanted):
             break
     told = {key: _anonymous(value, names, model) if isinstance(value, str) else value for key, value in wanted.items()}
     said = {
-        "outcome": found if same else told,
+        "outcome": repeated if same else told,
         "again": same,
         "options": msgspec.to_builtins(options),
         "producer": f"{source.proto.producer_name} {source.proto.producer_version}".strip(),
@@ -64,7 +64,7 @@ def report(
             else "the graph without weights gives another one: say in your report how the model was made",
         ),
         ("names", "those of inputs, outputs, functions and operators are in it; all others are numbers"),
-        ("weights", f"none, but {kept} tables of at most 16,384 floats, which the plan reads" if kept else "none"),
+        ("weights", f"none, but {tables} tables of at most 16,384 floats, which the plan reads" if tables else "none"),
         ("look", f"unzip -l {output}; read report.json and config.json before you send it"),
     ]
     out = console()
@@ -107,13 +107,13 @@ def _without_path(message: str, path: Path) -> str:
     return message.replace(str(path), "MODEL").replace(str(path.parent), "FOLDER")
 
 
-def _alike(found: dict[str, Any]) -> Any:
+def _alike(result: dict[str, Any]) -> Any:
     """Return the part of an outcome that two reports must share: no names, no numbers that follow from weights."""
-    if found["kind"] == "plan":
-        plan = found["plan"]
+    if result["kind"] == "plan":
+        plan = result["plan"]
         caches = [(c["past"], c["route"], c["physical_shape"]) for c in plan["caches"]]
         return caches, [node["kind"] for node in plan["attention"]], len(plan["changes"])
-    return found["kind"], re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", _QUOTED.sub("''", found["message"]))
+    return result["kind"], re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", _QUOTED.sub("''", result["message"]))
 
 
 def _anonymous(message: str, names: dict[str, str], model: Path) -> str:

@@ -23,9 +23,9 @@ def rewrite(
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import chosen_capacity, command_line, print_next
 
-    made = rewrite_model(model, output, options)
-    print_warnings(made.warnings)
+    plan = rewrite_model(model, output, options)
+    print_warnings(plan.warnings)
     out = console()
-    chosen = chosen_capacity(made.options.capacity, flags)
-    out.print(f"{output}: {made.in_place_text}{chosen and f'; capacity: {chosen}'}")
+    chosen = chosen_capacity(plan.options.capacity, flags)
+    out.print(f"{output}: {plan.in_place_text}{chosen and f'; capacity: {chosen}'}")
     print_next(out, command_line("verify", model, "--rewritten", output, flags=flags))

@@ -49,15 +49,15 @@ def score(
             raise OptionError("a text needs a tokenizer, and there is none beside the model; give --tokenizer")
         ids = session.tokenizer.encode(text)[:tokens]
         start = time.perf_counter()
-        found = score_text(session, ids, window)
-        rate = found.tokens / (time.perf_counter() - start)
+        result = score_text(session, ids, window)
+        rate = result.tokens / (time.perf_counter() - start)
         on = session.name
     if json:
         print_json(
-            {"tokens": found.tokens, "nats": found.nats, "perplexity": found.perplexity, "tokens_per_second": rate}
+            {"tokens": result.tokens, "nats": result.nats, "perplexity": result.perplexity, "tokens_per_second": rate}
         )
     else:
         console().print(
-            f"{file}: perplexity {found.perplexity:.4g}, {found.nats:.4f} nats per token; {found.tokens} tokens, "
+            f"{file}: perplexity {result.perplexity:.4g}, {result.nats:.4f} nats per token; {result.tokens} tokens, "
             f"{rate:.1f} tokens/s; {on}"
         )

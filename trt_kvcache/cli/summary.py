@@ -36,17 +36,17 @@ _LABEL = 11
 def print_lines(out: Console, title: str, lines: Lines) -> None:
     """Print a title, and lines with their labels: with the next command, at most 20 lines at 80 columns.
 
-    Texts are cut to as many lines as there is room for; of those labelled ``note``, some may be left out.
+    Texts are cut to the lines that are left; of those labelled ``note``, some may be left out.
 
     Args:
         out: the console.
         title: the first line.
         lines: pairs of a label, or nothing where the line goes on with the label before it, and a text.
     """
-    room = max(out.width, 40) - _LABEL
+    width = max(out.width, 40) - _LABEL
     head = wrapped(title, out.width)
     for most in (3, 2, 1):
-        folded = [(label, _cut(wrapped(text, room), most)) for label, text in lines]
+        folded = [(label, _shorten(wrapped(text, width), most)) for label, text in lines]
         left = _MOST - _NEXT - len(head) - sum(len(parts) for label, parts in folded if label != "note") - 1
         if left >= 0:
             break
@@ -67,7 +67,7 @@ def print_lines(out: Console, title: str, lines: Lines) -> None:
             out.print(f"{label if at == 0 else '':{_LABEL}}{part}")
 
 
-def _cut(lines: list[str], most: int) -> list[str]:
+def _shorten(lines: list[str], most: int) -> list[str]:
     if len(lines) <= most:
         return lines
     last = lines[most - 1]
@@ -97,14 +97,14 @@ def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
     """Print the command that comes next to stderr, where that is a terminal: a model is built first, if it can be.
 
     Args:
-        path: model or engine, as given.
+        path: of the model or engine.
         command: of an engine.
         flags: that planned a model.
     """
     if sys.stderr.isatty():
         planned = command_line(command, path, flags=flags)
-        made = next_line(path, flags, or_else=planned) if is_model(path) else command_line(command, path)
-        print_next(console(sys.stderr), made)
+        line = next_line(path, flags, or_else=planned) if is_model(path) else command_line(command, path)
+        print_next(console(sys.stderr), line)
 
 
 def command_line(command: str, *arguments: str | Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
@@ -137,7 +137,7 @@ def next_line(
     """Return the command that follows a plan: the build, or on a machine that cannot build another one.
 
     Args:
-        model: as given.
+        model: its path, as the user wrote it.
         flags: of the plan.
         max_batch: of the memory estimate.
         tensorrt: the plan is for TensorRT, not for TensorRT for RTX.
@@ -209,7 +209,7 @@ def advice(plan: CachePlan) -> list[str]:
     masks_of: dict[str, list[MaskGeometry | None]] = {}
     for name, mask in ((n, windows.get(a.mask or "")) for a in plan.attention for n in a.caches if n in past):
         masks_of.setdefault(name, []).append(mask)
-    if saved := sum(all(m and _longer(past[n], m) for m in found) for n, found in masks_of.items()):
+    if saved := sum(all(m and _longer(past[n], m) for m in layers) for n, layers in masks_of.items()):
         said.append(f"--sliding circular: {saved} caches would hold their window, not the whole text")
     return said
 

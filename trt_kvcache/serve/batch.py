@@ -65,10 +65,10 @@ class RowRunner:
         self._names = TokenNames(session.tokenizer)
         options = session.plan.options
         caches = f"{session.cache.capacity} {options.cache_dtype} {options.cache_ranges}"
-        made = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r} {session.sampling}"
+        identity = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r} {session.sampling}"
         if session.adapters:
-            made += f" {session.adapters.digests}"
-        self.model = blake3(made.encode()).hexdigest()
+            identity += f" {session.adapters.digests}"
+        self.model = blake3(identity.encode()).hexdigest()
         self._ahead = 2 * session.max_batch
         self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)
 
@@ -102,10 +102,10 @@ class RowRunner:
         try:
             status, body = 200, await self._body(row)
         except TrtKvCacheError as error:
-            found = as_api(error)
-            if found.status >= 500 and error.sequence is None:  # no fault of this row
+            refusal = as_api(error)
+            if refusal.status >= 500 and error.sequence is None:  # no fault of this row
                 raise
-            status, body = found.status, found.body
+            status, body = refusal.status, refusal.body
         key = msgspec.Raw(row.key.encode())
         line: dict[str, Any] = {"id": f"batch_req_{row.number}", "custom_id": key} if row.openai else {"id": key}
         line["response"] = {"status_code": status, "request_id": f"req_{row.number}", "body": body}
@@ -128,12 +128,12 @@ class BatchDone:
 
     Attributes:
         rows: in the file.
-        kept: of which an earlier run had the answers.
+        reused: of which an earlier run had the answers.
         errors: rows whose answer is an error.
     """
 
     rows: int
-    kept: int
+    reused: int
     errors: int
 
 
@@ -152,7 +152,7 @@ def run_batch(
         file: see `read_rows`.
         output: see `write_lines`; it must not exist.
         defaults: see `read_rows`.
-        compute: is given the rows to compute, and calls back with what makes the answers and each answer.
+        compute: takes the rows to compute, and calls back with what makes the answers and each answer.
         progress: called with the rows that are answered, and all rows.
 
     Raises:
@@ -166,13 +166,13 @@ def run_batch(
     if not total:
         raise OptionError(f'{file} has no row; give lines such as {{"id": 1, "prompt": "Hello"}}')
     with Journal(real) as journal:
-        kept = answered = sum(journal.find(row) is not None for row in read_rows(file, defaults))
+        reused = answered = sum(journal.find(row) is not None for row in read_rows(file, defaults))
         progress(answered, total)
 
-        def take(model: str, found: Answered) -> None:
+        def take(model: str, answer: Answered) -> None:
             nonlocal answered
             journal.claim(model)
-            journal.put(found.number, found.digest, found.status, found.line)
+            journal.put(answer.number, answer.digest, answer.status, answer.line)
             answered += 1
             progress(answered, total)
 
@@ -183,11 +183,11 @@ def run_batch(
         def lines() -> Iterator[bytes]:
             nonlocal errors
             for row in read_rows(file, defaults):
-                if (found := journal.find(row)) is None:
+                if (answer := journal.find(row)) is None:
                     raise OptionError(f"{file} has changed meanwhile; the same command computes the rows that are new")
-                errors += found[0] != 200
-                yield found[1]
+                errors += answer[0] != 200
+                yield answer[1]
 
         write_lines(real, lines())
         journal.clear()
-    return BatchDone(total, kept, errors)
+    return BatchDone(total, reused, errors)
