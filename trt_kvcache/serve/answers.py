@@ -45,10 +45,10 @@ class TokenNames:
         """The bytes of all tokens; None: this tokenizer does not say."""
         read = getattr(self._tokenizer, "token_bytes", None)
         try:
-            found: TokenBytes | None = None if read is None else read()
+            table: TokenBytes | None = None if read is None else read()
         except OptionError:  # its tokens are no bytes
             return None
-        return found
+        return table
 
     @property
     def has_text(self) -> bool:
@@ -144,11 +144,11 @@ class Answer:
     def told(self) -> str:
         """Counts and times so far, for a log."""
         usage, now = self._usage(), time.perf_counter()
-        made, first = usage["completion_tokens"], self._first - self._start
-        later = made - len(self._done)  # the first of each sequence comes with the others of its step
+        tokens, first = usage["completion_tokens"], self._first - self._start
+        later = tokens - len(self._done)  # the first of each sequence comes with the others of its step
         rate = f", {later / (now - self._first):.1f} tokens/s" if later > 0 and now > self._first else ""
         came = f", the first after {first:.2f} s" if self._first else ""
-        return f"{usage['prompt_tokens']} prompt tokens, {made} new{came}{rate}"
+        return f"{usage['prompt_tokens']} prompt tokens, {tokens} new{came}{rate}"
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks of a stream before any token: roles, or prompts that are to be echoed."""
@@ -243,9 +243,9 @@ class Answer:
     def _usage(self) -> dict[str, int]:
         # The sequences of one prompt share it.
         count = self._asked.request.n or 1
-        given = sum(len(done.prompt) for done in self._done[::count])
-        made = sum(len(done.tokens) for done in self._done)
-        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        prompt = sum(len(done.prompt) for done in self._done[::count])
+        tokens = sum(len(done.tokens) for done in self._done)
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:

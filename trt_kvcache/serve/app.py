@@ -150,11 +150,11 @@ class Service:
         return None
 
     def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = header.partition(b" ")
         # All of them, so that the time does not tell which one is near.
-        found = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return any(found) and scheme.lower() == b"bearer"
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return any(matches) and scheme.lower() == b"bearer"
 
     # --- what is asked
 
@@ -187,12 +187,12 @@ class Service:
         try:
             path = (self._lora_folder / (asked.lora_path or asked.lora_name)).resolve()
             inside = path.is_relative_to(self._lora_folder)
-            found = inside and path.is_dir()
+            exists = inside and path.is_dir()
         except (OSError, ValueError):  # of names that no file system has
-            inside, found = True, False
+            inside, exists = True, False
         if not inside:
             raise ApiError(403, "lora_path: adapters come from the server's own folder; give a path in it", "lora_path")
-        if not found:
+        if not exists:
             raise ApiError(400, "lora_path: no such folder among the server's adapters", "lora_path")
         await asyncio.to_thread(self._session.adapters.load, asked.lora_name, path)
         return _json(self._card(asked.lora_name))
@@ -351,11 +351,11 @@ async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer)
         for chunk in answer.first_chunks():
             yield _line(chunk)
         try:
-            found: tuple[int, TokenEvent] | None = first
-            while found is not None:
-                if (chunk_ := answer.chunk(*found)) is not None:
+            item: tuple[int, TokenEvent] | None = first
+            while item is not None:
+                if (chunk_ := answer.chunk(*item)) is not None:
                     yield _line(chunk_)
-                found = await anext(events, None)
+                item = await anext(events, None)
         except TrtKvCacheError as error:
             yield _line(_said(error).body)
             return
@@ -404,10 +404,10 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _said(error: TrtKvCacheError) -> ApiError:
-    found = as_api(error)
-    if found.status == 500:
+    refusal = as_api(error)
+    if refusal.status == 500:
         _log.error("a sequence failed: %s", error)
-    return found
+    return refusal
 
 
 def _error(error: ApiError) -> Response:

@@ -122,10 +122,10 @@ class ServingCore:
         """The part of the caches that holds tokens, 0 to 1; of caches without an end, the part of the rows in use."""
         capacity = self.session.cache.capacity
         with self._changed:
-            held = [run.tokens for run in self._runs.values() if not run.waits]
+            lengths = [run.tokens for run in self._runs.values() if not run.waits]
         if capacity is None:
-            return len(held) / self.rows
-        return sum(min(tokens, capacity) for tokens in held) / (self.rows * capacity)
+            return len(lengths) / self.rows
+        return sum(min(tokens, capacity) for tokens in lengths) / (self.rows * capacity)
 
     async def events(
         self, works: Sequence[Work], config: GenerationConfig

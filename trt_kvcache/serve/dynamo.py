@@ -216,15 +216,15 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     ) -> None:
         try:
             work, config = read_request(self._session, self._name, request)
-            made = 0
+            count = 0
             async with aclosing(self._core.events([work], config)) as events:
                 async for _, event in events:
                     tokens = [] if event.token is None else [event.token]
-                    made += len(tokens)
+                    count += len(tokens)
                     chunk: dict[str, Any] = {"token_ids": tokens, "index": 0}
                     if event.finish_reason is not None:
                         chunk["finish_reason"] = REASONS.get(event.finish_reason, "stop")
-                        counts = {"prompt_tokens": len(work.tokens), "completion_tokens": made}
+                        counts = {"prompt_tokens": len(work.tokens), "completion_tokens": count}
                         chunk["completion_usage"] = counts | {"total_tokens": sum(counts.values())}
                     chunks.put_nowait(chunk)
         except TrtKvCacheError as error:
@@ -267,14 +267,14 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
     for field in _PROMPTS:
         if request.get(field):
             raise OptionError(f"{field}: prompts are token ids, prefilled here; leave it out")
-    given: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     for group, known in _KNOWN.items():
         for field, value in (request.get(group) or {}).items():
             if value is None:
                 continue
             values, why = _ONLY[group].get(field, ((), "it is not known here; leave it out"))
             if field in known:
-                given[field] = value
+                asked[field] = value
             elif value not in values:
                 raise OptionError(f"{field}: {why}")
     tokens = list(request["token_ids"])
@@ -282,22 +282,22 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
     left = _UNBOUNDED if capacity is None else max(1, capacity - len(tokens) + 1)
     ends = {*session.config.eos_token_ids}
     for field in ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden"):
-        ends.update(given.get(field) or ())
-    settings: dict[str, Any] = {"max_new_tokens": given.get("max_tokens") or left, "eos_token_id": tuple(sorted(ends))}
-    if given.get("ignore_eos"):
+        ends.update(asked.get(field) or ())
+    settings: dict[str, Any] = {"max_new_tokens": asked.get("max_tokens") or left, "eos_token_id": tuple(sorted(ends))}
+    if asked.get("ignore_eos"):
         settings |= {"eos_token_id": (), "forced_eos_token_id": None}
-    temperature = given.get("temperature", 1.0)
+    temperature = asked.get("temperature", 1.0)
     settings["do_sample"] = temperature != 0
     if temperature != 0:  # greedy decoding has none of these
         settings |= {
             "temperature": temperature,
-            "top_k": max(0, given.get("top_k", 0)),
-            "top_p": given.get("top_p", 1.0),
-            "min_p": given.get("min_p"),
-            "seed": given.get("seed"),
+            "top_k": max(0, asked.get("top_k", 0)),
+            "top_p": asked.get("top_p", 1.0),
+            "min_p": asked.get("min_p"),
+            "seed": asked.get("seed"),
         }
-    if "repetition_penalty" in given:
-        settings["repetition_penalty"] = given["repetition_penalty"]
+    if "repetition_penalty" in asked:
+        settings["repetition_penalty"] = asked["repetition_penalty"]
     return Work(tokens), changed(session.config, settings | {"adapter": adapter})
 
 

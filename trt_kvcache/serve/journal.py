@@ -75,10 +75,10 @@ class Journal:
             OutputError: something else made those that are there.
         """
         with self._one_line():
-            found = self._db.execute("SELECT model FROM made").fetchone()
-            if found is None:
+            record = self._db.execute("SELECT model FROM made").fetchone()
+            if record is None:
                 self._db.execute("INSERT INTO made VALUES (?)", (model,))
-        if found is not None and found[0] != model:
+        if record is not None and record[0] != model:
             raise OutputError(
                 f"{self.path} holds answers of another model, capacity, type of caches, generation config or adapters; "
                 "give that one, or remove the file to begin again"
@@ -92,10 +92,10 @@ class Journal:
     def find(self, row: Row) -> tuple[int, bytes] | None:
         """The status and the line of a row's answer; None where there is none of just this row."""
         with self._one_line():
-            found: tuple[int, bytes] | None = self._db.execute(
+            record: tuple[int, bytes] | None = self._db.execute(
                 "SELECT status, line FROM rows WHERE number = ? AND digest = ?", (row.number, row.digest)
             ).fetchone()
-        return found
+        return record
 
     def clear(self) -> None:
         """Forget all answers; a journal without one is removed once it is closed."""

@@ -21,7 +21,7 @@ class Metrics:
         running, waiting, usage: asked when the metrics are read.
 
     Attributes:
-        prompt_tokens, tokens: counters of tokens given and made.
+        prompt_tokens, tokens: counters of tokens of prompts and of answers.
         first_token: from the arrival of a request to the first token of each of its sequences.
         between_tokens: from one token of a sequence to its next.
     """
@@ -60,8 +60,8 @@ class Metrics:
         return Counter(_name(name), text, ["model_name"], registry=self._registry).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(_name(name), text, ["model_name"], registry=self._registry, buckets=buckets)
-        return made.labels(self._model)
+        histogram = Histogram(_name(name), text, ["model_name"], registry=self._registry, buckets=buckets)
+        return histogram.labels(self._model)
 
 
 def _name(stem: str) -> str:

@@ -100,18 +100,18 @@ def too_many(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", headers=LATER)
 
 
-def find_adapter(given: str | None, name: str, adapters: Collection[str]) -> str | None:
+def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
     """Return the adapter that a request names as its model; None for the model itself.
 
     Raises:
         ApiError: it names another model than those that are served.
     """
-    if given is None or given == name:
+    if requested is None or requested == name:
         return None
-    if given in adapters:
-        return given
+    if requested in adapters:
+        return requested
     others = f", with adapters {', '.join(map(repr, sorted(adapters)[:_FEW]))}" if adapters else ""
-    raise ApiError(404, f"there is no model {given[:100]!r}; this is {name!r}{others}", "model", "model_not_found")
+    raise ApiError(404, f"there is no model {requested[:100]!r}; this is {name!r}{others}", "model", "model_not_found")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -269,14 +269,14 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
         raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
     fields = _without_nulls(fields, _NESTED)
     for name, (values, why) in _ONLY.items():
-        given = fields.pop(name, None)
-        if given is not None and not any(type(given) is type(v) and given == v for v in _numbers(values)):
+        value = fields.pop(name, None)
+        if value is not None and not any(type(value) is type(v) and value == v for v in _numbers(values)):
             raise ApiError(400, f"{name}: {why}", name, "unsupported")
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        found = re.search(r"(?:unknown field|required field) `([^`]*)`|\$\.(\w+)", str(error))
-        raise ApiError(400, str(error).replace("Object ", "The request "), found and (found[1] or found[2])) from None
+        match = re.search(r"(?:unknown field|required field) `([^`]*)`|\$\.(\w+)", str(error))
+        raise ApiError(400, str(error).replace("Object ", "The request "), match and (match[1] or match[2])) from None
 
 
 def read_adapter_request(body: bytes) -> AdapterRequest:
@@ -301,13 +301,13 @@ _NESTED: dict[str, Any] = {
 """Where clients write null for what they do not say. In schemas and arguments, null is a value."""
 
 
-def _without_nulls(given: Any, nested: dict[str, Any]) -> Any:
+def _without_nulls(tree: Any, nested: dict[str, Any]) -> Any:
     """The same without fields that are null: they count as absent."""
-    if isinstance(given, list):
-        return [_without_nulls(one, nested) for one in given]
-    if not isinstance(given, dict):
-        return given
-    fields = {name: value for name, value in given.items() if value is not None}
+    if isinstance(tree, list):
+        return [_without_nulls(one, nested) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    fields = {name: value for name, value in tree.items() if value is not None}
     return {n: _without_nulls(value, nested[n]) if n in nested else value for n, value in fields.items()}
 
 
@@ -362,12 +362,12 @@ def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]]
             raise ApiError(400, f"messages[{at}].role: supported: system, developer, user, assistant, tool", "messages")
         if message.content is None and not message.tool_calls:
             raise ApiError(400, f"messages[{at}].content is missing", "messages")
-        given: dict[str, Any] = {"role": message.role, "content": _text(message, at), "name": message.name}
+        fields: dict[str, Any] = {"role": message.role, "content": _text(message, at), "name": message.name}
         if message.tool_calls:
-            given["tool_calls"] = [_called(call, at) for call in message.tool_calls]
-        given["tool_call_id"] = message.tool_call_id
-        given["reasoning_content"] = message.reasoning_content or message.reasoning
-        messages.append({name: value for name, value in given.items() if value is not None})
+            fields["tool_calls"] = [_called(call, at) for call in message.tool_calls]
+        fields["tool_call_id"] = message.tool_call_id
+        fields["reasoning_content"] = message.reasoning_content or message.reasoning
+        messages.append({name: value for name, value in fields.items() if value is not None})
     tools = [msgspec.to_builtins(tool) for tool in request.tools or []]
     for tool in tools:  # a template may tell what is there from what is not
         tool.pop("cache_control", None)
@@ -418,10 +418,10 @@ def _text(message: Message, at: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = [p.get(_PARTS.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]
-    found = [text for text in texts if isinstance(text, str)]
-    if len(found) < len(texts):
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(texts):
         raise ApiError(400, f"messages[{at}].content: supported are text, and parts of type text", "messages")
-    return "".join(found)
+    return "".join(strings)
 
 
 def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:
@@ -532,10 +532,10 @@ def _add_grammar(
     settings["grammar"] = grammar
 
 
-def _biases(session: DecodeSession, given: dict[str, float]) -> dict[int | tuple[int, ...], float]:
-    for token in given:
+def _biases(session: DecodeSession, biases: dict[str, float]) -> dict[int | tuple[int, ...], float]:
+    for token in biases:
         if not re.fullmatch(r"[0-9]{1,9}", token) or int(token) >= session.vocab:
             raise ApiError(
                 400, f"logit_bias: {token[:40]!r} is no token id; the model has 0 to {session.vocab - 1}", "logit_bias"
             )
-    return dict(session.config.sequence_bias) | {int(token): bias for token, bias in given.items()}
+    return dict(session.config.sequence_bias) | {int(token): bias for token, bias in biases.items()}

@@ -85,18 +85,18 @@ def write_repository(
         raise OutputError(f"{final} lies in {model}, which is copied; give another folder")
     config = _CONFIG.format(name=name, kind="KIND_CPU" if on_cpu else "KIND_GPU")
     config += "".join(_PARAMETER.format(*item) for item in parameters.items())
-    made = output / f".{name}.{secrets.token_hex(4)}.tmp"
+    temporary = output / f".{name}.{secrets.token_hex(4)}.tmp"
     try:
-        (made / "1").mkdir(parents=True)
-        (made / "config.pbtxt").write_text(config, encoding="utf-8")
-        (made / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
-        shutil.copytree(model, made / "1" / FOLDER)
+        (temporary / "1").mkdir(parents=True)
+        (temporary / "config.pbtxt").write_text(config, encoding="utf-8")
+        (temporary / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
+        shutil.copytree(model, temporary / "1" / FOLDER)
         for one, folder in adapters.items():
-            shutil.copytree(folder, made / "1" / ADAPTERS / one)
-        made.rename(final)
+            shutil.copytree(folder, temporary / "1" / ADAPTERS / one)
+        temporary.rename(final)
     except (OSError, shutil.Error) as error:
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise OutputError(f"{final} cannot be written: {why}") from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return final

@@ -42,7 +42,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-_made: WeakKeyDictionary[DecodeSession, Grammars] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[DecodeSession, Grammars] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -53,9 +53,9 @@ def grammars_of(session: DecodeSession) -> Grammars:
         OptionError: see `Grammars`.
     """
     with _lock:
-        if session not in _made:
-            _made[session] = Grammars(session)
-        return _made[session]
+        if session not in _cache:
+            _cache[session] = Grammars(session)
+        return _cache[session]
 
 
 def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs) -> Grammar | None:
@@ -72,11 +72,11 @@ def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs
         if asked.json_schema is not None:
             return grammars_of(session).json_schema(asked.json_schema.schema)
         return None if asked.type == "text" else grammars_of(session).json_object()
-    given = {name: value for name, value in msgspec.structs.asdict(asked).items() if value not in (None, False)}
-    if len(given) != 1:
+    choices = {name: value for name, value in msgspec.structs.asdict(asked).items() if value not in (None, False)}
+    if len(choices) != 1:
         names = ", ".join(asked.__struct_fields__)
-        raise OptionError(f"{', '.join(given) or 'nothing'} is given; give one of {names}")
-    ((name, value),) = given.items()
+        raise OptionError(f"{', '.join(choices) or 'nothing'} is given; give one of {names}")
+    ((name, value),) = choices.items()
     grammars = grammars_of(session)
     if name == "json_object":
         return grammars.json_object()

@@ -60,8 +60,8 @@ class ToolForm:
     @property
     def trigger(self) -> str:
         """A text with it has calls."""
-        found = re.match(r"[^\s{\[]+", self.begin)
-        return found[0] if found else self.begin
+        match = re.match(r"[^\s{\[]+", self.begin)
+        return match[0] if match else self.begin
 
 
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], str]
@@ -102,8 +102,8 @@ def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
     pattern = "{}{}{}{}(.*){}{}{}{}".format(
         *map(re.escape, (one[0], _NAMES[0], middle, written, _NAMES[1], middle, written, end))
     )
-    if found := re.fullmatch(pattern, two, re.DOTALL):
-        between = found[1]
+    if match := re.fullmatch(pattern, two, re.DOTALL):
+        between = match[1]
     form = ToolForm(one[0].lstrip(), middle, between, end)
     texts = "".join((form.begin, form.middle, form.between or "", form.end))
     if hidden := next((token for token in special_tokens if token and token in texts), None):
@@ -235,8 +235,8 @@ def tool_grammar(
         lines = ["start: called", *lines]
     else:
         # Lazy: the trigger counts as soon as it is complete, wherever in a text.
-        found = f"trigger[lazy]: TEXT {_quoted(form.trigger)}"
-        lines = ["start: TEXT | trigger called", *lines, found, "TEXT: /(.|\\n)*/"]
+        trigger = f"trigger[lazy]: TEXT {_quoted(form.trigger)}"
+        lines = ["start: TEXT | trigger called", *lines, trigger, "TEXT: /(.|\\n)*/"]
     return grammars_of(session).lark("\n".join(["%llguidance {}", *lines]))
 
 

@@ -52,15 +52,15 @@ class TritonPythonModel:
         Args:
             args: of the backend; ``parameters`` of the configuration are those that `write_repository` writes.
         """
-        given = {name: said["string_value"] for name, said in json.loads(args["model_config"])["parameters"].items()}
-        options = {name: int(given[name]) for name in ("max_batch", "capacity") if name in given}
+        parameters = {n: v["string_value"] for n, v in json.loads(args["model_config"])["parameters"].items()}
+        options = {name: int(parameters[name]) for name in ("max_batch", "capacity") if name in parameters}
         if args["model_instance_kind"] == "GPU":
             options["gpu"] = int(args["model_instance_device_id"])
         version = Path(args["model_repository"]) / args["model_version"]
         adapters = {folder.name: folder for folder in (version / ADAPTERS).glob("*")}
         self._session = DecodeSession.open(version / FOLDER, adapters=adapters, **options)  # type: ignore[arg-type]
         self._name = args["model_name"]
-        self._core = ServingCore(self._session, max_queue=int(given.get("max_queue", 256)), name=self._name)
+        self._core = ServingCore(self._session, max_queue=int(parameters.get("max_queue", 256)), name=self._name)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="answers", daemon=True)
         self._thread.start()
@@ -102,7 +102,7 @@ class TritonPythonModel:
         read = _read(request)
         adapter = find_adapter(read.model, self._name, self._session.adapters)
         asked = await asyncio.to_thread(prepare, self._session, read, 1, adapter)
-        stream = _given(request, "stream")
+        stream = _element(request, "stream")
         done = Generation(asked.works[0].tokens)
         events = self._core.events(asked.works, asked.config)
         async with aclosing(events):
@@ -131,10 +131,10 @@ async def _others() -> None:
 
 
 def _read(request: Any) -> CompletionRequest:
-    text, ids = _given(request, "text_input"), pb_utils.get_input_tensor_by_name(request, "input_ids")
+    text, ids = _element(request, "text_input"), pb_utils.get_input_tensor_by_name(request, "input_ids")
     if (text is None) == (ids is None):
         raise ApiError(400, "the prompt: give one of text_input and input_ids")
-    said = _given(request, "sampling_parameters")
+    said = _element(request, "sampling_parameters")
     try:
         fields = {} if said is None else msgspec.json.decode(said, type=dict[str, Any])
         prompt = ids.as_numpy().tolist() if text is None else text.decode()
@@ -146,7 +146,7 @@ def _read(request: Any) -> CompletionRequest:
     return read_request(msgspec.json.encode({**fields, "prompt": prompt}), CompletionRequest)
 
 
-def _given(request: Any, name: str) -> Any:
+def _element(request: Any, name: str) -> Any:
     """The only element of an optional input, or None."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:

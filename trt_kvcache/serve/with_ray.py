@@ -65,15 +65,15 @@ def answer_with_ray(
     if started:
         ray.init(logging_level=logging.ERROR, log_to_driver=False)
     try:
-        found = ray.cluster_resources()
-        engine, gpus = not is_model(model), int(found.get("GPU", 0))
+        resources = ray.cluster_resources()
+        engine, gpus = not is_model(model), int(resources.get("GPU", 0))
         workers = workers or max(1, gpus if engine else 1)
         if engine and workers > gpus:  # or Ray would wait for ever
             raise OptionError(
                 f"an engine needs a GPU for each worker, and Ray knows {gpus} for {workers}; give fewer --workers"
             )
         # Ray's own tasks need a CPU: if actors take all, the job hangs without a word.
-        share = max(0.01, min(1.0, math.floor(100 * (found.get("CPU", 1) - 1) / workers) / 100))
+        share = max(0.01, min(1.0, math.floor(100 * (resources.get("CPU", 1) - 1) / workers) / 100))
         absolute = {key: _absolute(value) for key, value in options.items()}
         items = [{"row": msgspec.msgpack.encode(row)} for row in rows]
         logging.getLogger("ray.data").setLevel(logging.ERROR)
