@@ -30,7 +30,7 @@ from trt_kvcache.importer.steps.schedule import Step
 from trt_kvcache.verify import VerifyOptions, verify_import
 from trt_kvcache.verify.compare import difference, tolerance
 from trt_kvcache.verify.decode import Verification
-from trt_kvcache.verify.sessions import EngineError, open_session
+from trt_kvcache.verify.sessions import RunError, open_session
 
 VERIFY = VerifyOptions(batch=3, chunks=(4, 2), tokens=4)
 _SECONDS = 20  # for one import
@@ -105,7 +105,7 @@ def _no_specification(imported: ImportedModel, verify: VerifyOptions) -> str | N
                 together = session.run(feeds)
             finally:
                 check.interface.together = before
-        except (EngineError, TrtKvCacheError):
+        except (RunError, TrtKvCacheError):
             continue
         if any(difference(alone[n], together[n])[1] > 1e-3 for n in alone):
             return "mixed rows"
@@ -131,7 +131,7 @@ def _overflows(check: Verification) -> bool:
             try:
                 session = open_session(model, check.source.path.parent, given, check.free_bytes, reference=False)[0]
                 outputs = session.run(given)
-            except EngineError:
+            except RunError:
                 continue
             if any(np.isinf(outputs[v.name]).any() for v in halves):
                 return True

@@ -13,7 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from trt_kvcache.dtypes import PLAIN, array_dtype
 
-__all__ = ["ORT_ERRORS", "EngineError", "OrtEngine", "cpu_session", "one_line", "quiet_run"]
+__all__ = ["ORT_ERRORS", "RunError", "UnfusedSession", "cpu_session", "one_line", "quiet_run"]
 
 Array = npt.NDArray[Any]
 
@@ -23,8 +23,8 @@ ORT_ERRORS = (
 )  # fmt: skip
 
 
-class EngineError(Exception):
-    """An engine refused a model or a step; the text is the engine's own, on one line."""
+class RunError(Exception):
+    """A model or a step does not run; the text is that of ONNX Runtime or of ONNX's evaluator, on one line."""
 
 
 def one_line(error: Exception) -> str:
@@ -48,7 +48,7 @@ def quiet_run() -> ort.RunOptions:
     return options
 
 
-class OrtEngine:
+class UnfusedSession:
     """ONNX Runtime, node by node: fusions would hide differences.
 
     Attributes:
@@ -65,7 +65,7 @@ class OrtEngine:
         try:
             self._session = cpu_session(model.SerializeToString(), options)
         except ORT_ERRORS as error:
-            raise EngineError(one_line(error)) from None
+            raise RunError(one_line(error)) from None
         self._types = {i.name: i.type for i in self._session.get_inputs()}
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._options = quiet_run()
@@ -76,12 +76,12 @@ class OrtEngine:
         try:
             values = self._session.run(self._outputs, given, self._options)
         except ORT_ERRORS as error:
-            raise EngineError(one_line(error)) from None
+            raise RunError(one_line(error)) from None
         return dict(zip(self._outputs, values, strict=True))
 
 
 def _as(values: Array, kind: str) -> Array:
     name = kind.removeprefix("tensor(").removesuffix(")")
     if name not in PLAIN:
-        raise EngineError(f"ONNX Runtime takes no inputs of type {kind} from Python")
+        raise RunError(f"ONNX Runtime takes no inputs of type {kind} from Python")
     return np.ascontiguousarray(values, array_dtype(name))

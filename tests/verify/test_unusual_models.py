@@ -14,7 +14,7 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import rewrite_model
-from trt_kvcache.importer.steps.engine import EngineError, ReferenceEngine
+from trt_kvcache.importer.steps.engine import ReferenceSession, RunError
 from trt_kvcache.verify import VerifyReport, sessions, verify_model
 from trt_kvcache.verify.sessions import OrtSession
 
@@ -200,7 +200,7 @@ def test_windows_that_onnx_runtime_does_not_know_run_on_the_reference_evaluator(
         def __init__(self, model: Path | onnx.ModelProto, *given: Any) -> None:
             graph = (onnx.load(model) if isinstance(model, Path) else model).graph
             if any(a.name == "left_window_size" for node in graph.node for a in node.attribute):
-                raise EngineError("Unrecognized attribute: left_window_size")
+                raise RunError("Unrecognized attribute: left_window_size")
             super().__init__(model, *given)
 
     monkeypatch.setattr(sessions, "OrtSession", Older)
@@ -231,5 +231,5 @@ def test_numbers_that_are_not_finite_warn_nobody(tmp_path: Path) -> None:
     model = onnx.parser.parse_model(text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (found,) = ReferenceEngine(model).run({"x": np.zeros(2, np.float32)}).values()
+        (found,) = ReferenceSession(model).run({"x": np.zeros(2, np.float32)}).values()
     assert np.isnan(found).all()

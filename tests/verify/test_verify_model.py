@@ -20,7 +20,7 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model, pipeline
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
 from trt_kvcache.verify import VerifyOptions, VerifyReport, sessions, verify_import, verify_model
-from trt_kvcache.verify.sessions import EngineError, OrtSession
+from trt_kvcache.verify.sessions import OrtSession, RunError
 
 
 def verify(folder: Path, config: DecoderConfig, wanted: VerifyOptions | None = None, **options: Any) -> VerifyReport:
@@ -107,7 +107,7 @@ def test_an_opset_that_onnx_runtime_lacks_runs_on_the_reference_evaluator(
         def __init__(self, model: Path | ModelProto, *given: Any) -> None:
             loaded = onnx.load(model) if isinstance(model, Path) else model
             if any(entry.version >= 27 for entry in loaded.opset_import):
-                raise EngineError("Opset 27 is under development")
+                raise RunError("Opset 27 is under development")
             super().__init__(model, *given)
 
     monkeypatch.setattr(sessions, "OrtSession", Older)
@@ -204,7 +204,7 @@ def test_an_original_that_fails_after_its_first_run_is_named(tmp_path: Path, mon
     def run(self: OrtSession, feeds: dict[str, Any], *into: Any) -> dict[str, Any]:
         runs.append(feeds)
         if len(runs) > 3:  # those of a trial, of one sequence each
-            raise EngineError("out of range")
+            raise RunError("out of range")
         return given(self, feeds)
 
     given = OrtSession.run

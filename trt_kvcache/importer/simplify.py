@@ -354,13 +354,13 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     wanted = [name for node in nodes for name in node.output if name in read]
     if not wanted:
         return {}
-    from trt_kvcache.cpu import OrtEngine  # not before there is something to run
+    from trt_kvcache.cpu import UnfusedSession  # not before there is something to run
 
     used = {name for node in nodes for name in node.input}
     held = [numpy_helper.from_array(v, n) for n, v in constants.items() if n in used]
     part = part_of(model, nodes, [], wanted, held)
     try:
-        values = OrtEngine(part).run({})
+        values = UnfusedSession(part).run({})
     except Exception:  # noqa: BLE001 - as where it has no kernel; these nodes stay as they are
         return {}
     return {name: value for name, value in values.items() if _is_small(value.shape)}

@@ -21,7 +21,7 @@ from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.engine import EngineError
+from trt_kvcache.importer.steps.engine import RunError
 from trt_kvcache.proof.check import CheckReport
 from trt_kvcache.proof.file import Episode, Proof, load_proof, share_of
 from trt_kvcache.proof.places import LOGITS
@@ -156,5 +156,5 @@ def _reference(model: ModelProto, values: Sequence[ValueInfoProto], path: Path) 
             marked, folder = twins.twin(marked), twins.folder
         try:
             yield OrtSession(marked, Path(os.fspath(folder)), weigh(marked), spare())
-        except EngineError as error:
+        except RunError as error:
             raise UnsupportedModelError(f"{path}: ONNX Runtime does not run the rewritten model: {error}") from None

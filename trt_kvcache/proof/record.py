@@ -29,7 +29,7 @@ from trt_kvcache.importer.protos import iter_scopes
 from trt_kvcache.importer.simplify import inline_functions, name_nodes
 from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.engine import Engine
+from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import StepInputs, span_inputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.importer.steps.schedule import Limits, Step
@@ -240,7 +240,7 @@ class _Decoder(Verification):
         ran = self.run_original(self._planned, tape)
         return _Heard(ran, tape.episodes, tape.logits, tape.rows)
 
-    def _open_original(self, trial: dict[str, Array]) -> Engine:
+    def _open_original(self, trial: dict[str, Array]) -> ModelSession:
         """The session, with which the text is made."""
         original = super()._open_original(trial)
         rows = self.limits.batch if self.limits.fixed_batch else 1

@@ -26,8 +26,7 @@ from trt_kvcache.importer.steps.contents import (
     original_rows,
     ring_window,
 )
-from trt_kvcache.importer.steps.engine import Engine as Session
-from trt_kvcache.importer.steps.engine import EngineError
+from trt_kvcache.importer.steps.engine import ModelSession, RunError
 from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface, OriginalSession
 from trt_kvcache.importer.steps.runnable import with_expanded_masks, with_norms_in_front
@@ -229,7 +228,7 @@ class Verification:
             original = self._open_original({**shared, **contents})
         try:
             garbage, begun = self._garbage(original, first, shared, contents, rows)
-        except EngineError as error:
+        except RunError as error:
             raise UnsupportedModelError(f"{self.path}: no engine runs the original at {first}: {error}") from None
         del contents
         ran = Ran(original.engine, garbage)
@@ -244,7 +243,7 @@ class Verification:
         number: int,
         episode: Episode,
         garbage: float,
-        original: Session,
+        original: ModelSession,
         tape: Tape,
         begun: list[_Begun],
         done: Callable[[], None],
@@ -260,7 +259,7 @@ class Verification:
                 else:
                     shared = self.inputs.shared(step)
                     outputs = original.run({**shared, **state})
-            except EngineError as error:
+            except RunError as error:
                 if episode.name in ("short", "padded"):  # lengths that a model may not be made for
                     self.notes.append(f"no '{episode.name}' step: {original.engine} refuses the original ({error})")
                     break
@@ -338,11 +337,11 @@ class Verification:
                     if steps:
                         state = self._first_state(steps[0][0], ran.garbage, number)
                         self._run_episode(name, steps, state, rewritten, tape, comparison, done)
-        except EngineError as error:
+        except RunError as error:
             return engine, f"the rewritten model cannot be run where the original can: {error}"
         return engine, None
 
-    def _open_original(self, trial: Feeds) -> Session:
+    def _open_original(self, trial: Feeds) -> ModelSession:
         """A session of the original that takes the rewritten model's inputs.
 
         Raises:
@@ -355,7 +354,7 @@ class Verification:
         rows, past = self.interface.groups(trial)[0]
         return OriginalSession(self._open_as_exported(self.interface.feeds(trial, rows, past)), self.interface)
 
-    def _open_as_exported(self, trial: Feeds) -> Session:
+    def _open_as_exported(self, trial: Feeds) -> ModelSession:
         """A session of the original: as it is, or with masks or norms spelled out, or on the reference evaluator.
 
         Raises:
@@ -366,12 +365,12 @@ class Verification:
         path = self.path if is_file else None
         try:
             return open_session(model, self.folders[0], trial, self.free_bytes, path=path, reference=False)[0]
-        except EngineError as error:
+        except RunError as error:
             refusal = error
         spelled = with_expanded_masks(with_norms_in_front(model))
         try:
             session = open_session(spelled, self.folders[0], trial, self.free_bytes)[0]
-        except EngineError as error:
+        except RunError as error:
             refusal = refusal if spelled is model else error
             first = " in its first step, after an empty cache" if any(not v.size for v in trial.values()) else ""
             raise UnsupportedModelError(
@@ -435,7 +434,7 @@ class Verification:
         carried = {c.output: c for c in self.caches if c.output is not None}
         for name, value in expected.items():
             if name not in actual:
-                raise EngineError(f"it has no output '{name}'")
+                raise RunError(f"it has no output '{name}'")
             if value is None:
                 comparison.differ(name, actual[name], step, span)
             elif isinstance(value, Written):
@@ -491,7 +490,7 @@ class Verification:
         return physical
 
     def _garbage(
-        self, original: Session, step: Step, shared: Feeds, contents: Feeds, rows: int
+        self, original: ModelSession, step: Step, shared: Feeds, contents: Feeds, rows: int
     ) -> tuple[float, list[_Begun]]:
         """The largest garbage that the original itself hides, and its first step with that.
 

@@ -38,7 +38,7 @@ def measure_divergence(
 
     Raises:
         OptionError: the model has no logits.
-        EngineError: a model does not run.
+        RunError: a model does not run.
     """
     wanted = plans[1].options.cache_dtype
     assert wanted is not None

@@ -13,7 +13,7 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.extensions import apart, define, for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.engine import EngineError
+from trt_kvcache.importer.steps.engine import RunError
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.machine import bounded_memory
 from trt_kvcache.verify.decode import Verification
@@ -58,7 +58,7 @@ def verify_quantized(
     with _within_memory(imported):
         try:
             divergence = _diverge(imported, quantized, verify, folder, twin=report.float32_twin)
-        except EngineError as error:
+        except RunError as error:
             return replace(report, passed=False, failure=f"the model with quantized caches cannot be run: {error}")
     failure = None if divergence.passed else f"quantized caches change too much: {divergence}"
     return replace(report, passed=divergence.passed, failure=failure, divergence=divergence)

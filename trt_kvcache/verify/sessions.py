@@ -15,10 +15,10 @@ import onnx
 import onnxruntime as ort
 from onnx import ModelProto
 
-from trt_kvcache.cpu import ORT_ERRORS, EngineError, OrtEngine, cpu_session, one_line, quiet_run
+from trt_kvcache.cpu import ORT_ERRORS, RunError, UnfusedSession, cpu_session, one_line, quiet_run
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.links import for_session, without_links
-from trt_kvcache.importer.steps.engine import ReferenceEngine
+from trt_kvcache.importer.steps.engine import ReferenceSession
 from trt_kvcache.native import Endable
 from trt_kvcache.verify.memory import Weights, weigh
 
@@ -44,7 +44,7 @@ class OrtSession:
         free_bytes: bytes that converted weights may take.
     """
 
-    engine = OrtEngine.engine
+    engine = UnfusedSession.engine
 
     def __init__(self, model: Path | ModelProto, folder: Path, weights: Weights, free_bytes: int) -> None:
         options = ort.SessionOptions()
@@ -88,7 +88,7 @@ class OrtSession:
         if into:
             binding = self._bind(feeds, into)
             # An output of another shape is a plain RuntimeError (1.32.0).
-            with suppress(EngineError, RuntimeError):
+            with suppress(RunError, RuntimeError):
                 outputs = _interruptible(
                     lambda: self._session.run_with_iobinding(binding, options) or binding.get_outputs(),
                     lambda _: setattr(options, "terminate", True),
@@ -119,14 +119,14 @@ class Reference:
         engine: name and version.
     """
 
-    engine = ReferenceEngine.engine
+    engine = ReferenceSession.engine
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
         linked, folder = without_links(model, folder)
         loaded = ModelProto()
         loaded.CopyFrom(linked)
         onnx.load_external_data_for_model(loaded, str(folder))
-        self._evaluator = ReferenceEngine(loaded)
+        self._evaluator = ReferenceSession(loaded)
 
     def run(self, feeds: Mapping[str, Array], into: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """All outputs by name, in new arrays."""
@@ -150,7 +150,7 @@ def _interruptible(call: Callable[[], Any], stop: Callable[[Thread], None]) -> A
     ends soon: a run after the next node, a session after the next of its optimizations. Nobody waits long for that.
 
     Raises:
-        EngineError: the engine refuses.
+        RunError: ONNX Runtime refuses.
         UnsupportedModelError: it takes more than `SECONDS`.
     """
     results: list[Any] = []
@@ -186,7 +186,7 @@ def _interruptible(call: Callable[[], Any], stop: Callable[[Thread], None]) -> A
         for error in failed:
             raise error
     except ORT_ERRORS as error:
-        raise EngineError(one_line(error)) from None
+        raise RunError(one_line(error)) from None
     return results.pop()
 
 
@@ -199,7 +199,7 @@ def open_session(
     path: Path | None = None,
     reference: bool = True,
 ) -> tuple[Runner, str | None]:
-    """The first engine that runs the trial step, and why ONNX Runtime was not it.
+    """The first session that runs the trial step, and why ONNX Runtime was not it.
 
     Args:
         model: the model.
@@ -210,13 +210,13 @@ def open_session(
         reference: the reference evaluator may run it.
 
     Raises:
-        EngineError: no engine runs it; the text is ONNX Runtime's.
+        RunError: none runs it; the text is ONNX Runtime's.
     """
     weights = weigh(model)
     try:
         session = OrtSession(path or model, folder, weights, free_bytes)
         session.run(trial)
-    except EngineError as error:
+    except RunError as error:
         if not reference or weights.size > _REFERENCE_LIMIT:
             raise
         refusal = error
@@ -225,6 +225,6 @@ def open_session(
     try:
         evaluator = Reference(model, folder)
         evaluator.run(trial)
-    except EngineError as error:
-        raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None
+    except RunError as error:
+        raise RunError(f"{refusal}; the ONNX reference evaluator: {error}") from None
     return evaluator, str(refusal)

@@ -34,7 +34,7 @@ from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read, part_of
 from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find_caches, find_states
-from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
+from trt_kvcache.importer.steps.engine import RunError, UnfusedSession
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.schedule import Step, read_limits
@@ -65,7 +65,7 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
 
     found = None
     for compare in (_sequences, _tokens):
-        with suppress(EngineError, OptionError, UnsupportedModelError):
+        with suppress(RunError, OptionError, UnsupportedModelError):
             found = found or compare(cut, outside)
             # Nothing was changed here: what does not run, no region vouches for either.
     return found
@@ -133,7 +133,7 @@ class _Outside:
         every = dict.fromkeys([*wanted, *graph.outputs])
         made = [name for name in every if name not in after and name in graph.makes]
         if not made:
-            raise EngineError("nothing is computed outside of the regions of caches")
+            raise RunError("nothing is computed outside of the regions of caches")
         if inner:
             made = [name for node in graph.cone(made, stops)[0] for name in node.output if name]
         # Ends that are results of regions themselves, as of a model that is one attention.
@@ -153,7 +153,7 @@ class _Outside:
         kinds = {name: graph.inputs[name].type.tensor_type.elem_type for name in self._fed if name not in stops}
         inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]
         model = part_of(graph.model, nodes, inputs, made, constants)
-        self._engine = OrtEngine(open_types(load(model), wide=True))
+        self._session = UnfusedSession(open_types(load(model), wide=True))
 
     def _axis(self, shape: tuple[Term, ...] | None) -> int | None:
         """The axis that sequences lie along, alone or as the outer one of several."""
@@ -164,8 +164,8 @@ class _Outside:
     def runs(self, past: int) -> bool:
         """True if it runs after so many tokens in each sequence; beyond the end of a table ONNX Runtime fails."""
         try:
-            self._engine.run(self._feeds([past] * self._batch, 0))
-        except EngineError:
+            self._session.run(self._feeds([past] * self._batch, 0))
+        except RunError:
             return False
         return True
 
@@ -189,7 +189,7 @@ class _Outside:
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
-        alone, beside = (self._engine.run(given) for given in (feeds[0], self._with_row(feeds, row)))
+        alone, beside = (self._session.run(given) for given in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
             a, b = (v[self._of_row(v, axis, row)] for v in (alone[name], beside[name]))
             both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
@@ -201,7 +201,7 @@ class _Outside:
         """The first tensor in which tokens are not the same together as one by one; empty: there is none.
 
         Raises:
-            EngineError: nothing says which part of an input is that of a token.
+            RunError: nothing says which part of an input is that of a token.
         """
         starts, apart = [start] * self._batch, TokensApart(self._plan)
         feeds, short = self._feeds(starts, 0), self._feeds(starts, 0, 1)
@@ -211,11 +211,11 @@ class _Outside:
         if any(first[name].shape != short[name].shape for name in given) or not all(
             map(_is_apart, self._stops.values())
         ):
-            raise EngineError("an input has no axis of its own for the tokens of a step")
-        whole = self._engine.run(feeds)
+            raise RunError("an input has no axis of its own for the tokens of a step")
+        whole = self._session.run(feeds)
 
         def run(place: int, given: Feeds) -> Feeds:
-            return self._engine.run(given | {n: token(feeds[n], shape, place) for n, shape in self._stops.items()})
+            return self._session.run(given | {n: token(feeds[n], shape, place) for n, shape in self._stops.items()})
 
         names = {name: shape for name, shape in self._shapes.items() if name not in self._of_caches}
         for place, alone in enumerate(apart.one_by_one(feeds, run)):
@@ -313,7 +313,7 @@ def _light(
     """The same dependences without large constants.
 
     Raises:
-        EngineError: an operator is not known, and reads a large constant.
+        RunError: an operator is not known, and reads a large constant.
     """
     shapes = {name: tuple(t.dims) for name, t in constants.items()}
     large = {name for name, shape in shapes.items() if math.prod(shape) > _LARGEST}
@@ -339,7 +339,7 @@ def _light(
 def _fixed(cut: Cut, name: str) -> tuple[int, ...]:
     shape = _shape(cut, name)
     if shape is None:
-        raise EngineError(f"the shape of the constant '{name}' is not known")
+        raise RunError(f"the shape of the constant '{name}' is not known")
     return tuple(t.factor for t in shape)
 
 
@@ -349,7 +349,7 @@ def _rank_one(
     """A product with a weight, or a lookup in a table, with ``u v^T`` in its place.
 
     Raises:
-        EngineError: the operator is another one.
+        RunError: the operator is another one.
     """
     output = node.output[0]
     names = [f"{output}:{part}" for part in ("u", "v", "inner", "product")]
@@ -377,7 +377,7 @@ def _rank_one(
             yield helper.make_node("Transpose", [data], [f"{output}:data"], perm=[1, 0])
             data = f"{output}:data"
     else:
-        raise EngineError(f"{node.op_type} '{node.name}' reads a large constant")
+        raise RunError(f"{node.op_type} '{node.name}' reads a large constant")
     draw((*lead, rows, 1), (*lead, 1, columns))
     added = node.input[2] if is_op(node, "Gemm") and len(node.input) > 2 and node.input[2] else ""
     product_ = names[3] if added else output

@@ -32,7 +32,7 @@ from trt_kvcache.importer.check.verdicts import kept_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
-from trt_kvcache.importer.steps.engine import Engine, EngineError
+from trt_kvcache.importer.steps.engine import ModelSession, RunError
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.schedule import Step, read_limits
 
@@ -59,7 +59,7 @@ def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough
             alive |= run.alive
     except StuckError as error:
         return Verdict(name, "stuck", str(error))
-    except (EngineError, OptionError, UnsupportedModelError) as error:
+    except (RunError, OptionError, UnsupportedModelError) as error:
         return Verdict(name, "undecided", str(error))
     if not compared:
         return Verdict(name, "vacuous", "no step of the schedule fits the model")
@@ -76,10 +76,10 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
     allowed = read_limits(plan, _BATCH)
     rows = rows_needed((k for k in region.integers if k < capacity), min(allowed.length or 9, allowed.longest))
     wide = is_narrow(region.models)
-    engines: tuple[list[Engine], list[Engine]] = ([], [])  # with whole and with short heads
+    sessions: tuple[list[ModelSession], list[ModelSession]] = ([], [])  # with whole and with short heads
 
     def make(plan: CachePlan, steps: Sequence[Step]) -> _Run:
-        return _Run(Sides(region, plan, limits, wide=wide, engines=engines[0]), steps)
+        return _Run(Sides(region, plan, limits, wide=wide, sessions=sessions[0]), steps)
 
     def apart(plan: CachePlan, steps: Sequence[Step]) -> Iterator[_Run]:
         """The steps of few tokens, and those of many with short heads where that can be."""
@@ -90,7 +90,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
             return
         if few:
             yield make(plan, few)
-        yield _Run(Sides(*short, limits, wide=wide, engines=engines[1]), many, lambda: make(plan, many))
+        yield _Run(Sides(*short, limits, wide=wide, sessions=sessions[1]), many, lambda: make(plan, many))
 
     at = plan
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
@@ -105,10 +105,10 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
         yield from apart(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
     few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6] if wide else []
     if wide and is_half(region.models):
-        yield _Run(Sides(region, at, limits, wide=False, engines=[]), few)
+        yield _Run(Sides(region, at, limits, wide=False, sessions=[]), few)
     large = _queries(region)
     if wide and large:
-        yield _LargeRun(Sides(region, at, limits, wide=False, engines=[]), few[:2], large)
+        yield _LargeRun(Sides(region, at, limits, wide=False, sessions=[]), few[:2], large)
 
 
 def _cost(step: Step) -> int:
@@ -188,7 +188,7 @@ class _Run:
         """True if each step runs, and nothing differs."""
         try:
             return not self.compare() and len(self.compared) == len(self._steps) > 0
-        except (EngineError, OptionError, UnsupportedModelError):
+        except (RunError, OptionError, UnsupportedModelError):
             return False
 
     def _name(self, *, first: bool) -> str:
@@ -199,15 +199,15 @@ class _Run:
         """True if both sides run a step."""
         try:
             self.sides.open(self._steps)
-        except EngineError:
+        except RunError:
             return False
-        return bool(self.sides.engines)
+        return bool(self.sides.sessions)
 
     def compare(self) -> str:
         """The first difference in words; empty: there is none."""
         if not self._steps:
             return ""
-        if not self.sides.engines:
+        if not self.sides.sessions:
             self.sides.open(self._steps)
         for magnitude in _GARBAGE if self.sides.wide or not is_half(self.region.models) else _HALF_GARBAGE:
             self.sides.garbage = magnitude
@@ -227,7 +227,7 @@ class _Run:
             feeds = self.sides.feeds(step)
             try:
                 originals = list(self.sides.originals(step, feeds))
-            except EngineError:  # a step that the original is not made for
+            except RunError:  # a step that the original is not made for
                 continue
             dead = [n for n in self.region.joins if n not in self.alive]
             numbers = {n: np.nan_to_num(originals[0][n], nan=0.0) for n in dead if originals[0][n].size}

@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.protos import copied, dtype_name, part_of, replace_field
-from trt_kvcache.importer.steps.engine import EngineError, open_engine
+from trt_kvcache.importer.steps.engine import RunError, open_session
 
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
 """Two sets of sizes, which no product of others explains."""
@@ -159,8 +159,8 @@ class _Inference:
         used = {n for node in nodes for n in node.input}
         held = [numpy_helper.from_array(v, n) for n, v in {**values, **made}.items() if n in used]
         try:
-            computed = open_engine(part_of(self._model, nodes, [], wanted, held), {}).run({})
-        except EngineError:
+            computed = open_session(part_of(self._model, nodes, [], wanted, held), {}).run({})
+        except RunError:
             return made
         return made | {name: value for name, value in computed.items() if value.size <= _FEW}
 

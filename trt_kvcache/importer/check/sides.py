@@ -27,7 +27,7 @@ from trt_kvcache.importer.steps.contents import (
     numpy_dtype,
     ring_window,
 )
-from trt_kvcache.importer.steps.engine import Engine, EngineError, open_engine
+from trt_kvcache.importer.steps.engine import ModelSession, RunError, open_session
 from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
@@ -44,7 +44,7 @@ _BYTES = 256 << 20  # of the caches of a step
 _LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
 
 
-class StuckError(EngineError):
+class StuckError(RunError):
     """The original's part runs, and the rewritten one does not."""
 
 
@@ -57,13 +57,13 @@ class Sides:
         shows_garbage: the original is given rows of caches without a token.
         garbage: magnitude of the numbers in such rows.
         settled: tokens of a past are as a step of the original leaves them, for models that round a whole cache.
-        engines: of the original and of the rewritten side, once they are open; shared by runs of the same models.
+        sessions: of the original and of the rewritten side, once they are open; shared by runs of the same models.
         wide: both compute in float32.
         large: number of the boundary that holds numbers which no float16 holds; None: none does.
     """
 
     def __init__(
-        self, region: Region, plan: CachePlan, limits: IndexLimits, *, wide: bool, engines: list[Engine]
+        self, region: Region, plan: CachePlan, limits: IndexLimits, *, wide: bool, sessions: list[ModelSession]
     ) -> None:
         self.region, self.plan, self.wide = region, plan, wide
         self._limits = limits
@@ -77,7 +77,7 @@ class Sides:
         growing = {t.name for t in plan.original if t.role is OriginalRole.GROWING_CACHE}
         self.shows_garbage = any(c.update is not None and c.role.name not in growing for c in self.caches)
         self.interface = self._interface() if plan.original else None
-        self.engines = engines
+        self.sessions = sessions
         self.garbage = 0.0
         self.settled = False
         self.large: int | None = None
@@ -124,25 +124,25 @@ class Sides:
         """Opens both sides with the first of some steps that the original runs.
 
         Raises:
-            EngineError: a side does not run.
+            RunError: a side does not run.
         """
         refusals = []
         # A past that holds tokens first: some originals take no empty one.
         for step in sorted(steps, key=lambda s: not all(s.starts))[:_TRIALS]:
             feeds = self.feeds(step)
             try:
-                original = open_engine(self._models[0], self._of_original(step, feeds)[0][1])
-            except EngineError as error:
+                original = open_session(self._models[0], self._of_original(step, feeds)[0][1])
+            except RunError as error:
                 refusals.append(str(error))
                 continue
             try:
                 given = self._of_rewritten(step, feeds, step.length)
-                self.engines[:] = [original, open_engine(self._models[1], given, strict=True)]
-            except EngineError as error:
+                self.sessions[:] = [original, open_session(self._models[1], given, strict=True)]
+            except RunError as error:
                 raise StuckError(f"the rewritten part does not run: {error}") from None
             return
         if refusals:
-            raise EngineError(f"the original's part does not run: {refusals[0]}")
+            raise RunError(f"the original's part does not run: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
         """All numbers of a step: inputs, boundaries by number, and caches as the original has them."""
@@ -194,26 +194,26 @@ class Sides:
         """The original's joins and presents: of each sequence alone, and of all in one run, where it takes that.
 
         Raises:
-            EngineError: it does not run the step.
+            RunError: it does not run the step.
             UnsupportedModelError: see `original`.
         """
         yield self.original(step, feeds)
         groups = self.interface.groups if self.interface is not None else None
         if groups is not None and len(groups(feeds, together=True)) < len(groups(feeds)):
-            with suppress(EngineError):
+            with suppress(RunError):
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
         """The original's joins and presents; `together`: of as many sequences as one run can take.
 
         Raises:
-            EngineError: it does not run the step.
+            RunError: it does not run the step.
             UnsupportedModelError: a join has fewer axes than inference found.
         """
         if self.interface is not None and self.interface.singles(feeds) > 1:
             return self._singly(self.interface, step, feeds, together=together)
         given = self._of_original(step, feeds, together=together)
-        ran = [(rows, self.engines[0].run(one)) for rows, one in given]
+        ran = [(rows, self.sessions[0].run(one)) for rows, one in given]
         made: Feeds = {}
         for name, shape in self.region.joins.items():
             parts = [out[name] for _, out in ran]
@@ -275,8 +275,8 @@ class Sides:
             StuckError: it does not run.
         """
         try:
-            return self.engines[1].run(self._of_rewritten(step, feeds, kept))
-        except EngineError as error:
+            return self.sessions[1].run(self._of_rewritten(step, feeds, kept))
+        except RunError as error:
             raise StuckError(str(error)) from None
 
     def _of_rewritten(self, step: Step, feeds: Feeds, kept: int) -> Feeds:
@@ -299,7 +299,7 @@ class Sides:
         if not names:
             return {}
         given = self._of_rewritten(step, self.feeds(step), step.length)
-        return open_engine(with_outputs(self._models[1], names), given).run(given)
+        return open_session(with_outputs(self._models[1], names), given).run(given)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
         """The cache as the original holds it, where it became a ring."""

@@ -25,7 +25,7 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.protos import INTEGERS
 from trt_kvcache.importer.sites.cut import FartherError, MisfitError, Region, SiteError, UnknownError
 from trt_kvcache.importer.sites.layout import ATTENTION, Layout, brought, layouts
-from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
+from trt_kvcache.importer.steps.engine import RunError, UnfusedSession
 from trt_kvcache.importer.steps.runnable import open_types
 
 Array = npt.NDArray[Any]
@@ -111,8 +111,8 @@ class Reader:
     ) -> None:
         self._region, self._step, self._axes, self._capacity = region, step, axes, capacity
         try:
-            self._engine = OrtEngine(open_types(region.model, wide=True))
-        except EngineError as error:
+            self._session = UnfusedSession(open_types(region.model, wide=True))
+        except RunError as error:
             raise SiteError(f"its region does not load: {error}") from None
         self._rng = np.random.default_rng(0)
         one = step(1, 1, 1).probe
@@ -163,8 +163,8 @@ class Reader:
     def _run(self, feeds: Feeds) -> Feeds:
         """All outputs in float64."""
         try:
-            return {name: value.astype(np.float64) for name, value in self._engine.run(feeds).items()}
-        except EngineError as error:
+            return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
+        except RunError as error:
             raise MisfitError(f"its region does not run: {error}") from None
 
     def _moved(self) -> list[CacheSeen]:

@@ -1,4 +1,4 @@
-"""Engines on the CPU: ONNX Runtime without optimizations; if it refuses, ONNX's reference evaluator."""
+"""Sessions on the CPU: ONNX Runtime without optimizations; if it refuses, ONNX's reference evaluator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from trt_kvcache.cpu import EngineError, OrtEngine, one_line
+from trt_kvcache.cpu import RunError, UnfusedSession, one_line
 
-__all__ = ["Engine", "EngineError", "OrtEngine", "ReferenceEngine", "open_engine"]
+__all__ = ["ModelSession", "ReferenceSession", "RunError", "UnfusedSession", "open_session"]
 
 Array = npt.NDArray[Any]
 
@@ -21,11 +21,11 @@ _REFERENCE_ERRORS = (
 )  # fmt: skip
 
 
-class Engine(Protocol):
+class ModelSession(Protocol):
     """A loaded part of a model.
 
     Attributes:
-        engine: name of the engine.
+        engine: name of what runs it.
     """
 
     engine: str
@@ -34,12 +34,12 @@ class Engine(Protocol):
         """All outputs by name.
 
         Raises:
-            EngineError: the engine cannot run it.
+            RunError: the model does not run.
         """
         ...
 
 
-class ReferenceEngine:
+class ReferenceSession:
     """ONNX's reference evaluator (https://onnx.ai/onnx/api/reference.html): slow, and right by definition."""
 
     engine = f"ONNX reference evaluator {onnx.__version__}"
@@ -52,7 +52,7 @@ class ReferenceEngine:
         try:
             self._evaluator = ReferenceEvaluator(model)
         except _REFERENCE_ERRORS as error:
-            raise EngineError(one_line(error)) from None
+            raise RunError(one_line(error)) from None
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name."""
@@ -61,12 +61,12 @@ class ReferenceEngine:
             with np.errstate(all="ignore"):  # numbers that are not finite are compared, not warned of
                 values = self._evaluator.run(None, {n: np.asarray(feeds[n], dtype) for n, dtype in dtypes.items()})
         except _REFERENCE_ERRORS as error:
-            raise EngineError(one_line(error)) from None
+            raise RunError(one_line(error)) from None
         return dict(zip(self._evaluator.output_names, values, strict=True))
 
 
-def open_engine(model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, strict: bool = False) -> Engine:
-    """The first engine that runs the trial step.
+def open_session(model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, strict: bool = False) -> ModelSession:
+    """The first session that runs the trial step.
 
     Args:
         model: to run.
@@ -75,21 +75,21 @@ def open_engine(model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, st
             of two types, and any size below 0.
 
     Raises:
-        EngineError: no engine runs it; the text is ONNX Runtime's.
+        RunError: none runs it; the text is ONNX Runtime's.
     """
     try:
-        engine = OrtEngine(model)
+        session = UnfusedSession(model)
         if trial:
-            engine.run(trial)
-    except EngineError as error:
+            session.run(trial)
+    except RunError as error:
         if not trial:
             raise
         try:
             if strict:
                 onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-            evaluator = ReferenceEngine(model)
+            evaluator = ReferenceSession(model)
             evaluator.run(trial)
-        except (EngineError, onnx.shape_inference.InferenceError, ValueError):  # ValueError: a type that there is not
+        except (RunError, onnx.shape_inference.InferenceError, ValueError):  # ValueError: a type that there is not
             raise error from None
         return evaluator
-    return engine
+    return session

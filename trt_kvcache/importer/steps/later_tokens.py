@@ -22,7 +22,7 @@ from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import copied, names_read, part_of, replace_field
 from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.steps.contents import drawn_contents, find_caches
-from trt_kvcache.importer.steps.engine import EngineError, open_engine
+from trt_kvcache.importer.steps.engine import RunError, open_session
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
 from trt_kvcache.importer.steps.schedule import Step
 
@@ -92,8 +92,8 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
             for value in part.graph.input:
                 if value.name in caches:
                     feeds[value.name] = drawn_contents(caches[value.name], 0, step.starts, 0.0)
-            yield step, open_engine(part, feeds).run(feeds)[name]
-        except (EngineError, OptionError, UnsupportedModelError, KeyError):
+            yield step, open_session(part, feeds).run(feeds)[name]
+        except (RunError, OptionError, UnsupportedModelError, KeyError):
             return
 
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
-from trt_kvcache.importer.steps.engine import Engine as Session
+from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import arrange
 from trt_kvcache.importer.steps.schedule import rows_together
 from trt_kvcache.importer.steps.tokens_apart import TokensApart
@@ -280,7 +280,7 @@ class OriginalSession:
         engine: name and version of what runs the original.
     """
 
-    def __init__(self, session: Session, interface: OriginalInterface) -> None:
+    def __init__(self, session: ModelSession, interface: OriginalInterface) -> None:
         self.engine = session.engine
         self._session = session
         self._interface = interface
@@ -289,7 +289,7 @@ class OriginalSession:
         """The rewritten model's outputs by name, as the original makes them.
 
         Raises:
-            EngineError: the engine cannot run the step.
+            RunError: the original does not run the step.
         """
         if self._interface.singles(feeds) > 1:
             return self._interface.joined(self._interface.one_by_one(feeds, lambda _, given: self.run(given)))

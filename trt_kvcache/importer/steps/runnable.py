@@ -1,4 +1,4 @@
-"""Models in operators and types that engines on the CPU run, with the same meaning.
+"""Models in operators and types that run on the CPU, with the same meaning.
 
 Each function returns a copy, or the model itself where there is nothing to do.
 """
