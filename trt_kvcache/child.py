@@ -99,13 +99,13 @@ def _write(stream: IO[bytes], kind: int, *parts: bytes) -> None:
 def _read(stream: IO[bytes]) -> _Frame | None:
     """The next frame; None at the end. Lines that are none were printed while Python started."""
     for line in stream:
-        if found := _HEAD.fullmatch(line):
+        if match := _HEAD.fullmatch(line):
             parts = []
-            for size in map(int, found[2].split()):
+            for size in map(int, match[2].split()):
                 parts.append(stream.read(size))
                 if len(parts[-1]) < size:
                     return None
-            return _Frame(found[1][0], parts[0], parts[1:])
+            return _Frame(match[1][0], parts[0], parts[1:])
     return None
 
 
@@ -296,14 +296,14 @@ class Caller:
         threading.Thread(target=self._listen, args=(abandoned,), daemon=True).start()
 
     def _listen(self, abandoned: Callable[[], None]) -> None:
-        kept = False
+        keep = False
         while frame := _read(sys.stdin.buffer):
-            kept = kept or frame.kind == _KEEP
+            keep = keep or frame.kind == _KEEP
             if frame.kind == _REQUEST:
                 self._frames.put(frame)
-        if not kept:
+        if not keep:
             abandoned()
-        os._exit(0 if kept else 1)  # without unwinding: that may take long, or crash
+        os._exit(0 if keep else 1)  # without unwinding: that may take long, or crash
 
     def next(self) -> _Frame:
         """Wait for the next request."""

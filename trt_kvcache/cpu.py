@@ -72,9 +72,9 @@ class UnfusedSession:
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name; feeds take the types of the inputs."""
-        given = {name: _as(feeds[name], kind) for name, kind in self._types.items()}
+        inputs = {name: _as(feeds[name], kind) for name, kind in self._types.items()}
         try:
-            values = self._session.run(self._outputs, given, self._options)
+            values = self._session.run(self._outputs, inputs, self._options)
         except ORT_ERRORS as error:
             raise RunError(one_line(error)) from None
         return dict(zip(self._outputs, values, strict=True))

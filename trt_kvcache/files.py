@@ -113,12 +113,12 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
     """
     data = read_file(path, limit)
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"holds {type(found).__name__}, not an object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"holds {type(content).__name__}, not an object")
+    return content
 
 
 def stamp(file: Path | int) -> tuple[int, ...]:
@@ -132,8 +132,8 @@ def stamp(file: Path | int) -> tuple[int, ...]:
     Raises:
         OSError: the file cannot be looked up.
     """
-    found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = os.stat(file)  # noqa: PTH116 - of a descriptor, too
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_text(path: Path) -> bool:

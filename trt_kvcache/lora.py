@@ -151,13 +151,13 @@ def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
     """Names of the tensors A and B, by module."""
     sides: dict[str, dict[str, str]] = {}
     for tensor in tensors:
-        found = _MODULE.fullmatch(tensor)
-        if found is None:
+        match = _MODULE.fullmatch(tensor)
+        if match is None:
             raise OptionError(
                 f"{path}: tensor '{tensor}' is no A or B of a linear module; biases, embeddings, magnitudes (DoRA) and "
                 "modules that were saved whole are not supported: train without them"
             )
-        sides.setdefault(found["module"], {})[found["side"]] = tensor
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
     if not sides:
         raise OptionError(f"{path}: the adapter has no tensors")
     for module, pair in sides.items():
@@ -186,15 +186,15 @@ def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any
 
     quiet = re2.Options()
     quiet.log_errors = False
-    given = settings.get(pattern) or {}
+    patterns = settings.get(pattern) or {}
     value = settings.get(default)
-    for key in given if isinstance(given, dict) else ():
+    for key in patterns if isinstance(patterns, dict) else ():
         try:
             fits = re2.compile(rf"(?:.*\.)?(?:{key})", quiet).fullmatch(name)
         except (re2.error, UnicodeEncodeError):
             raise OptionError(f"{path}: {pattern} has {shown(key)}, which RE2 does not read as a pattern") from None
         if fits:
-            value = given[key]
+            value = patterns[key]
             break
     if not is_number(value) or not math.isfinite(value) or (default == "r" and not is_whole(value)):
         raise OptionError(f"{path}: {default} of module '{name}' is {shown(value)}, which is no number")

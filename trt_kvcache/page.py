@@ -76,8 +76,8 @@ def tag(element: str, *inside: object, **attributes: object) -> Html:
         inside: texts and elements, in their order.
         attributes: by name, with ``_`` for ``-``, and ``_`` after words of Python, as in ``class_``.
     """
-    given = "".join(f' {name.rstrip("_").replace("_", "-")}="{_text(value)}"' for name, value in attributes.items())
-    return Html(f"<{element}{given}>{''.join(map(_text, inside))}</{element}>")
+    pairs = "".join(f' {name.rstrip("_").replace("_", "-")}="{_text(value)}"' for name, value in attributes.items())
+    return Html(f"<{element}{pairs}>{''.join(map(_text, inside))}</{element}>")
 
 
 def _text(value: object) -> str:
@@ -175,7 +175,7 @@ def _ticks(low: float, high: float, *, binary: bool) -> list[float]:
     base = 2 if binary else 10
     powers = [float(base) ** n for n in range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)]
     for steps in ((1,),) if binary else (range(1, 10), (1, 2, 5), (1,)):
-        found = [step * power for power in powers for step in steps if low <= step * power <= high]
-        if len(found) <= _TICKS:
+        ticks = [step * power for power in powers for step in steps if low <= step * power <= high]
+        if len(ticks) <= _TICKS:
             break
-    return found[:: math.ceil(len(found) / _TICKS)]
+    return ticks[:: math.ceil(len(ticks) / _TICKS)]

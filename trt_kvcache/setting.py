@@ -66,14 +66,14 @@ def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
 
     The type of a field that may be of several is `object`.
     """
-    found = {}
+    settings = {}
     for field in fields(options):
         if str(field.type).startswith("Annotated["):
             kind, setting = get_args(eval(str(field.type), vars(sys.modules[options.__module__])))
             parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
             kinds = [part for part in parts if part is not NoneType]
-            found[field.name] = (kinds[0] if len(kinds) == 1 else object, NoneType in parts, setting)
-    return found
+            settings[field.name] = (kinds[0] if len(kinds) == 1 else object, NoneType in parts, setting)
+    return settings
 
 
 def described(options: _Class) -> _Class:

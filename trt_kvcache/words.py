@@ -43,12 +43,12 @@ def as_arguments(message: str) -> str:
     Commands in quotes stay as they are.
     """
 
-    def argument(found: re.Match[str]) -> str:
-        flag, value = found["flag"], found["value"]
+    def argument(match: re.Match[str]) -> str:
+        flag, value = match["flag"], match["value"]
         if flag is None:
-            return found[0]
+            return match[0]
         name = re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", flag.replace("-", "_"))
-        if found["no"]:
+        if match["no"]:
             return f"{name}=False"
         if value is None:
             return name
@@ -72,12 +72,12 @@ def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
         return message
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
 
-    def flag(found: re.Match[str]) -> str:
-        name, value = found["name"], found["value"]
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
         if value is None:
-            return flags[name][0] if _USE.match(message, found.end()) else found[0]
+            return flags[name][0] if _USE.match(message, match.end()) else match[0]
         if value in ("True", "False") and flags[name][1] is not None:
-            return flags[name][value == "False"] or found[0]
+            return flags[name][value == "False"] or match[0]
         return f"{flags[name][0]} {value.strip('[]').strip(chr(34))}"
 
     return re.sub(rf"(?<![\w/.'\"-])(?P<name>{names})(?![\w/.'\"-])(?:=(?P<value>[^\s,;:()]+))?", flag, message)
@@ -93,11 +93,11 @@ def human_bytes(count: int) -> str:
     return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def visible(text: str, kept: str = "") -> str:
+def visible(text: str, allowed: str = "") -> str:
     """Return a text with its control characters as Python's escapes.
 
     Args:
         text: any.
-        kept: control characters that stay, such as line breaks of our own.
+        allowed: control characters that stay, such as line breaks of our own.
     """
-    return CONTROL.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
+    return CONTROL.sub(lambda match: match[0] if match[0] in allowed else ascii(match[0])[1:-1], text)
