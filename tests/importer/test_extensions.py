@@ -16,7 +16,8 @@ from latent_graphs import Latent, latent_decoder
 from rope_graphs import Rope
 from stacked_graphs import Stacking, stacked
 
-from trt_kvcache.importer.extensions import EXTENSIONS, load
+from trt_kvcache.importer import extensions
+from trt_kvcache.importer.extensions import EXTENSIONS
 
 # torch's DeepSeek V3 has latents and assigned slices; optimum's BLOOM and T5 need repairs.
 NOT_PLAIN = {"bloom", "t5", "deepseek_v3_dynamic_eager", "roll_dynamo_op18", "gemma3_rolled_sdpa"}
@@ -84,4 +85,4 @@ def test_no_stored_export_of_a_plain_decoder_loads_a_family_or_repairs() -> None
 
 def test_records_name_what_can_be_loaded() -> None:
     for name, stations in EXTENSIONS.items():
-        assert all(hasattr(load(name), station) for station in stations)
+        assert all(hasattr(getattr(extensions, name), station) for station in stations)

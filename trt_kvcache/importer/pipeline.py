@@ -243,9 +243,8 @@ def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
     """Let a rewritten model take adapters, where the options ask for them; edited in place."""
     if plan.options.lora_rank is None:
         return plan
-    add = extensions.load("adapters").add_adapters
-    adapted: CachePlan = add(rewritten, plan, source.proto, source.path.parent, prepared.weights)
-    return adapted
+    weights, folder = prepared.weights, source.path.parent
+    return extensions.adapters.add_adapters(rewritten, plan, source.proto, folder, weights)
 
 
 def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:
@@ -270,7 +269,7 @@ def _quantize(plan: CachePlan, model: onnx.ModelProto, *, plain: bool = False) -
     if plan.options.cache_dtype is None:
         return plan, model
     graph = gs.import_onnx(model)
-    plan = extensions.load("quantized_caches").quantize(graph, plan, plain=plain)
+    plan = extensions.quantized_caches.quantize(graph, plan, plain=plain)
     return plan, _export(model, graph)
 
 

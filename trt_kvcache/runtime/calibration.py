@@ -9,7 +9,7 @@ import numpy as np
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError
 from trt_kvcache.given import given_list, given_options
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.requests import Prompt
 from trt_kvcache.runtime.session import DecodeSession
@@ -46,7 +46,7 @@ def calibrate_caches(
     if not prompts:
         raise OptionError("there are no prompts to calibrate caches with; give some that the model will get")
     options = given_options(options, PlanOptions, "options").unquantized()
-    rotation = load("quantized_caches").rotation
+    rotation = extensions.quantized_caches.rotation
     with DecodeSession.open(model, device="cpu", plan_options=options) as session:
         caches = [cache for cache in session.plan.caches if cache.carried]
         ranges = dict.fromkeys((cache.past for cache in caches), 0.0)

@@ -12,7 +12,6 @@ with a function of that name for each.
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it     -> nothing
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
     unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
-    apart(model, plan)          gives each cache an input and an output of its own   -> another model
 
 `folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route, and the
 pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. Five families have no
@@ -20,7 +19,7 @@ record, since no cheap test tells: a build and a session ask for `encoders` wher
 decoder; `normalize` asks for `latent_attention` where no attention reads a cache as it is, or tokens meet what is made
 of positions, for `position_biases` where more than a mask is added to scores, for `rounded_attention` where a decoder
 has QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache or
-shifts the rows of one.
+shifts the rows of one. Stations reach them as attributes of this package, which load them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections.abc import Callable, Hashable, Iterator
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -48,28 +47,45 @@ __all__ = [
     "for_cpu",
     "for_tensorrt",
     "is_update_outside_onnx",
-    "load",
     "notes",
     "read",
     "unround",
 ]
 
-Test = Callable[[Any], bool]
-"""A test of a model, or of a plan where caches are taken apart. It loads nothing, and is cheap."""
+Test = Callable[[onnx.ModelProto], bool]
+"""A test of a model. It loads nothing, and is cheap."""
 Finish = Callable[[CachePlan], CachePlan]
 """Adds to a plan what the edited model does not say."""
 
 
-def load(name: str) -> Any:
-    """The module of an extension."""
+def _module(name: str) -> Any:
     return import_module(f"{__name__}.{name}")
 
 
-def _at(station: str, given: object) -> Iterator[Callable[..., Any]]:
+if TYPE_CHECKING:
+    from trt_kvcache.importer.extensions import adapters as adapters
+    from trt_kvcache.importer.extensions import latent_attention as latent_attention
+    from trt_kvcache.importer.extensions import plugin_route as plugin_route
+    from trt_kvcache.importer.extensions import position_biases as position_biases
+    from trt_kvcache.importer.extensions import quantized_caches as quantized_caches
+    from trt_kvcache.importer.extensions import ring_windows as ring_windows
+    from trt_kvcache.importer.extensions import rounded_attention as rounded_attention
+    from trt_kvcache.importer.extensions import stacked_caches as stacked_caches
+else:
+
+    def __getattr__(name: str) -> Any:
+        """The module of an extension, loaded when it is asked for the first time."""
+        try:
+            return _module(name)
+        except ModuleNotFoundError as error:
+            raise AttributeError(f"no extension is named '{name}'") from error
+
+
+def _at(station: str, model: onnx.ModelProto) -> Iterator[Callable[..., Any]]:
     """The function of every extension that applies at a station, one after the other: each sees what others edited."""
     for name, stations in EXTENSIONS.items():
-        if station in stations and stations[station](given):
-            yield getattr(load(name), station)
+        if station in stations and stations[station](model):
+            yield getattr(_module(name), station)
 
 
 def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Any]]:
@@ -82,7 +98,7 @@ def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[An
     more = []
     for name, stations in EXTENSIONS.items():
         if station in stations and stations[station](model):
-            model, said = getattr(load(name), station)(model)
+            model, said = getattr(_module(name), station)(model)
             more += [] if said is None else [said]
     return model, more
 
@@ -131,9 +147,10 @@ def unround(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Counter[Hashable]]
 
 def apart(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
     """The model as exported with the inputs and outputs that the plan knows (`CachePlan.original`)."""
-    for function in _at("apart", plan):
-        model = function(model, plan)
-    return model
+    if not plan.stacks:
+        return model
+    edited: onnx.ModelProto = _module("stacked_caches").unstacked(model, plan.stacks)
+    return edited
 
 
 def _stacks_caches(model: onnx.ModelProto) -> bool:
@@ -250,6 +267,6 @@ EXTENSIONS: dict[str, dict[str, Test]] = {
     },
     "plugin_route": {"define": _updates_outside_onnx},
     "kept_logits": {"rewrite": _keeps_logits},
-    "stacked_caches": {"rewrite": _stacks_caches, "apart": lambda plan: bool(plan.stacks)},
+    "stacked_caches": {"rewrite": _stacks_caches},
 }
 """By the name of a module, tests by station."""

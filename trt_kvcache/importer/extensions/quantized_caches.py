@@ -44,7 +44,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, consumers, is_op, small_constant
 from trt_kvcache.importer.plan import (
     CacheDtype,
@@ -148,7 +148,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
         each.edit()
     planned = _plan(plan, [each.planned() for each in made])
     if any(cache.route is Route.PLUGIN for cache in planned.caches):
-        load("plugin_route").rewrite_updates(graph, emitter, planned)
+        extensions.plugin_route.rewrite_updates(graph, emitter, planned)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
     return planned
 

@@ -27,7 +27,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,
@@ -114,12 +114,12 @@ def normalize(
         OptionError: the capacity contradicts the model.
     """
     if any(node.op_type in ("TensorScatter", "TRT_KVCacheUpdate") for node in model.graph.node):
-        return (
-            load("ring_windows").slide(model, options, usual) if options.sliding is Sliding.CIRCULAR else (model, None)
-        )
+        if options.sliding is Sliding.CIRCULAR:
+            return extensions.ring_windows.slide(model, options, usual)
+        return model, None
     graph = read_graph(model)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
-        load("rounded_attention").round_new_rows(graph)
+        extensions.rounded_attention.round_new_rows(graph)
     if not find_candidates(graph) and not any(map(is_held, graph.nodes)):
         return model, None
     exported = _recognize(graph, weights, options, usual)
@@ -162,7 +162,7 @@ def _attention(
             return cores, None
     except UnsupportedModelError:
         pass  # the extension has what is computed to look at, too, and refuses what is left
-    computed = load("latent_attention").find_attention(graph, writes, interface, samples, options.latent_attention)
+    computed = extensions.latent_attention.find_attention(graph, writes, interface, samples, options.latent_attention)
     return computed.cores, computed
 
 
@@ -178,7 +178,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]]:
     if any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
-        load("rounded_attention").round_first(
+        extensions.rounded_attention.round_first(
             graph, {t.name for c in find_candidates(graph) for t in (c.present, *(c.node.outputs if c.node else ()))}
         )
     part_from_rows(graph, find_candidates(graph))
@@ -257,7 +257,7 @@ def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.Model
     by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph
     rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:
-        rings = load("ring_windows").make_circular(graph, canonical.emit, samples.capacity, options.window_chunk)
+        rings = extensions.ring_windows.make_circular(graph, canonical.emit, samples.capacity, options.window_chunk)
     # Inputs that nothing reads only served the caches as exported, or nothing from the start.
     graph.inputs = [t for t in graph.inputs if consumers(t) or contains(graph.outputs, t) or t is tokens]
 

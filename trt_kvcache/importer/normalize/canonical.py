@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import FLOAT, SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
@@ -178,11 +178,11 @@ class Canonical:
         """The mask of an attention, bool or in the type of its queries; None: it has none beside its attributes."""
         emit, seen, mask = self.emit, core.visibility, core.visibility.own
         if core.key.shifted and (rows := core.key.kept) is not None:
-            mask = load("ring_windows").emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
+            mask = extensions.ring_windows.emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
         if seen.by_position:
-            mask = load("ring_windows").emit_by_position(emit, self.positions(), self.capacity)
+            mask = extensions.ring_windows.emit_by_position(emit, self.positions(), self.capacity)
         if seen.bias is not None:
-            mask = load("position_biases").emit_bias(emit, seen.bias, self.positions(), self.capacity)
+            mask = extensions.position_biases.emit_bias(emit, seen.bias, self.positions(), self.capacity)
         if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
             return mask
         made: gs.Tensor = emit.once(

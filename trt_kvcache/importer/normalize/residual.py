@@ -26,7 +26,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import (
     FLOAT,
     INT32,
@@ -83,8 +83,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
     @cache
     def positioned() -> Positioned:
-        made: Positioned = load("latent_attention").Positioned(graph, canonical, interface, samples)
-        return made
+        return extensions.latent_attention.Positioned(graph, canonical, interface, samples)
 
     sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
     queue = [t for t in graph.inputs if t.name in sources]

@@ -38,7 +38,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     views = rewrite_caches(emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     if any(cache.route is Route.PLUGIN for cache in plan.caches):
-        extensions.load("plugin_route").rewrite_updates(graph, emitter, plan)
+        extensions.plugin_route.rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
     _declare_logits(graph, plan)
     tidy(graph)

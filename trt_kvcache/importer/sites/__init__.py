@@ -20,7 +20,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import Finish, load
+from trt_kvcache.importer import extensions
+from trt_kvcache.importer.extensions import Finish
 from trt_kvcache.importer.graph import FLOATS, Emitter, elem_type, export_inferred, inputs_behind, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize import Exported, canonical_form, read_graph
@@ -72,7 +73,7 @@ def find_sites(
             if runs and any(stack.heads for stack in stacks):
                 break  # with another number of heads the model does not run
             continue
-        return canonical, findings, (partial(load("stacked_caches").finish, stacks),) if stacks else ()
+        return canonical, findings, (partial(extensions.stacked_caches.finish, stacks),) if stacks else ()
     if refusal:
         raise UnsupportedModelError(f"no attention over caches could be described: {refusal}")
     return None

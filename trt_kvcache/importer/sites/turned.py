@@ -11,12 +11,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
 
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.plan import Stack, StackPart
 from trt_kvcache.importer.protos import FLOATS, INTEGERS, Shape, elem_type_of, names_read, replace_field, shape_of
 
@@ -67,7 +66,7 @@ def _grown(past: onnx.ValueInfoProto, present: onnx.ValueInfoProto) -> int | Non
 
 def _turned(model: onnx.ModelProto, stacks: Sequence[Stack], shapes: dict[str, Shape]) -> onnx.ModelProto:
     """The model with the interface that `stacks` say, whose parts have these shapes."""
-    turned: onnx.ModelProto = load("stacked_caches").apart(model, SimpleNamespace(stacks=stacks))
+    turned = extensions.stacked_caches.unstacked(model, stacks)
     for stack in (s for s in stacks if s.io == "input"):
         _measure_parts(turned.graph, stack)
     for value in (v for v in (*turned.graph.input, *turned.graph.output) if v.name in shapes):

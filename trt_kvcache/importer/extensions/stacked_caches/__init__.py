@@ -27,7 +27,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import Finish
-from trt_kvcache.importer.extensions.stacked_caches.apart import apart as apart
+from trt_kvcache.importer.extensions.stacked_caches.apart import unstacked as unstacked
 from trt_kvcache.importer.graph import (
     FLOATS,
     INT64,
@@ -47,7 +47,7 @@ from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, Stack, StackPart
 from trt_kvcache.importer.protos import shape_of
 
-__all__ = ["apart", "finish", "rewrite"]
+__all__ = ["finish", "rewrite", "unstacked"]
 
 _LEAST_RANK = 4
 _SURELY = 5  # no single cache has as many axes

@@ -8,23 +8,24 @@ Reshape more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from trt_kvcache.importer.plan import CachePlan, Stack
+from trt_kvcache.importer.plan import Stack
 from trt_kvcache.importer.protos import all_nodes, copied, opset_version, replace_field
 
 _AXES_AS_INPUT = 13  # the opset from which on Unsqueeze has them so
 
 
-def apart(model: ModelProto, plan: CachePlan) -> ModelProto:
-    """The model with the interface that `plan.original` has; see `trt_kvcache.importer.extensions`."""
+def unstacked(model: ModelProto, stacks: Sequence[Stack]) -> ModelProto:
+    """The model with an input or output for each part of its stacks, as `CachePlan.original` has them."""
     made = copied(model)
     before: list[NodeProto] = []
     after: list[NodeProto] = []
-    for stack in plan.stacks:
+    for stack in stacks:
         whole = f"{stack.name}/whole"
         values = made.graph.input if stack.io == "input" else made.graph.output
         place, value = next((i, v) for i, v in enumerate(values) if v.name == stack.name)

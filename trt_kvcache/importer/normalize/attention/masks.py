@@ -28,7 +28,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.candidate import FOR_GOOD
@@ -293,17 +293,15 @@ def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Sampl
     if masks.tensor is not None:
         added = masks.scores.value(sample, str(masks.tensor.name))
         if added is None or masks.is_biased(sample):
-            masks, bias = load("position_biases").take_off(masks, samples)
+            masks, bias = extensions.position_biases.take_off(masks, samples)
     own = _find_own(masks, graph, interface, samples)
     if own is None:
         if masks.write is not None and masks.write.shifted:
-            shifted: Visibility = load("ring_windows").check_shifted(masks, samples)
-            return shifted
+            return extensions.ring_windows.check_shifted(masks, samples)
         found = replace(_template(masks, samples), bias=bias, slopes=masks.slopes)
         if masks.write is None or not masks.write.circular:
             return found
-        made: Visibility = load("ring_windows").check_ring(masks, found, samples)
-        return made
+        return extensions.ring_windows.check_ring(masks, found, samples)
     if bias is not None or masks.slopes is not None:
         raise UnsupportedModelError(
             f"'{masks.node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one "

@@ -24,7 +24,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import DOUBLE, FLOAT, consumers, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
@@ -331,7 +331,7 @@ def _rounding(node: gs.Node, what: str) -> Rounding | None:
     """The rounding of scores or weights by a DequantizeLinear after a QuantizeLinear; None for other nodes."""
     if not is_op(node, "DequantizeLinear"):
         return None
-    pair = load("rounded_attention").read_pair(node, what)
+    pair = extensions.rounded_attention.read_pair(node, what)
     return None if pair is None else pair[1]
 
 
