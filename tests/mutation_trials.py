@@ -26,7 +26,7 @@ from mutations import Mutator
 from trt_kvcache.errors import TrtKvCacheError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.importer.steps.step import Step
 from trt_kvcache.verify import VerifyOptions, verify_import
 from trt_kvcache.verify.compare import difference, tolerance
 from trt_kvcache.verify.decode import Verification

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 from blake3 import blake3
 
+from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import OutputError
-from trt_kvcache.given import given_path
 
 if sys.platform != "win32":
     import fcntl
@@ -158,7 +158,7 @@ def check_output(path: str | os.PathLike[str]) -> Path:
     Raises:
         OutputError: a file cannot be written there, as far as can be known before writing.
     """
-    path = given_path(path, "output", OutputError)
+    path = as_path(path, "output", OutputError)
     if path.absolute().as_posix().startswith(_OPEN):  # which may be a file, and would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
     try:

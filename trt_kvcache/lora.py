@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from trt_kvcache.arguments import as_path, is_number, is_whole, shown
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_object
-from trt_kvcache.given import given_path, is_number, is_whole, shown
 from trt_kvcache.stored_tensors import StoredTensors
 
 __all__ = ["FUSED", "LoraFolder", "LoraModule", "list_names", "module_key", "open_lora"]
@@ -101,7 +101,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
     Raises:
         OptionError: the folder holds none, a file is damaged, or the adapter is of a kind that is not supported.
     """
-    path = given_path(folder, "folder")
+    path = as_path(folder, "folder")
     config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
     if not config.is_file():
         raise OptionError(f"{path}: no adapter: there is no adapter_config.json; give a folder that peft wrote")

@@ -12,8 +12,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
+from trt_kvcache.arguments import as_list, as_path, as_switch, as_whole, is_number, shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_list, given_path, given_switch, given_whole, is_number, shown
 from trt_kvcache.words import as_arguments
 
 __all__ = ["Setting", "check_settings", "described", "settings_of"]
@@ -110,13 +110,13 @@ def _checked(name: str, kind: Any, setting: Setting, value: Any) -> Any:
         except (ValueError, TypeError):
             raise OptionError(f"{name} is {shown(value)}; {_one_of([member.value for member in kind])}") from None
     if kind is bool:
-        return given_switch(value, name)
+        return as_switch(value, name)
     if setting.choices and (not isinstance(value, str) or value not in setting.choices):
         raise OptionError(f"{name} is {shown(value)}; {_one_of(setting.choices)}")
     if setting.is_path:
-        return str(given_path(value, name))
+        return str(as_path(value, name))
     if get_origin(kind) is tuple:
-        return tuple(given_list(value, name, setting.unit))
+        return tuple(as_list(value, name, setting.unit))
     if kind is str and not isinstance(value, str):
         raise OptionError(f"{name} is {shown(value)}; it must be a text")
     return _number(name, kind, setting, value) if kind in (int, float) else value
@@ -125,7 +125,7 @@ def _checked(name: str, kind: Any, setting: Setting, value: Any) -> Any:
 def _number(name: str, kind: Any, setting: Setting, value: Any) -> Any:
     least, most = setting.least, setting.most
     if kind is int:
-        value = given_whole(value, name, setting.unit and f" of {setting.unit}")
+        value = as_whole(value, name, setting.unit and f" of {setting.unit}")
     elif not is_number(value) or not math.isfinite(value):
         raise OptionError(f"{name} is {shown(value)}; it must be a finite number")
     if (most is not None and value > most) or (least is not None and value < least):

@@ -191,7 +191,7 @@ LIMITED = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-from trt_kvcache.engine.worker import main
+from trt_kvcache.engine.builder import main
 main()
 """
 

@@ -28,7 +28,7 @@ os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1"
 import tensorrt_rtx as trt
 from pathlib import Path
 from sample_plans import sample_plan
-from trt_kvcache.engine.worker import create_config, save_timing_cache
+from trt_kvcache.engine.builder import create_config, save_timing_cache
 from trt_kvcache.engine.manifest import Profile, ShapeRange
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.protocol import Job

@@ -22,7 +22,7 @@ from trt_kvcache.errors import BuildError, OutputError
 
 FAKE = """
 import os, resource, signal, sys, time
-from trt_kvcache.engine import worker
+from trt_kvcache.engine import builder
 from trt_kvcache.engine.protocol import *
 from trt_kvcache.errors import *
 
@@ -33,8 +33,8 @@ def build(job, model, send):
     send(Node("/layers.0/rope [RotaryEmbedding]"))
     {body}
 
-worker._build = build
-worker.main()
+builder._build = build
+builder.main()
 """
 
 
@@ -78,7 +78,7 @@ def children() -> list[psutil.Process]:
         p
         for p in found
         if not re.search(
-            "importer.check.worker|template_process|tokenizer_process|multiprocessing|proof.worker",
+            "importer.check.checker|template_process|tokenizer_process|multiprocessing|proof.recorder",
             " ".join(p.cmdline()),
         )
     ]
@@ -135,7 +135,7 @@ def test_a_bug_in_the_child_keeps_its_trace(model: Path, output: Path, child: Ca
     assert unchanged(output)
 
 
-@pytest.mark.parametrize("body", ["time.sleep(600)", "worker.os._exit = lambda status: None; time.sleep(600)"])
+@pytest.mark.parametrize("body", ["time.sleep(600)", "builder.os._exit = lambda status: None; time.sleep(600)"])
 def test_an_interrupt_ends_the_child(
     model: Path, output: Path, child: Callable[[str], None], body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

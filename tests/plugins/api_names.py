@@ -18,7 +18,7 @@ MODULES = {"trt", "tensorrt", "tensorrt_rtx", "module", "self._trt.module", "trt
 """What the module is called."""
 
 OBJECTS = {
-    "trt_kvcache/engine/worker.py": {
+    "trt_kvcache/engine/builder.py": {
         "builder": "Builder", "parser": "OnnxParser", "error": "ParserError", "config": "IBuilderConfig",
     },
     "trt_kvcache/engine/network.py": {"network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor"},

@@ -11,7 +11,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
-from trt_kvcache.engine import build, worker
+from trt_kvcache.engine import build, builder
 from trt_kvcache.engine.backend import Backend
 from trt_kvcache.engine.protocol import Job
 from trt_kvcache.errors import TrtKvCacheError
@@ -48,7 +48,7 @@ def main() -> None:
         lack = without_nvrtc() if question.get("lacks") else nullcontext()
         with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))), lack:
             try:
-                worker._register_plugins(trt, job)
+                builder._register_plugins(trt, job)
             except TrtKvCacheError as error:
                 answer = {"kind": type(error).__name__, "error": str(error)}
         registry = trt.get_plugin_registry()

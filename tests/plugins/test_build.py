@@ -15,11 +15,11 @@ from graphs import scatter_model
 from harness import imported
 from real_bindings import NEWEST, ask
 
+from trt_kvcache.engine.builder import _with_refusals
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.network import check_network
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.protocol import Job
-from trt_kvcache.engine.worker import _with_refusals
 from trt_kvcache.errors import BackendError, BuildError
 from trt_kvcache.importer.plan import CachePlan, Fallback, PlanOptions, Route, Target
 from trt_kvcache.plugins.compile import nvrtc_version

@@ -90,7 +90,7 @@ def test_an_interrupt_ends_the_recording(model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
 
     def recorders() -> list[psutil.Process]:
-        return [p for p in psutil.Process().children() if "trt_kvcache.proof.worker" in p.cmdline()]
+        return [p for p in psutil.Process().children() if "trt_kvcache.proof.recorder" in p.cmdline()]
 
     def interrupt() -> None:
         while not recorders():

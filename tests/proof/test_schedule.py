@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trt_kvcache.importer.steps.schedule import Limits
+from trt_kvcache.importer.steps.step import Limits
 from trt_kvcache.proof.contents import copies
 from trt_kvcache.proof.schedule import DRAWN, plan_proof
 from trt_kvcache.verify.schedule import Episode

@@ -19,8 +19,8 @@ from onnx import ModelProto
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CacheLayout, PlanOptions, Sliding
 from trt_kvcache.runtime.ort import runner as ort_runner
-from trt_kvcache.runtime.ort.attention import fuse_attention
 from trt_kvcache.runtime.ort.experts import keep_experts
+from trt_kvcache.runtime.ort.group_query_attention import fuse_attention
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 

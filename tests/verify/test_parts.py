@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from trt_kvcache.importer.steps.schedule import Limits
+from trt_kvcache.importer.steps.step import Limits
 from trt_kvcache.verify.compare import difference
 from trt_kvcache.verify.memory import weigh
 from trt_kvcache.verify.record import same_bits

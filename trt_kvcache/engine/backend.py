@@ -1,6 +1,6 @@
 """The TensorRT package that builds an engine, and the options that it supports.
 
-This module does not import TensorRT. Only the build process (`trt_kvcache.engine.worker`) does, so that a crash of
+This module does not import TensorRT. Only the build process (`trt_kvcache.engine.builder`) does, so that a crash of
 TensorRT's parser does not end the caller.
 """
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from blake3 import blake3
 
 from trt_kvcache import __version__
+from trt_kvcache.arguments import as_options, shown
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder
@@ -27,7 +28,6 @@ from trt_kvcache.engine.protocol import Done, Job
 from trt_kvcache.engine.recording import PHASE, Most, Recording, bound
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
-from trt_kvcache.given import given_options, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, UpdateContract
 from trt_kvcache.progress import ProgressEvent, listener
 
@@ -108,8 +108,8 @@ def _build_engine(
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op, iter_tensors
 
-    build = BuildOptions() if build is None else given_options(build, BuildOptions, "build")
-    options = PlanOptions() if options is None else given_options(options, PlanOptions, "options")
+    build = BuildOptions() if build is None else as_options(build, BuildOptions, "build")
+    options = PlanOptions() if options is None else as_options(options, PlanOptions, "options")
     engine_path = check_output(output)
     if engine_path.suffix == ".json":
         raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")

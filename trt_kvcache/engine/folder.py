@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.files import atomic_file, read_file
-from trt_kvcache.given import given_path
 from trt_kvcache.names import ENGINE, models_in
 
 __all__ = ["TEXTS", "copy_texts", "new_folders", "output_engine"]
@@ -35,7 +35,7 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
         OutputError: it is no path, or a folder with a model, or with files for texts that belong to no engine: these
             would be replaced.
     """
-    path = given_path(output, "output", OutputError).expanduser()
+    path = as_path(output, "output", OutputError).expanduser()
     if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):
         return path, None
     if models := models_in(path):

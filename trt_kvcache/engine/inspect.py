@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.arguments import as_path
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import Route, TensorRole
 from trt_kvcache.names import engine_in
 
@@ -68,7 +68,7 @@ def inspect_engine(engine: str | Path) -> EngineReport:
         ManifestError: the manifest is missing, unreadable, of an unknown schema or of another engine; or the engine,
             opened, has other inputs, outputs, profiles or aliases than the manifest says.
     """
-    path = engine_in(given_path(engine, "engine"))
+    path = engine_in(as_path(engine, "engine"))
     manifest = load_manifest(path)
     check_engine(manifest, path)
     view, not_opened = _open(path, manifest.backend)

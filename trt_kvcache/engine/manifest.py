@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
-from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import TENSORRT_DTYPES, AdapterPlan, CachePlan, Target
 from trt_kvcache.names import engine_in
 from trt_kvcache.page import Html, table, tag
@@ -184,7 +184,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         ManifestError: the file is missing, no manifest, or of an unknown schema version.
     """
-    path = engine_in(given_path("." if isinstance(path, str) and not path else path, "engine"))
+    path = engine_in(as_path("." if isinstance(path, str) and not path else path, "engine"))
     if path.is_dir():
         raise ManifestError(f"{path}: a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)

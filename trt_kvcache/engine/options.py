@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from trt_kvcache.arguments import is_whole, shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import is_whole, shown
 from trt_kvcache.setting import Setting, check_settings, described
 
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")

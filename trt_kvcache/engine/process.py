@@ -16,7 +16,7 @@ from trt_kvcache.errors import BuildError
 from trt_kvcache.progress import ProgressEvent
 from trt_kvcache.words import visible
 
-WORKER = ("-m", "trt_kvcache.engine.worker")
+WORKER = ("-m", "trt_kvcache.engine.builder")
 """The words of the build process after the interpreter; its first argument is the file that it writes."""
 
 _GRACE = 3.0  # seconds for the child to end by itself, once its pipe is closed

@@ -162,7 +162,7 @@ class Recording:
         # Its temporary files lie where they are removed, however it ends.
         with TemporaryDirectory(prefix="trt-kvcache-proof-") as scratch:
             environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)}
-            child = Child("-m", "trt_kvcache.proof.worker", environment=environment)
+            child = Child("-m", "trt_kvcache.proof.recorder", environment=environment)
             self._children.append(child)
             try:
                 if self._closed:

@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from trt_kvcache.arguments import as_path
 from trt_kvcache.engine.folder import copy_texts, new_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
 from trt_kvcache.export.grade import shortfalls
 from trt_kvcache.export.reason import failure_reason
-from trt_kvcache.given import given_path
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.names import checkpoint_named, is_checkpoint
@@ -178,13 +178,13 @@ def export_checkpoint(
         OutputError: the folder cannot be written, or holds something.
         UnsupportedModelError: the exporters fail on this checkpoint.
     """
-    source = checkpoint_named(given_path(checkpoint, "checkpoint"))
+    source = checkpoint_named(as_path(checkpoint, "checkpoint"))
     if not is_checkpoint(source):
         raise InvalidModelError(
             f"{source}: no checkpoint; give a folder with config.json and weights (.safetensors), as transformers' "
             "save_pretrained writes it, or a .gguf file"
         )
-    folder = given_path(output, "output", OutputError).expanduser().absolute()
+    folder = as_path(output, "output", OutputError).expanduser().absolute()
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise OutputError(f"{folder}: it holds something; give a new folder")
     names = _chosen(exporter, dtype, python, int4=int4)

@@ -14,8 +14,8 @@ from pathlib import Path
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.arguments import as_options
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
-from trt_kvcache.given import given_options
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analyze import analyze, check_unique_outputs
 from trt_kvcache.importer.capacity import longest_text, usual_capacity
@@ -154,7 +154,7 @@ def rewrite_model(
 
 def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
     with phase("reading the model"):
-        return load_source(model, config=given_options(options, PlanOptions, "options").config)
+        return load_source(model, config=as_options(options, PlanOptions, "options").config)
 
 
 def _rewrite(

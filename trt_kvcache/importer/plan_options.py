@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated
 
+from trt_kvcache.arguments import is_number, shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import is_number, shown
 from trt_kvcache.setting import Setting, check_settings, described
 
 

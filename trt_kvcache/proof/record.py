@@ -32,7 +32,7 @@ from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import StepInputs, span_inputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
-from trt_kvcache.importer.steps.schedule import Limits, Step
+from trt_kvcache.importer.steps.step import Limits, Step
 from trt_kvcache.proof.contents import Contents, copies, draws_digest
 from trt_kvcache.proof.file import Episode, Facts, Proof
 from trt_kvcache.proof.places import LOGITS, places

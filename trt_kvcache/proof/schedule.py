@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.steps.inputs import ENCODER_TOKENS
-from trt_kvcache.importer.steps.schedule import Limits
+from trt_kvcache.importer.steps.step import Limits
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, StepInputs, linear_capacity
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.schedule import Episode, consecutive, plan_schedule

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trt_kvcache.arguments import as_list, as_whole, is_whole, shown
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
-from trt_kvcache.given import given_list, given_whole, is_whole, shown
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.page import Html, table, tag
 from trt_kvcache.runtime.adapters import Adapter, Adapters
@@ -296,7 +296,7 @@ class KVCache:
                 would see at that length; or the model keeps state, which knows the present length only.
         """
         with self._guard.lock, self._guard.idle:
-            found, length = self.idle(slot), given_whole(length, "length", " of tokens")
+            found, length = self.idle(slot), as_whole(length, "length", " of tokens")
             if not 0 <= length <= len(found.tokens):
                 raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
             check_crop(self._runner.plan, slot, found, length)
@@ -317,10 +317,10 @@ class KVCache:
             OptionError: not one index per slot, or an index out of range, or a slot twice.
         """
         with self._guard.lock, self._guard.idle:
-            names = list(self._slots) if slots is None else given_list(slots, "slots", "slots", SlotError)
+            names = list(self._slots) if slots is None else as_list(slots, "slots", "slots", SlotError)
             for name in names:
                 self.idle(name)
-            indices = given_list(indices, "indices", "numbers", OptionError)
+            indices = as_list(indices, "indices", "numbers", OptionError)
             if not all(is_whole(i) for i in indices):
                 raise OptionError(f"indices is {shown(indices)}; give whole numbers")
             if len(indices) != len(names) or len(set(names)) != len(names):
@@ -454,7 +454,7 @@ class KVCache:
         from trt_kvcache.runtime.cache_file import save_slots
 
         with self._guard.lock, self._guard.idle:
-            which = list(self._slots) if slots is None else given_list(slots, "slots", "slots", SlotError)
+            which = list(self._slots) if slots is None else as_list(slots, "slots", "slots", SlotError)
             chosen = {name: self.slot(name) for name in which}
             save_slots(path, self._runner, chosen)
 

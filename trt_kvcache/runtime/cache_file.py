@@ -22,10 +22,10 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from trt_kvcache.arguments import as_path
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError
 from trt_kvcache.files import check_output, open_regular, publish, sync, temporary_file
-from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -186,7 +186,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
     Raises:
         CacheFileError: it is unreadable, or of another model, or of caches of another kind.
     """
-    path = given_path(path, "path", CacheFileError)
+    path = as_path(path, "path", CacheFileError)
     try:
         open_regular(path).close()  # a pipe would stop all threads until something writes to it
         file = safe_open(path, framework="numpy")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trt_kvcache.arguments import as_list, as_options
 from trt_kvcache.errors import CapacityError, OptionError, PromptError
-from trt_kvcache.given import given_list, given_options
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.requests import Prompt
@@ -42,10 +42,10 @@ def calibrate_caches(
         CapacityError: a prompt is longer than the caches.
         ModelError, SessionError: the model does not run on the CPU.
     """
-    prompts = given_list(prompts, "prompts", "prompts, each a text or a list of token ids")
+    prompts = as_list(prompts, "prompts", "prompts, each a text or a list of token ids")
     if not prompts:
         raise OptionError("there are no prompts to calibrate caches with; give some that the model will get")
-    options = given_options(options, PlanOptions, "options").unquantized()
+    options = as_options(options, PlanOptions, "options").unquantized()
     rotation = extensions.quantized_caches.rotation
     with DecodeSession.open(model, device="cpu", plan_options=options) as session:
         caches = [cache for cache in session.plan.caches if cache.carried]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.arguments import as_options, as_path, shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_options, given_path, shown
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.names import engine_in, is_model
 from trt_kvcache.runtime.beside import find_tokenizer
@@ -48,7 +48,7 @@ def open_runner(
         raise OptionError(f"check is {shown(check)}; it must be one of {', '.join(CHECKS)}")
     if not isinstance(device, str) or device not in _DEVICES:
         raise OptionError(f"device is {shown(device)}; it must be one of {', '.join(_DEVICES)}")
-    path = given_path(path, "path")
+    path = as_path(path, "path")
     path = engine_in(path)
     model = is_model(path)
     if model and device == "cuda":
@@ -62,7 +62,7 @@ def open_runner(
         from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
         _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU", ("capacity",))
-        plan_options = given_options(given.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
+        plan_options = as_options(given.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
         if "capacity" in given:
             plan_options = replace(plan_options, capacity=given.pop("capacity"))
         return OnnxRuntimeRunner(path, plan_options, default_capacity=default_capacity, **given)
@@ -87,7 +87,7 @@ def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
         return tokenizer
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
-    return Tokenizer.load(given_path(tokenizer, "tokenizer"))
+    return Tokenizer.load(as_path(tokenizer, "tokenizer"))
 
 
 def _check(

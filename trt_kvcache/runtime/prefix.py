@@ -10,8 +10,8 @@ from itertools import takewhile
 import numpy as np
 from blake3 import blake3
 
+from trt_kvcache.arguments import as_whole
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.given import given_whole
 from trt_kvcache.importer.plan import CachePlan, UpdateMode
 from trt_kvcache.machine import free_memory
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -63,7 +63,7 @@ class PrefixCache:
     """
 
     def __init__(self, runner: Runner, size: int) -> None:
-        size = given_whole(size, "prefix_cache", " of bytes")
+        size = as_whole(size, "prefix_cache", " of bytes")
         _check(runner.plan)
         self._runner = runner
         self._size = sum(buffer.range_bytes(0, BLOCK) for buffer in carried_buffers(runner.plan))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.arguments import as_list, is_whole, shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.given import given_list, is_whole, shown
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
@@ -153,7 +153,7 @@ class PromptReader:
             CapacityError: see `after`.
         """
         entries = "prompts, each a text or a list of token ids"
-        prompts = given_list(prompts, "prompts", entries, PromptError)
+        prompts = as_list(prompts, "prompts", entries, PromptError)
         embeds = for_each(prompts, inputs_embeds, "inputs_embeds", "an array or None")
         places = for_each(prompts, positions, "positions", "an array or None")
         checked = [self.read(*given) for given in zip(prompts, embeds, places, strict=True)]
@@ -323,7 +323,7 @@ def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, en
     """
     if values is None:
         return [None] * len(prompts)
-    several = [] if isinstance(values, Mapping) else given_list(values, name, f"{entry} for each prompt", PromptError)
+    several = [] if isinstance(values, Mapping) else as_list(values, name, f"{entry} for each prompt", PromptError)
     if len(several) != len(prompts):
         found = "one mapping" if isinstance(values, Mapping) else f"{len(several)} entries"
         raise PromptError(f"{name} is {found} for {len(prompts)} prompt(s); give a list with {entry} for each prompt")

@@ -13,8 +13,8 @@ from typing import Any, Unpack, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.arguments import as_list, as_path, as_switch, as_whole, shown
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.given import given_list, given_path, given_switch, given_whole, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.lora import LoraFolder
 from trt_kvcache.names import engine_in, is_model, runnable_named
@@ -113,12 +113,12 @@ class DecodeSession:
             raise OptionError(
                 f"tokenizer is {shown(tokenizer)}; give an object that encodes and decodes, or open a path"
             )
-        if max_sequences is not None and given_whole(max_sequences, "max_sequences") < runner.max_batch:
+        if max_sequences is not None and as_whole(max_sequences, "max_sequences") < runner.max_batch:
             raise OptionError(
                 f"max_sequences is {max_sequences}, and max_batch is {runner.max_batch}; give as many or more, or a "
                 "smaller max_batch"
             )
-        if prefill_budget is not None and given_whole(prefill_budget, "prefill_budget") < 1:
+        if prefill_budget is not None and as_whole(prefill_budget, "prefill_budget") < 1:
             raise OptionError(f"prefill_budget is {prefill_budget}; it must be at least 1 token")
         if draft is not None:
             draft.check(runner)
@@ -215,14 +215,14 @@ class DecodeSession:
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
             VerificationError: the engine does not give the original's numbers on this GPU.
         """
-        model = engine_in(runnable_named(given_path(path, "path")))
-        beside = None if encoder is None else given_path(encoder, "encoder")
+        model = engine_in(runnable_named(as_path(path, "path")))
+        beside = None if encoder is None else as_path(encoder, "encoder")
         options = {
             "max_batch": max_batch, "max_chunk": max_chunk, "capacity": capacity, "plan_options": plan_options,
             "threads": threads, "gpu": gpu, "cuda_graphs": cuda_graphs, "kernel_cache": kernel_cache,
             "bindings": bindings,
         }  # fmt: skip
-        if default_capacity is not None and given_whole(default_capacity, "default_capacity") < 1:
+        if default_capacity is not None and as_whole(default_capacity, "default_capacity") < 1:
             raise OptionError(f"default_capacity is {default_capacity}; it must be at least 1 token")
         folders = given_adapters(adapters)
         if is_model(model) and folders:
@@ -236,7 +236,7 @@ class DecodeSession:
             config = default_config(model, reader)
             encode = partial(open_encoder, beside, model, runner)
             if draft is not None:
-                guesser = open_draft(given_path(draft, "draft"), runner, check, options)
+                guesser = open_draft(as_path(draft, "draft"), runner, check, options)
             return cls(
                 runner, reader, embeddings, encode, config,
                 max_sequences=max_sequences, prefix_cache=prefix_cache, adapters=folders, draft=guesser,
@@ -435,7 +435,7 @@ class DecodeSession:
             PromptError, OptionError: see `chat`.
         """
         entries = "messages, such as {'role': 'user', 'content': 'Hello'}"
-        several = given_list(messages, "messages", entries, PromptError)
+        several = as_list(messages, "messages", entries, PromptError)
         if not several or not all(isinstance(message, Mapping) for message in several):
             raise PromptError(f"messages is {shown(messages)}; give a list of {entries}")
         tokenizer = self._reader.text_tokenizer("a chat")
@@ -535,7 +535,7 @@ class DecodeSession:
             PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`; nothing has changed then.
         """
         config = self._configured(config, settings)
-        index, keep = given_whole(index, "index"), given_switch(keep, "keep")
+        index, keep = as_whole(index, "index"), as_switch(keep, "keep")
         if index < 0:
             raise OptionError(f"index is {index}; it must be 0 or more")
         if config.num_beams > 1:
@@ -628,7 +628,7 @@ class DecodeSession:
         Raises:
             PromptError, CapacityError, SlotError, SessionError: see `generate`; a refused update writes nothing.
         """
-        if given_whole(keep, "keep") < 0:
+        if as_whole(keep, "keep") < 0:
             raise OptionError(f"keep is {keep}; it must be 0 or more")
         beside = [{} if given is None else given for given in (inputs_embeds, positions)]
         with self._guard.lock, self._guard.idle:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.arguments import shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import shown
 from trt_kvcache.runtime.generation.masks import Grammar, Mask, TokenMask, words
 from trt_kvcache.runtime.tokens import common_length
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from trt_kvcache.arguments import shown
 from trt_kvcache.errors import PromptError
-from trt_kvcache.given import shown
 
 __all__ = ["common_length", "read_ids"]
 

@@ -30,7 +30,7 @@ from trt_kvcache.importer.steps.engine import ModelSession, RunError
 from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface, OriginalSession
 from trt_kvcache.importer.steps.runnable import with_expanded_masks, with_norms_in_front
-from trt_kvcache.importer.steps.schedule import Limits, Step, read_limits
+from trt_kvcache.importer.steps.step import Limits, Step, read_limits
 from trt_kvcache.progress import phase
 from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import check_values, guessed, load_inputs, logit_positions, rows_read

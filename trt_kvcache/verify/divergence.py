@@ -16,7 +16,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CacheDtype, CachePlan, Role, TensorRole
 from trt_kvcache.importer.steps.contents import find_caches, find_states, numpy_dtype
 from trt_kvcache.importer.steps.inputs import span_inputs
-from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.importer.steps.step import Step
 from trt_kvcache.verify.decode import Array, Feeds, Verification
 from trt_kvcache.verify.memory import give_back
 from trt_kvcache.verify.report import LIMITS, Divergence

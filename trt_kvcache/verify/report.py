@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from trt_kvcache.arguments import as_whole
 from trt_kvcache.errors import OptionError, VerificationError
-from trt_kvcache.given import given_whole
 from trt_kvcache.importer.plan import CacheDtype
 from trt_kvcache.setting import Setting, check_settings, described
 
@@ -85,7 +85,7 @@ class VerifyOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        chunks = tuple(given_whole(chunk, "a chunk", " of tokens") for chunk in self.chunks)
+        chunks = tuple(as_whole(chunk, "a chunk", " of tokens") for chunk in self.chunks)
         object.__setattr__(self, "chunks", chunks)
         if not all(1 <= chunk <= _MOST_TOKENS for chunk in self.chunks):
             raise OptionError(

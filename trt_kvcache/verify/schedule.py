@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trt_kvcache.importer.steps.schedule import Limits, Step
+from trt_kvcache.importer.steps.step import Limits, Step
 from trt_kvcache.verify.report import VerifyOptions
 
 _TOKENS = 4  # single-token steps, where the caller does not say how many

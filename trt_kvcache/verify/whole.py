@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from trt_kvcache.arguments import as_options
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_options
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import PlanOptions
@@ -70,8 +70,8 @@ def verify_model(
             sequence fit into the memory that is free.
         OutputError: temporary files do not fit onto the disk.
     """
-    verify = given_options(verify, VerifyOptions, "verify")
-    options = given_options(options, PlanOptions, "options")
+    verify = as_options(verify, VerifyOptions, "verify")
+    options = as_options(options, PlanOptions, "options")
     if rewritten is None:
         return _verify(import_model(model, options.unquantized(), thorough=verify.thorough), options, verify)
     if verify.thorough:

@@ -16,7 +16,7 @@ apart.
     verdicts      what was found equal before, in the user's cache folder
     independence  the rest of the model in two batches that share a sequence
     models        both models in, verdicts out
-    process       all of this in a process with limits on memory and time (worker)
+    process       all of this in a process with limits on memory and time (checker)
 
 Only a verdict of "equal" passes. The check does not see a model that is odd at one single length, away from every
 number in its graph. The thorough schedule (`verify --thorough`) also runs after every past up to 4,096.

@@ -15,7 +15,7 @@ from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.element_types import all_types
 from trt_kvcache.importer.steps.runnable import NARROW
-from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.importer.steps.step import Step
 
 Array = npt.NDArray[Any]
 

@@ -37,7 +37,7 @@ from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find
 from trt_kvcache.importer.steps.engine import RunError, UnfusedSession
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
-from trt_kvcache.importer.steps.schedule import Step, read_limits
+from trt_kvcache.importer.steps.step import Step, read_limits
 from trt_kvcache.importer.steps.tokens_apart import TokensApart
 
 Array = npt.NDArray[Any]

@@ -74,7 +74,7 @@ def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
         if child is None or not child.alive:
             for size in [size for size, other in _current.items() if other not in _answering]:
                 _current.pop(size).end()
-            child = _current[memory] = Child("-m", "trt_kvcache.importer.check.worker", memory=memory)
+            child = _current[memory] = Child("-m", "trt_kvcache.importer.check.checker", memory=memory)
         if to_ask:
             _answering.append(child)
         return child

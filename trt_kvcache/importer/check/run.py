@@ -34,7 +34,7 @@ from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.steps.engine import ModelSession, RunError
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
-from trt_kvcache.importer.steps.schedule import Step, read_limits
+from trt_kvcache.importer.steps.step import Step, read_limits
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
 """Magnitudes of garbage in rows without a token, tried from the first on until the original hides it. At the last one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import permutations
 
-from trt_kvcache.importer.steps.schedule import Limits, Step
+from trt_kvcache.importer.steps.step import Limits, Step
 
 _MOST_INTEGERS = 8
 _LARGEST_BATCH = 64

@@ -31,7 +31,7 @@ from trt_kvcache.importer.steps.engine import ModelSession, RunError, open_sessi
 from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
-from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.importer.steps.step import Step
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

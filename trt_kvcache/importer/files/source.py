@@ -15,9 +15,9 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
+from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text, stamp
-from trt_kvcache.given import given_path
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.checks import check_graph, check_text
 from trt_kvcache.importer.files.defaults import drop_defaults
@@ -108,7 +108,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
-    path = model_named(given_path(path, "model"))
+    path = model_named(as_path(path, "model"))
     try:
         path = find_model(path) if path.is_dir() else path
     except OSError as error:

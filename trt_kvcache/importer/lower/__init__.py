@@ -19,7 +19,7 @@ from onnx import ModelProto, NodeProto
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import NAME_PREFIX
-from trt_kvcache.importer.lower import attention, matmul_nbits, moe, norms, products, rotary_embedding
+from trt_kvcache.importer.lower import fused_attention, matmul_nbits, moe, norms, products, rotary_embedding
 from trt_kvcache.importer.lower.body import SHAPES, Call, Tensors, UnknownShapeError
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, is_op, shape_of
 
@@ -54,14 +54,14 @@ _OPERATORS: dict[str, tuple[str, Writer]] = {
              "y", moe.moe),
     "GroupQueryAttention": ("query, key, value, past_key, past_value, seqlens, total, cos, sin, positions, bias, sinks,"
                             "key_scale, value_scale, query_norm, key_norm -> y, present_key, present_value, scores",
-                            attention.group_query_attention),
+                            fused_attention.group_query_attention),
     "MultiHeadAttention": ("query, key, value, bias, padding, score_bias, past_key, past_value, shared, beams -> "
-                           "y, present_key, present_value, scores", attention.multi_head_attention),
-    "Attention": ("x, weight, bias, padding, past, score_bias, shared -> y, present", attention.attention),
+                           "y, present_key, present_value, scores", fused_attention.multi_head_attention),
+    "Attention": ("x, weight, bias, padding, past, score_bias, shared -> y, present", fused_attention.attention),
 }  # fmt: skip
 _OF_ONNX: dict[str, tuple[str, Writer]] = {
     "Attention": ("query, key, value, mask, past_key, past_value, lengths, sinks -> "
-                  "y, present_key, present_value, scores", attention.onnx_attention),
+                  "y, present_key, present_value, scores", fused_attention.onnx_attention),
     "MatMul": ("a, weight -> y", matmul_nbits.matmul),
     _NORM: _OPERATORS[_NORM],
 }  # fmt: skip

@@ -4,7 +4,7 @@ Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. What TensorRT's 
 `nonpad_kv_seqlen` and the window attributes without a word, aligns `is_causal` to the upper left corner, refuses the
 rest), and for which attentions its builder has a fused kernel, was measured on TensorRT for RTX 1.7.1 without a GPU;
 tests/facts and tests/grid pin it. Where a build finds no kernel all the same, it tries again with every attention
-decomposable (`trt_kvcache.engine.worker`).
+decomposable (`trt_kvcache.engine.builder`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.steps.contents import drawn_contents, find_caches
 from trt_kvcache.importer.steps.engine import RunError, open_session
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
-from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.importer.steps.step import Step
 
 Array = npt.NDArray[Any]
 

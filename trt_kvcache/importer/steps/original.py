@@ -34,7 +34,7 @@ from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, R
 from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
 from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import arrange
-from trt_kvcache.importer.steps.schedule import rows_together
+from trt_kvcache.importer.steps.step import rows_together
 from trt_kvcache.importer.steps.tokens_apart import TokensApart
 
 Array = npt.NDArray[Any]

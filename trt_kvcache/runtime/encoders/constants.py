@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.arguments import shown as cut
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import PromptError, UnsupportedModelError
-from trt_kvcache.given import shown as cut
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.runtime.trt.device_array import DeviceArray
 

@@ -13,8 +13,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
+from trt_kvcache.arguments import as_path, is_number, is_whole, shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_path, is_number, is_whole, shown
 from trt_kvcache.setting import Setting, check_settings, described
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class GenerationConfig:
         """
         from trt_kvcache.runtime.generation.config_file import read_config_file
 
-        path = given_path(path, "path")
+        path = as_path(path, "path")
         settings = read_config_file(path, changes)
         try:
             return cls(**settings)
@@ -362,7 +362,7 @@ class GenerationConfig:
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
         from trt_kvcache.names import engine_in, is_model
 
-        path = engine_in(given_path(model, "model"))
+        path = engine_in(as_path(model, "model"))
         is_engine = not is_model(path) and manifest_path(path).is_file()
         sources = {manifest_path(path): dict(load_manifest(path).generation)} if is_engine else {}
         settings = dict(changes)

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
+from trt_kvcache.arguments import is_number
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import is_number
 from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
 from trt_kvcache.runtime.generation.masks import Grammar
 

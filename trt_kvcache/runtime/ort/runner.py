@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from trt_kvcache.arguments import as_whole
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
 from trt_kvcache.files import identify, stamp
-from trt_kvcache.given import given_whole
 from trt_kvcache.importer import ImportedModel, import_unchecked, quantize_caches
 from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
@@ -27,10 +27,10 @@ from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.ort.attention import OPERATOR, fuse_attention
 from trt_kvcache.runtime.ort.bfloat16 import NOTE, in_float32
 from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.experts import keep_experts
+from trt_kvcache.runtime.ort.group_query_attention import OPERATOR, fuse_attention
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.ort.memory import admit_weights
 from trt_kvcache.runtime.ort.products import fuse_products
@@ -99,7 +99,7 @@ class OnnxRuntimeRunner:
         default_capacity: int | None = None,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("max_chunk", max_chunk), ("threads", threads)):
-            if value is not None and given_whole(value, name) < 1:
+            if value is not None and as_whole(value, name) < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         if threads is not None and threads > _MOST_THREADS:
             raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.arguments import as_whole
 from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError
-from trt_kvcache.given import given_whole
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
@@ -361,7 +361,7 @@ class TensorRTRunner:
 
 def _within(name: str, asked: int | None, most: int) -> int:
     """The number that was asked for, or the most that the engine was built for."""
-    if asked is not None and given_whole(asked, name) < 1:
+    if asked is not None and as_whole(asked, name) < 1:
         raise OptionError(f"{name} is {asked}; it must be at least 1")
     if asked is not None and asked > most:
         flag = "--" + name.replace("_", "-")

@@ -215,7 +215,7 @@ class _Finder:
         """An Attention node over caches, or None.
 
         Raises:
-            UnsupportedModelError: the operator that it was has to read a cache, see `lower.attention`.
+            UnsupportedModelError: the operator that it was has to read a cache, see `lower.fused_attention`.
         """
         key, value = self._cache(node.inputs[1]), self._cache(node.inputs[2])
         if (key is None or value is None) and "operator" in node.attrs:

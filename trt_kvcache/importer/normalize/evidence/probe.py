@@ -330,7 +330,7 @@ def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | N
 
 
 def _without_own(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.NodeProto:
-    """An Attention without the inputs and attributes that only the importer gives, see `lower.attention`."""
+    """An Attention without the inputs and attributes that only the importer gives, see `lower.fused_attention`."""
     known = [a for a in node.attribute if a.name in schema.attributes]
     inputs = node.input[: len(schema.inputs)]
     return onnx.NodeProto(op_type=node.op_type, input=inputs, output=node.output, attribute=known)

@@ -6,7 +6,7 @@
     y         = Attention(q [B, Hq, S, D], present_k, present_v, -, -, -, nonpad_kv_seqlen; is_causal=1)
 
 ONNX Runtime's GroupQueryAttention, MultiHeadAttention and Attention became such operators before, see
-`lower.attention`, which says in private attributes what they were.
+`lower.fused_attention`, which says in private attributes what they were.
 
 With a past, `is_causal` counts it: query i sees key j where ``j <= P + i``. Measured on ONNX Runtime 1.31.1, opsets 23
 to 26: so does its kernel, which also agrees with ONNX on masks beside is_causal and on the soft cap (before the mask).

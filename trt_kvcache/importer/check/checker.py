@@ -1,7 +1,7 @@
 """The child process of the check: it runs parts of a foreign model, with limits on memory and time.
 
-Run as ``python -m trt_kvcache.importer.check.worker``. Two models follow each request. Events of progress are its news,
-and it asks for the weights inside of the model, which the caller has.
+Run as ``python -m trt_kvcache.importer.check.checker``. Two models follow each request. Events of progress are its
+news, and it asks for the weights inside of the model, which the caller has.
 """
 
 from __future__ import annotations

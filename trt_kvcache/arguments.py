@@ -11,11 +11,11 @@ from typing import Any, TypeGuard, TypeVar
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 
 __all__ = [
-    "given_list",
-    "given_options",
-    "given_path",
-    "given_switch",
-    "given_whole",
+    "as_list",
+    "as_options",
+    "as_path",
+    "as_switch",
+    "as_whole",
     "is_number",
     "is_whole",
     "shown",
@@ -53,7 +53,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return True
 
 
-def given_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheError] = OptionError) -> int:
+def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheError] = OptionError) -> int:
     """A whole number that a caller gave, as Python's own: NumPy's of 8 bits overflow, and JSON has none of them.
 
     Raises:
@@ -64,7 +64,7 @@ def given_whole(value: object, what: str, unit: str = "", error: type[TrtKvCache
     return int(value)
 
 
-def given_switch(value: object, what: str) -> bool:
+def as_switch(value: object, what: str) -> bool:
     """A switch that a caller gave: of other values, such as ``"off"``, most would count as on.
 
     Raises:
@@ -75,7 +75,7 @@ def given_switch(value: object, what: str) -> bool:
     return value
 
 
-def given_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
+def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
     """The path that a caller gave.
 
     Raises:
@@ -90,7 +90,7 @@ def given_path(value: object, what: str, error: type[TrtKvCacheError] = OptionEr
     raise error(f"{what} is {shown(value)}; give the path of a file, as text or a Path")
 
 
-def given_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
+def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
     """The list that a caller gave, in any form; text and mappings are none.
 
     Raises:
@@ -104,7 +104,7 @@ def given_list(value: object, what: str, entries: str, error: type[TrtKvCacheErr
     raise error(f"{what} is {shown(value)}; give a list of {entries}")
 
 
-def given_options(value: object, kind: type[_Options], what: str) -> _Options:
+def as_options(value: object, kind: type[_Options], what: str) -> _Options:
     """The options that a caller gave.
 
     Raises:

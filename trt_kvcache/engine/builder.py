@@ -2,7 +2,7 @@
 
 A process of its own, because some models kill TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
 contrib RotaryEmbedding), and because memory that TensorRT has used goes back to the system only with its process.
-Run as ``python -m trt_kvcache.engine.worker ENGINE`` by `trt_kvcache.engine.process`.
+Run as ``python -m trt_kvcache.engine.builder ENGINE`` by `trt_kvcache.engine.process`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process that records a proof: apart from the build, so that it ends in time, and its memory goes with it.
 
-Run as ``python -m trt_kvcache.proof.worker`` by `trt_kvcache.engine.recording`, whose caller pickles the model.
+Run as ``python -m trt_kvcache.proof.recorder`` by `trt_kvcache.engine.recording`, whose caller pickles the model.
 """
 
 from __future__ import annotations
