@@ -33,7 +33,7 @@ from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model, pipeline
 from trt_kvcache.importer.check import models
 from trt_kvcache.importer.check import region as cutting
-from trt_kvcache.importer.check.cut import prepare_cut
+from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.prepare import Prepared
@@ -140,7 +140,7 @@ class Miscut:
         kind = kinds[seed % len(kinds)]
         self.name = kind.__name__.strip("_").replace("_", " ")
         plan = pair.imported.plan
-        self._regions = _find(prepare_cut(pair.prepared.reference, self._right, plan))
+        self._regions = _find(pair_models(pair.prepared.reference, self._right, plan))
         self._makes = Graph(self._right).makes
         self.hides = onnx.ModelProto()
         self.hides.CopyFrom(self._right)

@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
-from trt_kvcache.importer.interface import Known, find_roles, kept_roles, open_axes
+from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import (
@@ -72,13 +72,13 @@ def analyze(
     caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)
     if findings.original:
-        states, roles = findings.states, kept_roles(findings.roles, model)
+        states, roles = findings.states, carry_roles(findings.roles, model)
     else:
         states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
         roles = find_roles(model, _known(caches, states), options.config)
     roles = tuple(open_axes(role) for role in roles)
     check_dtypes(roles)
-    logits, kept = plan_logits(graph, roles, options)
+    logits, note = plan_logits(graph, roles, options)
     plan = CachePlan(
         options=options,
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
@@ -90,7 +90,7 @@ def analyze(
         warnings=(*_warnings(caches), *attention.warnings),
         inlined=inlined,
         states=states,
-        notes=(*findings.notes, *_planes(roles), *((kept,) if kept else ())),
+        notes=(*findings.notes, *_planes(roles), *((note,) if note else ())),
         changes=_changes(findings, roles, logits),
         original=findings.original,
         logits_span=logits,
@@ -157,10 +157,10 @@ def _holder(graph: gs.Graph) -> str:
     """The first operator that may hold a cache in itself, or the whole decoder, or that ONNX lacks; or nothing."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
-            held = "its cache itself, if there is one"
+            contents = "its cache itself, if there is one"
             if node.op in _GENERATORS:
-                held = "the decoder in itself: give the decoder alone, without the search"
-            return f"{node.domain}::{node.op} '{node.name}', which holds {held}"
+                contents = "the decoder in itself: give the decoder alone, without the search"
+            return f"{node.domain}::{node.op} '{node.name}', which holds {contents}"
         if node.domain in ONNX_DOMAINS and not onnx.defs.has(node.op):
             return f"{node.op} '{node.name}', which is no operator of ONNX: the exporter did not convert it"
     return ""

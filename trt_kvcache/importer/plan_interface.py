@@ -92,7 +92,7 @@ class OriginalTensor:
     on: bool = True
 
     @property
-    def room(self) -> int | None:
+    def fixed_rows(self) -> int | None:
         """Rows of the past of a growing cache that always has as many, those of tokens first."""
         known = dict(zip(self.axes, self.shape, strict=True)).get("past")
         return known if self.io == "input" and self.kept is None and isinstance(known, int) else None
@@ -154,7 +154,7 @@ class Stack:
     beside: int | None = None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """True if an array of this shape can be taken apart."""
+        """True if an array of this shape can be divided into the parts."""
         places = self.parts[0].place
         return len(shape) == len(places) and all(
             at is None or n == d for n, d, at in zip(shape, self.shape, places, strict=True)

@@ -299,7 +299,7 @@ class Verification:
             free = cache.update.capacity - written.rows.shape[1]
             shape = cache.logical_shape(len(written.rows))
             return Written(shape, np.pad(written.rows, ((0, 0), (0, free))), written.values)
-        past_rows = self.interface.kept.get(name) if self.interface is not None else None
+        past_rows = self.interface.past_rows.get(name) if self.interface is not None else None
         if written is None or past_rows is None or cache.update is None:
             return written
         # New tokens that the original cuts off at once may be anything.

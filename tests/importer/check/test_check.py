@@ -25,7 +25,7 @@ from verify import mistakes as m
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
 from trt_kvcache.importer.check import check_rewrite
-from trt_kvcache.importer.check.cut import prepare_cut
+from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.graph import Graph as CheckedGraph
 from trt_kvcache.importer.check.region import _integers as integers
 from trt_kvcache.importer.check.region import find_regions
@@ -125,7 +125,7 @@ def test_layers_of_a_torch_export_run_once(name: str) -> None:
     folder = MODELS / "torch" / f"llama_dynamic_{name}"
     imported = import_model(folder / "model.onnx", PLAN)
     flat = pipeline.prepare(imported.source.proto, PLAN)
-    regions = find_regions(prepare_cut(flat.reference, imported.model, imported.plan))
+    regions = find_regions(pair_models(flat.reference, imported.model, imported.plan))
     written = [r for r in regions if r.presents]
     assert len(written) == len(imported.plan.attention) > 1
     assert len({r.key for r in written}) == 1
@@ -136,7 +136,7 @@ def test_sizes_of_heads_are_no_lengths() -> None:
     folder = MODELS / "ort-genai" / "llama_trtrtx_fp16"  # queries, keys and values from one product: Split, Reshape
     imported = import_model(folder / "model.onnx", PLAN)
     flat = pipeline.prepare(imported.source.proto, PLAN)
-    regions = find_regions(prepare_cut(flat.reference, imported.model, imported.plan))
+    regions = find_regions(pair_models(flat.reference, imported.model, imported.plan))
     assert max(k for region in regions if region.presents for k in region.integers) < 4
     # A Reshape that makes rows of a cache into blocks reads a length.
     cache = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 24, 8])

@@ -22,7 +22,7 @@ from verify import mistakes as m
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, pipeline, plan_model, rewrite_model
 from trt_kvcache.importer.check import check_rewrite, models
-from trt_kvcache.importer.check.cut import prepare_cut
+from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.narrow import bytes_read
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.plan import PlanOptions
@@ -52,7 +52,7 @@ def verdicts(imported: ImportedModel, model: onnx.ModelProto, join: str) -> list
     flat, folder = pipeline.prepare(imported.source.proto, PLAN), imported.source.path.parent
     plan = imported.plan
     limits = index_limits(model, plan)
-    regions = [r for r in find_regions(prepare_cut(flat.reference, model, plan)) if join in r.joins]
+    regions = [r for r in find_regions(pair_models(flat.reference, model, plan)) if join in r.joins]
     with exact_experts():
         return [models._judge(r, plan, limits, flat.weights, folder, {}, thorough=False) for r in regions]
 
@@ -286,8 +286,8 @@ def test_shapes_that_a_guarded_attention_takes_of_the_embedded_tokens(tmp_path: 
     """optimum-onnx: batch and length are those of the embedded tokens, whose table is 268 MB here."""
     path = write_large(onnx.load(MODELS / "optimum" / "llama" / "model.onnx"), {256: 1 << 20}, tmp_path)
     imported = unchecked(path)
-    cut = prepare_cut(pipeline.prepare(imported.source.proto, PLAN).reference, imported.model, imported.plan)
-    assert all(bytes_read(region.models) < 1 << 16 for region in find_regions(cut))
+    pair = pair_models(pipeline.prepare(imported.source.proto, PLAN).reference, imported.model, imported.plan)
+    assert all(bytes_read(region.models) < 1 << 16 for region in find_regions(pair))
 
 
 FORMS = {"optimum": ("concat", 0), "torch": ("concat-attention", 0), "torch, static": ("scatter", 0),

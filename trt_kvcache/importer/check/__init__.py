@@ -2,7 +2,7 @@
 
 The check cuts every part that the two models compute differently out of the model as exported and out of the rewritten
 one. Both parts run in ONNX Runtime on random queries, keys and values, over steps that tell masks, windows and layouts
-apart.
+from each other.
 
     graph         digests: tensors that are equal by construction
     cut           both models, with the inputs that mean the same on both sides

@@ -23,8 +23,8 @@ from trt_kvcache.progress import listening
 def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict, ...]:
     """Compare two models."""
     original, rewritten = (onnx.ModelProto.FromString(parts.pop(0)) for _ in range(2))
-    verdicts_kept = open_verdicts(again=request.plan.options.recheck)
-    with exact_experts(), listening(caller.tell), keeping(verdicts_kept):
+    verdicts = open_verdicts(again=request.plan.options.recheck)
+    with exact_experts(), listening(caller.tell), keeping(verdicts):
         weights, folder = _Asked(caller), Path(request.folder)
         return tuple(check_models(original, rewritten, request.plan, weights, folder, thorough=request.thorough))
 
@@ -36,9 +36,9 @@ class _Asked(Mapping[str, onnx.TensorProto]):
         self._caller = caller
 
     def __getitem__(self, name: str) -> onnx.TensorProto:
-        made = onnx.TensorProto()
-        made.ParseFromString(self._caller.ask(name))
-        return made
+        tensor = onnx.TensorProto()
+        tensor.ParseFromString(self._caller.ask(name))
+        return tensor
 
     def __iter__(self) -> NoReturn:
         raise TypeError("only the caller knows their names")

@@ -45,12 +45,12 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
 
 def cache_differs(
-    cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], kept: int | None, exact: float
+    cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], limit: int | None, exact: float
 ) -> tuple[str, bool]:
     """The first difference of a cache in words, and True if it lies in a row that was there before the step.
 
     `first` is the original's output, in the layout of the plan; `rows` of the batch count, of which the original keeps
-    at most `kept` rows of the cache.
+    at most `limit` rows of the cache.
     """
     assert cache.update is not None
     try:
@@ -64,9 +64,9 @@ def cache_differs(
     for row in rows:
         start = step.starts[row]
         end = start + step.length
-        oldest = max(0, end - b.shape[1], end - (kept or end))
+        oldest = max(0, end - b.shape[1], end - (limit or end))
         x, y = (_rows(v[row], oldest, end) for v in (a, b))
-        at = apart(x, y, exact)
+        at = first_difference(x, y, exact)
         if at is not None:
             token = oldest + at[0]
             return f"sequence {row}, token {token}: {both(x[at], y[at])}", bool(token < start)
@@ -102,12 +102,12 @@ def token(values: Array, shape: Sequence[Term], place: int) -> Array:
     return values if axis is None else np.take(values, [place], axis)
 
 
-def last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array:
+def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array:
     """The last positions of `length`, which the model may have fixed; values without such an axis stay whole."""
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
     if not axes:
         return values
-    return np.moveaxis(np.moveaxis(values, axes[0], 0)[-kept:], 0, axes[0])
+    return np.moveaxis(np.moveaxis(values, axes[0], 0)[-count:], 0, axes[0])
 
 
 def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
@@ -121,7 +121,7 @@ def hidden(scores: Array) -> Array:
     return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
 
 
-def apart(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
+def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
     """The first place at which two arrays of one shape differ by more than a share of the first one's scale.
 
     Numbers of other types than float have to be the same, unless what makes them rounds.

@@ -1,4 +1,4 @@
-"""Both models, read for the cut: which inputs mean the same, types and shapes, and that both have the same outputs."""
+"""Both models as the check reads them: inputs that mean the same, types and shapes, and that outputs are the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trt_kvcache.importer.steps.original import COUNTED
 
 
 @dataclass
-class Cut:
+class ModelPair:
     """Both graphs, with the types and shapes of their tensors."""
 
     original: Graph
@@ -33,7 +33,7 @@ class Cut:
         return self.original, self.rewritten
 
 
-def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> Cut:
+def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
     """Reads both models; of the plan, only the roles of inputs and outputs are believed."""
     sides = (Graph(_runnable(extensions.apart(original, plan))), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
@@ -56,16 +56,16 @@ def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
         first |= {c.past: (c.logical_shape, ("batch",)) for c in plan.caches}
     second = {name: (t.shape, axes_of(t)) for name, t in roles.items()}
     batch = next((c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)), None)
-    cut = Cut(
+    pair = ModelPair(
         *sides, plan, (Kinds(sides[0].model, first, batch), Kinds(sides[1].model, second, batch)), frozenset(shared)
     )
     both = [name for name in sides[0].makes if name in sides[1].makes]
-    if any(all(_is_open(kinds.get(name)) for kinds in cut.kinds) for name in both):
-        for kinds in cut.kinds:
+    if any(all(_is_open(kinds.get(name)) for kinds in pair.kinds) for name in both):
+        for kinds in pair.kinds:
             kinds.compute()
     if plan.logits_span is not None:
-        cut.last_positions = sides[1].tainted([plan.logits_span.name])
-    return cut
+        pair.last_positions = sides[1].tainted([plan.logits_span.name])
+    return pair
 
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -89,14 +89,14 @@ def _same(plan: CachePlan) -> set[str]:
     }
 
 
-def check_interface(cut: Cut, presents: set[str]) -> None:
+def check_interface(pair: ModelPair, presents: set[str]) -> None:
     """Every output of one side is one of the other, of the type and shape of the plan; the plan says what is gone."""
-    original, rewritten = cut.sides
-    gone = [c.old for c in cut.plan.changes if c.io == "output" and not c.new]
+    original, rewritten = pair.sides
+    gone = [c.old for c in pair.plan.changes if c.io == "output" and not c.new]
     for name in (name for name in original.outputs if name not in rewritten.outputs):
         if not any(old.startswith(f"{name} ") for old in gone):
             raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
-        if _depends_on_text(cut, name):
+        if _depends_on_text(pair, name):
             raise UnsupportedModelError(
                 f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
                 "that come out again may be gone"
@@ -104,16 +104,16 @@ def check_interface(cut: Cut, presents: set[str]) -> None:
     for name in rewritten.outputs:
         if name not in original.outputs:
             raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original has not")
-    span = cut.plan.logits_span
-    if span is not None and span.output not in cut.last_positions:
+    span = pair.plan.logits_span
+    if span is not None and span.output not in pair.last_positions:
         raise UnsupportedModelError(f"the rewritten model's output '{span.output}' does not follow '{span.name}'")
     for name in sorted(presents):
-        if any(name not in graph.makes for graph in cut.sides):
+        if any(name not in graph.makes for graph in pair.sides):
             raise UnsupportedModelError(f"only one of both models makes the cache '{name}'")
-    for tensor in (t for t in cut.plan.tensors if t.io == "output"):
+    for tensor in (t for t in pair.plan.tensors if t.io == "output"):
         # Inference does not find how many logits a span leaves: then the original's shape counts.
-        found = [k for kinds in reversed(cut.kinds) if (k := kinds.get(tensor.name))]
-        kind = next((k for k in found if k.shape is not None), found[0])
+        known = [k for kinds in reversed(pair.kinds) if (k := kinds.get(tensor.name))]
+        kind = next((k for k in known if k.shape is not None), known[0])
         if not _is_planned(kind, tensor):
             raise UnsupportedModelError(
                 f"the rewritten model's output '{tensor.name}' is {kind}, and the plan says {tensor.dtype} "
@@ -121,11 +121,11 @@ def check_interface(cut: Cut, presents: set[str]) -> None:
             )
 
 
-def _depends_on_text(cut: Cut, name: str) -> bool:
+def _depends_on_text(pair: ModelPair, name: str) -> bool:
     """An output of the original is made of numbers of tokens, keys or values; it may be one of them unchanged."""
-    graph = cut.original
+    graph = pair.original
     inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
-    inputs |= {t.name for t in cut.plan.original if t.role is OriginalRole.TOKENS}
+    inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}
     same, _ = graph.digests({n: n for n in graph.inputs})
     return name in graph.tainted(inputs, shapes=False) and same.get(name) not in graph.inputs
 

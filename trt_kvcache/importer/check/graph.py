@@ -111,13 +111,13 @@ class Graph:
             if _is_commutative(node):
                 inputs.sort()
             if is_op(node, "Identity"):
-                made = {node.output[0]: inputs[0]}
+                results = {node.output[0]: inputs[0]}
             else:
                 inner = [of(n) for n in self._inner[id(node)] if self._holds(n)]
                 domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
-                made = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
-            for name, digest in made.items():
+                results = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
+            for name, digest in results.items():
                 if name in leaves:  # a node of the part makes it beside another tensor, and the part is fed with it
                     continue
                 if name in taken:
@@ -137,13 +137,13 @@ class Graph:
 
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
         """All that depends on `roots`; not through the tensors `through`, and not through shapes if `shapes` is off."""
-        found = set(roots)
+        tainted = set(roots)
         for node in self.nodes:
             if not shapes and node.op_type in ("Shape", "Size"):
                 continue
-            if not found.isdisjoint(self.reads[id(node)]):
-                found.update(name for name in node.output if name and name not in through)
-        return found
+            if not tainted.isdisjoint(self.reads[id(node)]):
+                tainted.update(name for name in node.output if name and name not in through)
+        return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
         """The nodes that make `outputs` from the tensors `stop` and graph inputs.
@@ -185,7 +185,7 @@ def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
         return name
 
     identities = [n for n in graph.node if is_op(n, "Identity")]
-    kept = set()
+    needed = set()
     for node in identities:
         source, result = of(node.input[0]), of(node.output[0])
         if result not in fixed:
@@ -193,8 +193,8 @@ def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
         elif source not in fixed:
             names[source] = result
         else:
-            kept.add(id(node))
-    gone = {id(n) for n in identities} - kept
+            needed.add(id(node))
+    gone = {id(n) for n in identities} - needed
     for node in graph.node:
         if id(node) in gone:
             continue

@@ -26,7 +26,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.compare import sequence_axis, token
-from trt_kvcache.importer.check.cut import Cut
+from trt_kvcache.importer.check.cut import ModelPair
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
@@ -38,13 +38,13 @@ from trt_kvcache.importer.steps.engine import RunError, UnfusedSession
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.step import Step, read_limits
-from trt_kvcache.importer.steps.tokens_apart import TokensApart
+from trt_kvcache.importer.steps.tokens_apart import SingleTokens
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]
 
-_APART = 7919  # places between what boundaries are given
+_STRIDE = 7919  # places between the numbers of two boundaries
 _BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
 _PAST = 5  # tokens before a step of which one is compared with all
 _LARGEST = 1 << 18  # numbers in a constant that stands for itself
@@ -52,7 +52,7 @@ _ROUNDED = 5e-2
 _EXACT = 1e-5  # experts take as many tokens as come, and sums are taken in another order then
 
 
-def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
+def compare_batches(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
     """The verdict on what is computed outside of the regions of caches; `load` gives a model the data of its weights.
 
     None: neither sequences nor tokens depend on which come with them, as far as ONNX Runtime runs this part of the
@@ -61,24 +61,24 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
 
     @lru_cache
     def outside(batch: int, length: int, **how: bool) -> _Outside:
-        return _Outside(cut, regions, batch, length, limits, load, **how)
+        return _Outside(pair, regions, batch, length, limits, load, **how)
 
-    found = None
+    verdict = None
     for compare in (_sequences, _tokens):
         with suppress(RunError, OptionError, UnsupportedModelError):
-            found = found or compare(cut, outside)
+            verdict = verdict or compare(pair, outside)
             # Nothing was changed here: what does not run, no region vouches for either.
-    return found
+    return verdict
 
 
-def _sequences(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
-    steps = read_limits(cut.plan, _BATCH)
+def _sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
+    steps = read_limits(pair.plan, _BATCH)
     longest = steps.length or min(_LENGTH, steps.longest - 1)
-    capacity = min((c.capacity for c in cut.plan.caches), default=0)
-    batch = min((n for s in cut.plan.states if isinstance(n := s.shape[0], int)), default=steps.batch)
+    capacity = min((c.capacity for c in pair.plan.caches), default=0)
+    batch = min((n for s in pair.plan.states if isinstance(n := s.shape[0], int)), default=steps.batch)
     if batch < 2 or longest < 1 or capacity <= longest:
         return None
-    is_fixed = any(isinstance(c.logical_shape[0], int) for c in cut.plan.caches)
+    is_fixed = any(isinstance(c.logical_shape[0], int) for c in pair.plan.caches)
     for length in dict.fromkeys((longest, steps.length or 1)):  # some models run in steps of one token only
         last = capacity - length
         both = outside(batch, length, whole=is_fixed)
@@ -97,18 +97,18 @@ def _sequences(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
     return None
 
 
-def _tokens(cut: Cut, outside: Callable[..., _Outside]) -> Verdict | None:
+def _tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
     """The verdict on tokens of one step, but for states, which each token changes for the next."""
-    steps = read_limits(cut.plan, _BATCH)
+    steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
-    rows = min((c.capacity for c in cut.plan.caches), default=0)
-    if cut.plan.whole_prompts or cut.plan.states or not 1 < length <= rows:
+    rows = min((c.capacity for c in pair.plan.caches), default=0)
+    if pair.plan.whole_prompts or pair.plan.states or not 1 < length <= rows:
         return None
     start = min(_PAST, rows - length) if steps.indexed else 0
     name = outside(steps.batch, length, whole=False).first_counted(start)
     if not name:
         return None
-    if any(t.singly for t in cut.plan.original):
+    if any(t.singly for t in pair.plan.original):
         return Verdict(name, "counted")
     return Verdict(outside(steps.batch, length, inner=True).first_counted(start) or name, "mixed")
 
@@ -121,38 +121,38 @@ class _Outside:
     """
 
     def __init__(
-        self, cut: Cut, regions: Sequence[Region], batch: int, length: int, limits: IndexLimits, load: Load, *,
+        self, pair: ModelPair, regions: Sequence[Region], batch: int, length: int, limits: IndexLimits, load: Load, *,
         whole: bool = False, inner: bool = False,
     ) -> None:  # fmt: skip
-        self._plan, self._batch, self._length, self._limits = cut.plan, batch, length, limits
-        graph = cut.rewritten
-        self._is_fixed = any(isinstance(c.logical_shape[0], int) for c in cut.plan.caches)
-        pasts = {c.past for c in cut.plan.caches}
-        stops, wanted = ({}, []) if whole else _ends(cut, regions, pasts)
+        self._plan, self._batch, self._length, self._limits = pair.plan, batch, length, limits
+        graph = pair.rewritten
+        self._is_fixed = any(isinstance(c.logical_shape[0], int) for c in pair.plan.caches)
+        pasts = {c.past for c in pair.plan.caches}
+        stops, wanted = ({}, []) if whole else _ends(pair, regions, pasts)
         after = set() if whole else graph.tainted(pasts, through=stops, shapes=False)
         every = dict.fromkeys([*wanted, *graph.outputs])
-        made = [name for name in every if name not in after and name in graph.makes]
-        if not made:
+        ends = [name for name in every if name not in after and name in graph.makes]
+        if not ends:
             raise RunError("nothing is computed outside of the regions of caches")
         if inner:
-            made = [name for node in graph.cone(made, stops)[0] for name in node.output if name]
+            ends = [name for node in graph.cone(ends, stops)[0] for name in node.output if name]
         # Ends that are results of regions themselves, as of a model that is one attention.
-        self._of_caches = graph.tainted(pasts, through=stops.keys() - made, shapes=False)
-        shapes = {name: _shape(cut, name) for name in made}
+        self._of_caches = graph.tainted(pasts, through=stops.keys() - ends, shapes=False)
+        shapes = {name: _shape(pair, name) for name in ends}
         self._shapes = {
             name: shape
             for name, shape in shapes.items()
-            if shape and sequence_axis(shape) is not None and _is_apart(shape)
+            if shape and sequence_axis(shape) is not None and _separates_tokens(shape)
         }
-        self._axes = {t.name: t.axes.index("batch") for t in cut.plan.tensors if t.name in made and "batch" in t.axes}
+        self._axes = {t.name: t.axes.index("batch") for t in pair.plan.tensors if t.name in ends and "batch" in t.axes}
         self._axes |= {name: axis for name, shape in shapes.items() if (axis := self._axis(shape)) is not None}
-        nodes, self._fed, used = graph.cone(made, stops)
-        nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, cut)
+        nodes, self._fed, used = graph.cone(ends, stops)
+        nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, pair)
         self._exact = not any(node.op_type in ROUNDS for node in nodes)
         self._stops = {name: stops[name] for name in self._fed if name in stops}
         kinds = {name: graph.inputs[name].type.tensor_type.elem_type for name in self._fed if name not in stops}
         inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]
-        model = part_of(graph.model, nodes, inputs, made, constants)
+        model = part_of(graph.model, nodes, inputs, ends, constants)
         self._session = UnfusedSession(open_types(load(model), wide=True))
 
     def _axis(self, shape: tuple[Term, ...] | None) -> int | None:
@@ -189,7 +189,7 @@ class _Outside:
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
-        alone, beside = (self._session.run(given) for given in (feeds[0], self._with_row(feeds, row)))
+        alone, beside = (self._session.run(fed) for fed in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
             a, b = (v[self._of_row(v, axis, row)] for v in (alone[name], beside[name]))
             both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
@@ -203,22 +203,22 @@ class _Outside:
         Raises:
             RunError: nothing says which part of an input is that of a token.
         """
-        starts, apart = [start] * self._batch, TokensApart(self._plan)
+        starts, tokens = [start] * self._batch, SingleTokens(self._plan)
         feeds, short = self._feeds(starts, 0), self._feeds(starts, 0, 1)
-        first = apart.single(feeds, 0)
+        first = tokens.single(feeds, 0)
         spans = {self._plan.logits_span.name} if self._plan.logits_span is not None else set()
-        given = {*self._fed} & {*first} - {*self._stops} - spans
-        if any(first[name].shape != short[name].shape for name in given) or not all(
-            map(_is_apart, self._stops.values())
+        fed = {*self._fed} & {*first} - {*self._stops} - spans
+        if any(first[name].shape != short[name].shape for name in fed) or not all(
+            map(_separates_tokens, self._stops.values())
         ):
             raise RunError("an input has no axis of its own for the tokens of a step")
         whole = self._session.run(feeds)
 
-        def run(place: int, given: Feeds) -> Feeds:
-            return self._session.run(given | {n: token(feeds[n], shape, place) for n, shape in self._stops.items()})
+        def run(place: int, inputs: Feeds) -> Feeds:
+            return self._session.run(inputs | {n: token(feeds[n], shape, place) for n, shape in self._stops.items()})
 
         names = {name: shape for name, shape in self._shapes.items() if name not in self._of_caches}
-        for place, alone in enumerate(apart.one_by_one(feeds, run)):
+        for place, alone in enumerate(tokens.one_by_one(feeds, run)):
             for name, shape in names.items():
                 if not self._same(token(whole[name], shape, place), token(alone[name], shape, 0)):
                     return str(name)
@@ -238,17 +238,17 @@ class _Outside:
         rng = np.random.default_rng(seed)
         constants = draw_constants(self._plan, self._batch, 0, twin=True)
         inputs = StepInputs(self._plan, self._limits, constants, rng, twin=True, unknown=UNKNOWN)
-        made: Feeds = inputs.shared(step)
-        made |= span_inputs(self._plan, step, "full")
+        feeds: Feeds = inputs.shared(step)
+        feeds |= span_inputs(self._plan, step, "full")
         caches = {
             c.role.name: c for c in (*find_caches(self._plan), *find_states(self._plan)) if c.role.name in self._fed
         }
         for name, values in all_contents(caches, seed, starts, 1.0, 0):
-            made[name] = caches[name].to_physical(values)
+            feeds[name] = caches[name].to_physical(values)
         for number, (name, shape) in enumerate(self._stops.items()):
-            place = _APART * (number * 2 + seed + 1)
-            made[name] = drawn_normal([t.at(self._batch, length) for t in shape], place)
-        return made
+            place = _STRIDE * (number * 2 + seed + 1)
+            feeds[name] = drawn_normal([t.at(self._batch, length) for t in shape], place)
+        return feeds
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
         """The second batch, with one sequence of the first."""
@@ -256,16 +256,16 @@ class _Outside:
         axes = {t.name: t.axes.index("batch") for t in inputs if "batch" in t.axes}
         axes |= {t.name: 0 for t in inputs if t.name not in axes and self._is_fixed and t.shape[:1] == (self._batch,)}
         axes |= {s.role.name: 0 for s in find_states(self._plan)}
-        made = {}
+        mixed = {}
         for name, first in feeds[0].items():
             axis = self._axis(self._stops[name]) if name in self._stops else axes.get(name)
             if axis is None or first.shape[axis] % self._batch:
-                made[name] = first
+                mixed[name] = first
                 continue
-            made[name] = feeds[1][name].copy()
+            mixed[name] = feeds[1][name].copy()
             place = self._of_row(first, axis, row)
-            made[name][place] = first[place]
-        return made
+            mixed[name][place] = first[place]
+        return mixed
 
     def _of_row(self, values: Array, axis: int, row: int) -> tuple[slice, ...]:
         """The part of one sequence."""
@@ -273,26 +273,26 @@ class _Outside:
         return (*[slice(None)] * axis, slice(row * size, (row + 1) * size))
 
 
-def _ends(cut: Cut, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:
+def _ends(pair: ModelPair, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:
     """The results of the regions of caches and of experts, with shapes, and the tensors that go into them."""
-    graph = cut.rewritten
-    made: dict[str, tuple[Term, ...]] = {}
+    graph = pair.rewritten
+    ends: dict[str, tuple[Term, ...]] = {}
     taken: list[str] = []
     for region in regions:
         if pasts & {v.name for v in region.models[1].graph.input} or _reads_experts(region):
-            made |= region.joins
+            ends |= region.joins
             taken += [name for b in region.boundaries for name in b.names[1]]
-    after = graph.tainted(pasts, through=made, shapes=False)
+    after = graph.tainted(pasts, through=ends, shapes=False)
     for node in graph.nodes:  # of caches that were canonical before
         if not after.isdisjoint(names_read(node)):
             taken += [name for name in node.input if name and name not in after]
-            shape = _shape(cut, node.output[0]) if is_op(node, "Attention") else None
+            shape = _shape(pair, node.output[0]) if is_op(node, "Attention") else None
             if shape is not None:
-                made[node.output[0]] = shape
-    return made, taken
+                ends[node.output[0]] = shape
+    return ends, taken
 
 
-def _is_apart(shape: Sequence[Term]) -> bool:
+def _separates_tokens(shape: Sequence[Term]) -> bool:
     """True if the tokens of a step lie along one axis alone, or nothing is as long as they are."""
     return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
@@ -303,12 +303,12 @@ def _reads_experts(region: Region) -> bool:
     return any(math.prod(t.dims[1:]) > _LARGEST for t in weights if len(t.dims) > 2)
 
 
-def _shape(cut: Cut, name: str) -> tuple[Term, ...] | None:
-    return next((k.shape for kinds in reversed(cut.kinds) if (k := kinds.get(name)) and k.shape is not None), None)
+def _shape(pair: ModelPair, name: str) -> tuple[Term, ...] | None:
+    return next((k.shape for kinds in reversed(pair.kinds) if (k := kinds.get(name)) and k.shape is not None), None)
 
 
 def _light(
-    nodes: Sequence[NodeProto], constants: Mapping[str, TensorProto], cut: Cut
+    nodes: Sequence[NodeProto], constants: Mapping[str, TensorProto], pair: ModelPair
 ) -> tuple[list[NodeProto], list[TensorProto]]:
     """The same dependences without large constants.
 
@@ -318,26 +318,26 @@ def _light(
     shapes = {name: tuple(t.dims) for name, t in constants.items()}
     large = {name for name, shape in shapes.items() if math.prod(shape) > _LARGEST}
     drawn = {name: t for name, t in constants.items() if name not in large}
-    kept: list[NodeProto] = []
+    light: list[NodeProto] = []
     for node in nodes:
         inputs = {name for name in node.input if name}
         is_constant = bool(inputs) and shapes.keys() >= inputs
-        constant = {name: _fixed(cut, name) for name in node.output if name and is_constant}
+        constant = {name: _fixed(pair, name) for name in node.output if name and is_constant}
         if large.isdisjoint(inputs):
-            kept.append(node)
+            light.append(node)
         elif is_constant:
             drawn |= {name: _random(name, shape) for name, shape in constant.items() if math.prod(shape) <= _LARGEST}
         else:
-            kept += _rank_one(node, shapes, large, drawn)
+            light += _rank_one(node, shapes, large, drawn)
         shapes |= constant
         large |= {name for name, shape in constant.items() if math.prod(shape) > _LARGEST}
-    read = {name for node in kept for name in names_read(node)}
-    made = {name for node in kept for name in node.output}
-    return kept, [t for name, t in drawn.items() if name in read and name not in made]
+    read = {name for node in light for name in names_read(node)}
+    computed = {name for node in light for name in node.output}
+    return light, [t for name, t in drawn.items() if name in read and name not in computed]
 
 
-def _fixed(cut: Cut, name: str) -> tuple[int, ...]:
-    shape = _shape(cut, name)
+def _fixed(pair: ModelPair, name: str) -> tuple[int, ...]:
+    shape = _shape(pair, name)
     if shape is None:
         raise RunError(f"the shape of the constant '{name}' is not known")
     return tuple(t.factor for t in shape)

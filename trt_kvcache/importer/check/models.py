@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, external_data_helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.check.cut import prepare_cut
+from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.independence import compare_batches
 from trt_kvcache.importer.check.narrow import bytes_read, drawn, has_caches, narrowed
 from trt_kvcache.importer.check.process import Verdict
@@ -40,13 +40,13 @@ def check_models(
 ) -> list[Verdict]:
     """A verdict for every region; for the arguments see `check_rewrite`."""
     plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
-    cut = prepare_cut(original, rewritten, plan)
+    pair = pair_models(original, rewritten, plan)
     limits = index_limits(rewritten, plan)
     done: dict[str, Verdict] = {}
     first: list[Verdict] = []
     for _ in range(_ROUNDS):
         try:
-            regions = find_regions(cut)
+            regions = find_regions(pair)
             verdicts = []
             with phase("regions", len(regions)) as compared:
                 for region in regions:
@@ -59,14 +59,14 @@ def check_models(
         wrong = {v.name for v in verdicts if v.answer != "equal"}
         first = first or verdicts
         if not wrong:
-            outside = compare_batches(cut, regions, limits, lambda model: _loaded(model, weights, folder))
+            outside = compare_batches(pair, regions, limits, lambda model: _loaded(model, weights, folder))
             return verdicts if outside is None else [*verdicts, outside]
         # One name may stand for other contents in the rewritten graph, such as a view of a cache. What is further on
         # decides: the regions of joins that differ are joined with those that read them.
-        inner = wrong - set(cut.original.outputs)
-        if inner <= cut.refuted:
+        inner = wrong - set(pair.original.outputs)
+        if inner <= pair.refuted:
             return first
-        cut.refuted |= inner
+        pair.refuted |= inner
     return first
 
 
@@ -135,9 +135,9 @@ def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: 
     """A copy of the model with the data of its weights."""
     copy = copied(model)
     for tensor in copy.graph.initializer:
-        if (held := detached(tensor, weights)) is not None:
+        if (data := detached(tensor, weights)) is not None:
             name = tensor.name
-            tensor.CopyFrom(held)
+            tensor.CopyFrom(data)
             tensor.name = name
     copy, place = without_links(copy, folder)
     for tensor in copy.graph.initializer:

@@ -3,7 +3,7 @@
     MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias of as many rows
     QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
 
-What an operator does with one row of a weight it does with all of them. So both sides are cut alike: wherever a size
+What an operator does with one row of a weight it does with all of them. So both sides shrink alike: wherever a size
 stands (in the shape of a weight, in an attribute, among a few whole numbers, in the shape of a boundary), a smaller one
 takes its place. Sizes that do not fit together do not run, and the next choice is tried.
 
@@ -33,7 +33,7 @@ from trt_kvcache.importer.protos import FLOATS, byte_size, copied
 from trt_kvcache.importer.weights import storage
 
 _FEW = 32  # rows that a long axis keeps, at least
-_LONG = 128  # a size that is cut alone
+_LONG = 128  # a size that shrinks alone
 _LEAST = 2  # of what is divided: one block, and another one
 _TRIES = 2  # divisors for one set of sizes
 _FLOATS8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
@@ -91,22 +91,22 @@ def narrowed(
         yield region, plan, limits
     larger = []
     for choice in _choices(region, plan):
-        cut = _cut(region, plan, limits, choice)
-        size = most + 1 if cut is None else bytes_read(cut[0].models)
-        if cut is not None and size <= few:
-            yield cut
-        elif cut is not None and size <= most:
-            larger.append(cut)
+        small = _smaller(region, plan, limits, choice)
+        size = most + 1 if small is None else bytes_read(small[0].models)
+        if small is not None and size <= few:
+            yield small
+        elif small is not None and size <= most:
+            larger.append(small)
     yield from larger
 
 
 def drawn(region: Region) -> Region:
     """The region with random numbers in the place of all weights that do not lie in its graphs."""
-    made = copied(region.models[0]), copied(region.models[1])
-    for tensor in (t for model in made for t in model.graph.initializer):
+    models = copied(region.models[0]), copied(region.models[1])
+    for tensor in (t for model in models for t in model.graph.initializer):
         if (own := storage(tensor)) is not None:
             _draw(tensor, own)
-    return replace(region, models=made, drawn=True)
+    return replace(region, models=models, drawn=True)
 
 
 def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
@@ -127,14 +127,14 @@ def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
         for size in sizes[: sizes.index(least) + 1]:
             groups.setdefault(size // (size & -size), []).append(size)
         for place in range(_TRIES):
-            made: dict[int, int] = {}
+            smaller: dict[int, int] = {}
             for group in groups.values():
                 common = math.gcd(*group)
                 divisors = (d for d in range(common, 1, -1) if common % d == 0 and group[-1] // d >= _LEAST)
                 divisor = next(islice(divisors, place, None), 1)
-                made |= {size: size // divisor for size in group if divisor > 1}
-            if made:
-                yield _Choice(made, experts)
+                smaller |= {size: size // divisor for size in group if divisor > 1}
+            if smaller:
+                yield _Choice(smaller, experts)
 
 
 def has_caches(region: Region, plan: CachePlan) -> bool:
@@ -143,7 +143,7 @@ def has_caches(region: Region, plan: CachePlan) -> bool:
     return bool(region.presents) or any(v.name in caches for model in region.models for v in model.graph.input)
 
 
-def _cut(
+def _smaller(
     region: Region, plan: CachePlan, limits: IndexLimits, choice: _Choice
 ) -> tuple[Region, CachePlan, IndexLimits] | None:
     """Both sides with other sizes; None: constants of the rewritten side would lose what they say."""
@@ -180,9 +180,9 @@ def _cut(
 def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
     """The rows that stay, by the size of their axis: half of them unlike the first one, if there are so many.
 
-    None: there are some, and more sizes than one are cut: then rows belong together.
+    None: there are some, and more sizes than one shrink: then rows belong together.
     """
-    kept = {size: np.arange(few) for size, few in choice.sizes.items()}
+    rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]
     for tensor in both[1].values():
         same = both[0].get(tensor.name)
@@ -196,16 +196,16 @@ def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] |
             unlike, alike = np.flatnonzero(differs), np.flatnonzero(~differs)
             if not len(unlike):
                 continue
-            if len(choice.sizes) > 1 or size not in kept:
+            if len(choice.sizes) > 1 or size not in rows:
                 return None
             most = max(few // 2, few - len(alike))  # of those unlike the first
-            kept[size] = np.sort(np.concatenate([unlike[:most], alike[: few - len(unlike[:most])]]))
-    return kept
+            rows[size] = np.sort(np.concatenate([unlike[:most], alike[: few - len(unlike[:most])]]))
+    return rows
 
 
 def _resized(model: onnx.ModelProto, choice: _Choice, rows: Mapping[int, npt.NDArray[np.int64]]) -> onnx.ModelProto:
-    made = copied(model)
-    for tensor in made.graph.initializer:
+    resized = copied(model)
+    for tensor in resized.graph.initializer:
         if storage(tensor) is not None:
             tensor.dims[:] = choice.shape(tensor.dims)
         elif _is_whole(tensor):
@@ -219,13 +219,13 @@ def _resized(model: onnx.ModelProto, choice: _Choice, rows: Mapping[int, npt.NDA
                 if size != few:
                     values = np.take(values, rows.get(size, np.arange(few)), axis)
             tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), tensor.name))
-    for node in made.graph.node:
+    for node in resized.graph.node:
         for attribute in node.attribute:
             if attribute.type == attribute.INT:
                 attribute.i = choice.of(attribute.i)
             elif attribute.type == attribute.INTS and len(attribute.ints) <= _NUMBERS:
                 attribute.ints[:] = [choice.of(i) for i in attribute.ints]
-    return made
+    return resized
 
 
 def _is_whole(tensor: TensorProto) -> bool:
@@ -242,5 +242,4 @@ def _draw(tensor: TensorProto, own: str) -> None:
         data = values.tobytes()
     else:
         data = rng.bytes(byte_size(tensor) or 0)
-    made = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
-    tensor.CopyFrom(made)
+    tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data))

@@ -18,7 +18,7 @@ import onnx
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.cut import Cut, check_interface
+from trt_kvcache.importer.check.cut import ModelPair, check_interface
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role
@@ -40,13 +40,13 @@ class Boundary:
         names: in the original and in the rewritten graph; several where a graph computes it more than once.
         elem_type: as in the original.
         shape: in B and S.
-        kept: on the rewritten side it has the last positions only, as many as the logits span is long.
+        in_span: on the rewritten side it has the last positions only, as many as the logits span is long.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
     elem_type: int
     shape: tuple[Term, ...]
-    kept: bool
+    in_span: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Region:
 
     Attributes:
         joins: tensors of the text, of one name on both sides, with their shapes.
-        kept: joins that have the last positions only on the rewritten side.
+        in_span: joins that have the last positions only on the rewritten side.
         presents: names of cache outputs.
         models: of the original and of the rewritten side, without shapes; the outputs are `joins`, then `presents`.
         boundaries: fed alike.
@@ -68,7 +68,7 @@ class Region:
     """
 
     joins: Mapping[str, tuple[Term, ...]]
-    kept: frozenset[str]
+    in_span: frozenset[str]
     presents: tuple[str, ...]
     models: tuple[onnx.ModelProto, onnx.ModelProto]
     boundaries: tuple[Boundary, ...]
@@ -80,92 +80,92 @@ class Region:
     drawn: bool = False
 
 
-def find_regions(cut: Cut) -> list[Region]:
+def find_regions(pair: ModelPair) -> list[Region]:
     """All regions, those with caches first.
 
     Raises:
         UnsupportedModelError: an output is computed differently, and no region can show that it is equal.
     """
-    original, rewritten = cut.sides
-    plan = cut.plan
+    original, rewritten = pair.sides
+    plan = pair.plan
     present_of = {c.role.name: c.output for c in find_caches(plan) if c.output}
     presents = set(present_of.values())
-    check_interface(cut, presents)
+    check_interface(pair, presents)
     leaves = [
-        {name: name if name in cut.shared else f"{side}:{name}" for name in graph.inputs}
-        for side, graph in enumerate(cut.sides)
+        {name: name if name in pair.shared else f"{side}:{name}" for name in graph.inputs}
+        for side, graph in enumerate(pair.sides)
     ]
 
     def digests(taken: Container[str]) -> list[tuple[dict[str, str], dict[str, str]]]:
-        return [graph.digests(leaf, taken) for graph, leaf in zip(cut.sides, leaves, strict=True)]
+        return [graph.digests(leaf, taken) for graph, leaf in zip(pair.sides, leaves, strict=True)]
 
     plain = [seen for seen, _ in digests(())]
     data = {
         name
-        for name in cut.shared
-        if (kind := cut.kinds[0].get(name)) and kind.elem_type in FLOATS and not _is_mask(plan, name)
+        for name in pair.shared
+        if (kind := pair.kinds[0].get(name)) and kind.elem_type in FLOATS and not _is_mask(plan, name)
     }
     data |= {t.name for t in plan.tensors if t.role is Role.TOKENS}
-    over_rows = _over_rows(cut)
+    over_rows = _over_rows(pair)
     candidates = {
         name
         for name in original.makes
         if name in rewritten.makes
         and name not in presents
-        and name not in cut.refuted
+        and name not in pair.refuted
         and plain[0].get(name) != plain[1].get(name)
         and name not in over_rows
-        and _is_text(cut, name)
+        and _is_text(pair, name)
     }
     own = [computed for _, computed in digests(candidates)]
     ordered = [name for node in rewritten.nodes for name in node.output if name in candidates]
     claims = [name for name in ordered if own[0][name] != own[1][name]]
     candidates = set(claims)
-    seen = [found for found, _ in digests(candidates)]
+    seen = [by_name for by_name, _ in digests(candidates)]
     differ = [name for name in rewritten.outputs if name not in presents and seen[0].get(name) != seen[1].get(name)]
-    ends = _ends(cut, differ, seen[0], leaves[1], candidates)
+    ends = _ends(pair, differ, seen[0], leaves[1], candidates)
 
-    text = [graph.tainted(data | candidates, shapes=False) for graph in cut.sides]
-    kinds = [{seen[s][n]: cut.kinds[s].get(n) for n in text[s] if n in seen[s]} for s in (0, 1)]
+    text = [graph.tainted(data | candidates, shapes=False) for graph in pair.sides]
+    kinds = [{seen[s][n]: pair.kinds[s].get(n) for n in text[s] if n in seen[s]} for s in (0, 1)]
     equal = {d for d in kinds[0].keys() & kinds[1].keys() if _known(kinds[0][d]) or _known(kinds[1][d])}
     equal |= {f"join:{n}" for n in candidates}
     stops = [
         {n: seen[s][n] for n in text[s] if seen[s].get(n) in equal and n in graph.makes}
-        for s, graph in enumerate(cut.sides)
+        for s, graph in enumerate(pair.sides)
     ]
 
     # A guard against NaN hides numbers that are not finite: its region goes back to products with weights, and through
     # whatever else is computed of positions, so that such numbers arise in it.
     products = [
         {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
-        for stop, graph in zip(stops, cut.sides, strict=True)
+        for stop, graph in zip(stops, pair.sides, strict=True)
         for tokens in [graph.tainted(data, shapes=False)]
     ]
     left = list(dict.fromkeys(present_of.values()))
     regions = []
     for claim in claims:
-        region = _region(cut, [claim], [], stops, stops)
+        region = _region(pair, [claim], [], stops, stops)
         guarded = any(node.op_type in ("IsNaN", "IsInf") for node in region.models[0].graph.node)
         if guarded:  # the numbers in the region itself choose the steps
-            region = replace(_region(cut, [claim], [], products, stops), integers=region.integers)
+            region = replace(_region(pair, [claim], [], products, stops), integers=region.integers)
         shapes = unread(region.models, present_of)
         mine = [present_of[i] for i in _inputs(region.models[1]) if i not in shapes and present_of.get(i) in left]
         if mine:
             ends_of = products if guarded else stops
-            region = replace(_region(cut, [claim], mine, ends_of, stops), integers=region.integers)
+            region = replace(_region(pair, [claim], mine, ends_of, stops), integers=region.integers)
             left = [p for p in left if p not in mine]
         regions.append(region)
-    regions += [_region(cut, [], [present], stops, stops) for present in left]
-    regions += [replace(_region(cut, [end], [], stops, stops), is_end=True) for end in ends]
+    regions += [_region(pair, [], [present], stops, stops) for present in left]
+    regions += [replace(_region(pair, [end], [], stops, stops), is_end=True) for end in ends]
     return sorted(regions, key=lambda r: not r.presents)
 
 
-def _over_rows(cut: Cut) -> set[str]:
+def _over_rows(pair: ModelPair) -> set[str]:
     """Keys, values and scores of the original with a number for each row of a cache, whether it holds a token or not.
 
     They are no joins: rows without a token hold garbage, and the numbers that a join is fed with are none.
     """
-    graph = cut.original
+    graph = pair.original
     softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
     products = [node for node in graph.nodes if node.op_type in _PRODUCTS]
     ends = {name for node in products for name in node.output}
@@ -173,29 +173,29 @@ def _over_rows(cut: Cut) -> set[str]:
     sums = {
         n for node in products if is_op(node, "Attention") or not weights.isdisjoint(node.input) for n in node.output
     }
-    capacities = {Term(c.capacity, 0, 0) for c in cut.plan.caches}
-    read = graph.tainted({c.past for c in cut.plan.caches}, through=sums, shapes=False)
-    found = {n for n in read if (kind := cut.kinds[0].get(n)) and not capacities.isdisjoint(kind.shape or ())}
-    return found - set(graph.outputs)
+    capacities = {Term(c.capacity, 0, 0) for c in pair.plan.caches}
+    read = graph.tainted({c.past for c in pair.plan.caches}, through=sums, shapes=False)
+    names = {n for n in read if (kind := pair.kinds[0].get(n)) and not capacities.isdisjoint(kind.shape or ())}
+    return names - set(graph.outputs)
 
 
 def _ends(
-    cut: Cut, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
+    pair: ModelPair, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
     """The outputs that differ and that a region each can compare: they have one type and one shape in B and S.
 
-    Logits of the last positions must be equal where the cut is taken back.
+    Logits of the last positions must be equal where the Slice is taken out.
 
     Raises:
         UnsupportedModelError: no region can compare one of them.
     """
-    span = cut.plan.logits_span
+    span = pair.plan.logits_span
     if span is not None and span.output in differ:
-        again, _ = _without_cut(cut.rewritten, span.name).digests(leaves, candidates)
+        again, _ = _without_span(pair.rewritten, span.name).digests(leaves, candidates)
         if again.get(span.output) == original.get(span.output):
             differ.remove(span.output)
     for name in differ:
-        kind, other = (kinds.get(name) for kinds in cut.kinds)
+        kind, other = (kinds.get(name) for kinds in pair.kinds)
         if kind is None or kind.shape is None or kind != other:
             raise UnsupportedModelError(
                 f"the output '{name}' of the rewritten model is computed in another way than the original's, and no "
@@ -204,7 +204,7 @@ def _ends(
     return differ
 
 
-def _without_cut(graph: Graph, span: str) -> Graph:
+def _without_span(graph: Graph, span: str) -> Graph:
     """The graph with the Slice to the last positions taken out."""
     below = graph.tainted([span])
     model = copied(graph.model)
@@ -218,7 +218,7 @@ def _without_cut(graph: Graph, span: str) -> Graph:
 
 
 def _region(
-    cut: Cut,
+    pair: ModelPair,
     joins: list[str],
     presents: list[str],
     stops: Sequence[Mapping[str, str]],
@@ -232,10 +232,10 @@ def _region(
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
     passed: tuple[set[str], set[str]] = (set(outputs), set(outputs))
     while True:
-        cones = [graph.cone(outputs, stop) for graph, stop in zip(cut.sides, stops, strict=True)]
+        cones = [graph.cone(outputs, stop) for graph, stop in zip(pair.sides, stops, strict=True)]
         shapes = [
             {n for n in _measured(graph, cone[0]) - gone if n in same and _known(kinds.get(n))}
-            for graph, cone, gone, same, kinds in zip(cut.sides, cones, passed, equal, cut.kinds, strict=True)
+            for graph, cone, gone, same, kinds in zip(pair.sides, cones, passed, equal, pair.kinds, strict=True)
         ]
         if any(own - stop.keys() for own, stop in zip(shapes, stops, strict=True)):
             stops = [
@@ -243,13 +243,13 @@ def _region(
             ]
             continue
         fed = [_by_digest(cone[1], stop) for cone, stop in zip(cones, stops, strict=True)]
-        apart = [
+        one_sided = [
             {n for d in own.keys() - other.keys() for n in own[d]} - measured
             for own, other, measured in zip(fed, reversed(fed), shapes, strict=True)
         ]
-        if not any(apart):
+        if not any(one_sided):
             break
-        # A tensor that only one side is cut at is no boundary, but for its shape. The side goes on for which it lies
+        # A tensor at which only one side ends is no boundary, but for its shape. The side goes on for which it lies
         # within the other one's part, as the sum that a fused norm gives beside its result; if there is none, both do.
         inside = [
             {same[o] for node in cone[0] for o in node.output if o in same and o not in outputs}
@@ -257,47 +257,47 @@ def _region(
         ]
         within = [
             {n for n in own if stop[n] in other}
-            for own, stop, other in zip(apart, stops, reversed(inside), strict=True)
+            for own, stop, other in zip(one_sided, stops, reversed(inside), strict=True)
         ]
-        alone = {stop[n] for own, stop in zip(apart, stops, strict=True) for n in own}
+        alone = {stop[n] for own, stop in zip(one_sided, stops, strict=True) for n in own}
         dropped = within if any(within) else [{n for n, d in stop.items() if d in alone} for stop in stops]
         for gone, own in zip(passed, dropped, strict=True):
             gone |= own
         stops = [{n: d for n, d in stop.items() if n not in own} for stop, own in zip(stops, dropped, strict=True)]
     digests = sorted(fed[0].keys() | fed[1].keys())
     boundaries = []
-    last = cut.last_positions
+    last = pair.last_positions
     for digest in digests:
         names = (fed[0].get(digest, ()), fed[1].get(digest, ()))
-        kinds = (cut.kinds[side].get(name) for side in (0, 1) for name in names[side])
+        kinds = (pair.kinds[side].get(name) for side in (0, 1) for name in names[side])
         kind = next(k for k in kinds if _known(k))
         shape = kind.shape or ()
         boundaries.append(Boundary(names, kind.elem_type, shape, not last.isdisjoint(names[1])))
     models = [
         _model(graph, cone, outputs, {n: b for b in boundaries for n in b.names[s]})
-        for s, (graph, cone) in enumerate(zip(cut.sides, cones, strict=True))
+        for s, (graph, cone) in enumerate(zip(pair.sides, cones, strict=True))
     ]
-    weights = _common_weights(cut, cones)
+    weights = _common_weights(pair, cones)
     numbers: dict[str, str] = {}
     key = repr(
         [
-            _key(graph, cone[0], outputs, {n: d for d, names in f.items() for n in names}, weights, numbers, cut)
-            for graph, cone, f in zip(cut.sides, cones, fed, strict=True)
+            _key(graph, cone[0], outputs, {n: d for d, names in f.items() for n in names}, weights, numbers, pair)
+            for graph, cone, f in zip(pair.sides, cones, fed, strict=True)
         ]
     )
-    parts = zip(cut.sides, cut.kinds, cones, strict=True)
-    rows = {c.capacity for c in cut.plan.caches}
+    parts = zip(pair.sides, pair.kinds, cones, strict=True)
+    rows = {c.capacity for c in pair.plan.caches}
     integers = sorted({v for graph, kinds, cone in parts for v in _integers(graph, kinds, cone, rows)})
     return Region(
-        {name: _shape(cut, name) for name in joins},
+        {name: _shape(pair, name) for name in joins},
         frozenset(n for n in joins if n in last),
         tuple(presents),
         (models[0], models[1]),
         tuple(boundaries),
         key,
         tuple(integers),
-        fixed_rows(cut.plan, cut.original.inputs.values()),
-        _layer(cut.plan, _inputs(models[1])),
+        fixed_rows(pair.plan, pair.original.inputs.values()),
+        _layer(pair.plan, _inputs(models[1])),
     )
 
 
@@ -319,15 +319,15 @@ def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]
     """Caches of which the models read the shape alone, and that they do not give out."""
     both = list(models)
     nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
-    given = ({value.name for value in model.graph.output} for model in both)
-    return set(caches).difference(*(names_read(node) for node in nodes), *given)
+    outputs = ({value.name for value in model.graph.output} for model in both)
+    return set(caches).difference(*(names_read(node) for node in nodes), *outputs)
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """The model with other outputs."""
-    made = copied(model)
-    replace_field(made.graph.output, (onnx.ValueInfoProto(name=name) for name in names))
-    return made
+    copy = copied(model)
+    replace_field(copy.graph.output, (onnx.ValueInfoProto(name=name) for name in names))
+    return copy
 
 
 def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
@@ -340,11 +340,11 @@ def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
 
 
 def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    by_digest: dict[str, tuple[str, ...]] = {}
     for name in names:
         if name in digests:
-            found[digests[name]] = (*found.get(digests[name], ()), name)
-    return found
+            by_digest[digests[name]] = (*by_digest.get(digests[name], ()), name)
+    return by_digest
 
 
 def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
@@ -367,19 +367,19 @@ def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
     """The node, with other names for outputs that are boundaries."""
     if fed.isdisjoint(node.output):
         return node
-    made = copied(node)
+    copy = copied(node)
     for i, name in enumerate(node.output):
         if name in fed:
-            made.output[i] = f"{name}:unused"
-    return made
+            copy.output[i] = f"{name}:unused"
+    return copy
 
 
 def _named(tensor: TensorProto, name: str) -> TensorProto:
     if tensor.name == name:
         return tensor
-    made = copied(tensor)
-    made.name = name
-    return made
+    copy = copied(tensor)
+    copy.name = name
+    return copy
 
 
 def _key(
@@ -389,16 +389,16 @@ def _key(
     boundaries: Mapping[str, str],
     weights: set[str],
     numbers: dict[str, str],
-    cut: Cut,
+    pair: ModelPair,
 ) -> list[str]:
     """The computation of each output: boundaries, weights and caches by number, other inputs by name."""
-    caches = {c.past: c for c in cut.plan.caches}
-    exported = {t.name: t for t in cut.plan.original}
+    caches = {c.past: c for c in pair.plan.caches}
+    exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
     named: dict[str, str] = {}
     for name in (n for node in nodes for n in (*node.input, *graph.reads[id(node)])):
         if name in boundaries:
-            kind = cut.kinds[0].get(name) or cut.kinds[1].get(name)
+            kind = pair.kinds[0].get(name) or pair.kinds[1].get(name)
             kinds[name], named[name] = f"boundary {kind}", boundaries[name]
         elif name in caches:
             c = caches[name]
@@ -452,11 +452,11 @@ def _leaves(
             todo += graph.operands(makes[name], seen)[::-1]
 
 
-def _common_weights(cut: Cut, cones: Sequence[Cone]) -> set[str]:
+def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
     """The data of weights that both sides read: a verdict with one set of numbers in them holds for all."""
     data = [
         {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
-        for graph, cone in zip(cut.sides, cones, strict=True)
+        for graph, cone in zip(pair.sides, cones, strict=True)
     ]
     return data[0] & data[1]
 
@@ -505,9 +505,9 @@ def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int])
     return before == after and all(t.factor == 1 for t in before)
 
 
-def _is_text(cut: Cut, name: str) -> bool:
+def _is_text(pair: ModelPair, name: str) -> bool:
     """The same float type and the same shape in B and S on both sides."""
-    kinds = [kinds.get(name) for kinds in cut.kinds]
+    kinds = [kinds.get(name) for kinds in pair.kinds]
     known = [k for k in kinds if _known(k)]
     return bool(known) and all(k == known[0] for k in known)
 
@@ -516,8 +516,8 @@ def _known(kind: Kind | None) -> TypeGuard[Kind]:
     return kind is not None and kind.shape is not None and kind.elem_type in FLOATS
 
 
-def _shape(cut: Cut, name: str) -> tuple[Term, ...]:
-    return next(k.shape for kinds in cut.kinds if (k := kinds.get(name)) and k.shape is not None)
+def _shape(pair: ModelPair, name: str) -> tuple[Term, ...]:
+    return next(k.shape for kinds in pair.kinds if (k := kinds.get(name)) and k.shape is not None)
 
 
 def _is_mask(plan: CachePlan, name: str) -> bool:

@@ -11,9 +11,9 @@ from onnx import TensorProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.compare import (
     FAR,
-    apart,
     both,
     cache_differs,
+    first_difference,
     hidden,
     last,
     said,
@@ -28,7 +28,7 @@ from trt_kvcache.importer.check.schedule import end_steps, plan_steps, rows_need
 from trt_kvcache.importer.check.shapes import Term
 from trt_kvcache.importer.check.sides import Feeds, Sides, StuckError
 from trt_kvcache.importer.check.slim import slim
-from trt_kvcache.importer.check.verdicts import kept_verdicts, key_of
+from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
@@ -81,7 +81,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
     def make(plan: CachePlan, steps: Sequence[Step]) -> _Run:
         return _Run(Sides(region, plan, limits, wide=wide, sessions=sessions[0]), steps)
 
-    def apart(plan: CachePlan, steps: Sequence[Step]) -> Iterator[_Run]:
+    def by_length(plan: CachePlan, steps: Sequence[Step]) -> Iterator[_Run]:
         """The steps of few tokens, and those of many with short heads where that can be."""
         few, many = ([s for s in steps if (_cost(s) > _MANY) is large] for large in (False, True))
         short = slim(region, plan) if many else None
@@ -96,13 +96,13 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
         # Whatever holds no number of the capacity runs on short caches, too.
         short = _shortened(plan, rows)
-        first, *others = apart(short, plan_steps(read_limits(short, _BATCH), region.integers, rows))
-        if first.is_kept(first=True) or first.opens():
+        first, *others = by_length(short, plan_steps(read_limits(short, _BATCH), region.integers, rows))
+        if first.has_verdict(first=True) or first.opens():
             at = short
             yield from (first, *others)
-            yield from apart(plan, end_steps(allowed, capacity))
+            yield from by_length(plan, end_steps(allowed, capacity))
     if at is plan:
-        yield from apart(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
+        yield from by_length(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
     few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6] if wide else []
     if wide and is_half(region.models):
         yield _Run(Sides(region, at, limits, wide=False, sessions=[]), few)
@@ -146,21 +146,21 @@ class _Run:
             steps = list({(len(step.starts), step.length): step for step in steps}.values())
         self._steps = [step for step in steps if sides.fits(step)]
         self._changes_past = False
-        self._kept = kept_verdicts()
+        self._verdicts = current_verdicts()
         kind, steps_read = type(self).__name__.encode(), repr(self._steps).encode()
-        self._key = "" if self._kept is None else key_of(kind, sides.reads(), steps_read)
+        self._key = "" if self._verdicts is None else key_of(kind, sides.reads(), steps_read)
 
     @property
     def compares(self) -> bool:
-        """Steps were compared, now or when the verdict was kept."""
+        """Steps were compared, now or when the verdict was stored."""
         return bool(self.compared) or self._was_compared
 
-    def is_kept(self, *, first: bool) -> bool:
-        """True if a verdict is kept, that nothing differs; it is taken."""
-        found = None if self._kept is None else self._kept.find(self._name(first=first))
-        if found is not None:
-            self.alive, self._was_compared = set(found), True
-        return found is not None
+    def has_verdict(self, *, first: bool) -> bool:
+        """True if a verdict is stored, that nothing differs; it is taken."""
+        alive = None if self._verdicts is None else self._verdicts.find(self._name(first=first))
+        if alive is not None:
+            self.alive, self._was_compared = set(alive), True
+        return alive is not None
 
     def judge(self, *, first: bool) -> str:
         """The first difference in words; empty: there is none.
@@ -168,7 +168,7 @@ class _Run:
         Args:
             first: no run of the region has compared a step so far.
         """
-        if self.is_kept(first=first):
+        if self.has_verdict(first=first):
             return ""
         if self._whole is None:
             why = self.compare()
@@ -180,8 +180,8 @@ class _Run:
             self.alive, self._was_compared = whole.alive, whole.compares
             return why
         why = why or (self.multiplies_no_number() if first else "")
-        if self._kept is not None and not why and self.compared:
-            self._kept.keep(self._name(first=first), self.alive)
+        if self._verdicts is not None and not why and self.compared:
+            self._verdicts.keep(self._name(first=first), self.alive)
         return why
 
     def _finds_all_equal(self) -> bool:
@@ -234,10 +234,10 @@ class _Run:
             self.alive |= {
                 n for n, v in numbers.items() if not v.max() == v.min() == self._seen.setdefault(n, v.reshape(-1)[0])
             }
-            for kept in self.sides.kept(step):
-                made = self.sides.rewritten(step, feeds, kept)
+            for span in self.sides.logits_spans(step):
+                rewritten = self.sides.rewritten(step, feeds, span)
                 for original, how in zip(originals, ("", " (all sequences in one run)"), strict=False):
-                    if why := self._differ(step, original, made, kept):
+                    if why := self._differ(step, original, rewritten, span):
                         return why + how, self._reads_garbage(step, originals[0])
             leaks = leaks or self._reads_garbage(step, originals[0])
             self.compared.append(step)
@@ -248,7 +248,7 @@ class _Run:
         if not self.sides.shows_garbage or not self.region.joins:
             return False
         clean = self.sides.original(step, self.sides.feeds(step, 0.0))
-        return any(apart(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
+        return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
         """In words, a product of the rewritten side that is no finite number in rows without a token; or nothing.
@@ -267,7 +267,7 @@ class _Run:
                 )
         return ""
 
-    def _differ(self, step: Step, first: Feeds, second: Feeds, kept: int) -> str:
+    def _differ(self, step: Step, first: Feeds, second: Feeds, span: int) -> str:
         interface = self.sides.interface
         # Of rows with fewer tokens than the step an original without lengths says nothing.
         rows = [
@@ -277,8 +277,8 @@ class _Run:
         ]
         for name, shape in self.region.joins.items():
             a, b = first[name], second[name]
-            if name in self.region.kept:
-                a = last(a, shape, kept, step.length)
+            if name in self.region.in_span:
+                a = last(a, shape, span, step.length)
             if a.shape != b.shape or a.dtype != b.dtype:
                 is_a, is_b = (f"{v.dtype} {list(v.shape)}" for v in (a, b))
                 return f"'{name}' is {is_a} {_when(step)}, and {is_b} in the rewritten model"
@@ -286,25 +286,25 @@ class _Run:
                 x, y = (take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
                 if name in self._scores:
                     x, y = hidden(x), hidden(y)
-                at = apart(x, y, self._tolerance * (10 if max(step.starts) > FAR else 1))
+                at = first_difference(x, y, self._tolerance * (10 if max(step.starts) > FAR else 1))
                 if at is not None:
-                    where = self._where(step, name, shape, row, at, kept)
+                    where = self._where(step, name, shape, row, at, span)
                     return f"'{name}' {_when(step)}, sequence {row}: {both(x[at], y[at])}{where}"
         for name in self.region.presents:
             cache = self.sides.by_output[name]
-            held = interface.kept.get(cache.role.name) if interface is not None else None
-            why, self._changes_past = cache_differs(cache, step, first[name], second[name], rows, held, self._exact)
+            limit = interface.past_rows.get(cache.role.name) if interface is not None else None
+            why, self._changes_past = cache_differs(cache, step, first[name], second[name], rows, limit, self._exact)
             if why:
                 return f"the cache '{name}' {_when(step)}, {why}"
         return ""
 
-    def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], kept: int) -> str:
+    def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], span: int) -> str:
         """The query at which the sides differ, and a key that only one side sees, in words."""
         axis = sequence_axis(shape)
-        query = None if axis is None else at[axis] + (step.length - kept if name in self.region.kept else 0)
+        query = None if axis is None else at[axis] + (step.length - span if name in self.region.in_span else 0)
         words = "" if query is None else f"; query {query} of the step"
         first_new = step.starts[row]
-        if kept != step.length or first_new > _FEW:
+        if span != step.length or first_new > _FEW:
             return words
         before: list[float] = []
         for key in (None, *range(first_new + min(step.length, _FEW))):
@@ -313,7 +313,7 @@ class _Run:
             feeds = self.sides.feeds(step)
             if key is not None:
                 self.sides.change_key(key, first_new, feeds)
-            ran = (self.sides.original(step, feeds), self.sides.rewritten(step, feeds, kept))
+            ran = (self.sides.original(step, feeds), self.sides.rewritten(step, feeds, span))
             after = [float(take(v[name], shape, slice(row, row + 1), len(step.starts))[at]) for v in ran]
             before = before or after
             moved = [abs(a - b) > 1e-7 for a, b in zip(before, after, strict=True)]
@@ -361,11 +361,11 @@ class _LargeRun(_Run):
                 return why
         return ""
 
-    def _differ(self, step: Step, first: Feeds, second: Feeds, kept: int) -> str:
+    def _differ(self, step: Step, first: Feeds, second: Feeds, span: int) -> str:
         fed = self.region.boundaries[self.sides.large or 0].names[0]
         for name, shape in self.region.joins.items():
             a, b = first[name], second[name]
-            a = last(a, shape, kept, step.length) if name in self.region.kept else a
+            a = last(a, shape, span, step.length) if name in self.region.in_span else a
             if a.shape == b.shape and np.any(np.isfinite(a) & ~np.isfinite(b)):
                 return (
                     f"'{name}' {_when(step)} overflows in the rewritten model alone, for large numbers of float32 in "
@@ -392,15 +392,15 @@ def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
 def _shortened(plan: CachePlan, rows: int) -> CachePlan:
     """The plan with shorter caches."""
 
-    def cut(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
+    def shorten(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
         return (*shape[:axis], rows, *shape[axis + 1 :])
 
     caches = tuple(
         replace(
             c,
             capacity=rows,
-            logical_shape=cut(c.logical_shape, c.sequence_axis),
-            physical_shape=cut(c.physical_shape, c.physical_sequence_axis),
+            logical_shape=shorten(c.logical_shape, c.sequence_axis),
+            physical_shape=shorten(c.physical_shape, c.physical_sequence_axis),
         )
         for c in plan.caches
     )

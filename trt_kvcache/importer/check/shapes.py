@@ -71,20 +71,20 @@ class Kinds:
     def __init__(self, model: onnx.ModelProto, shapes: Shapes, batch: int | None) -> None:
         fixed = {} if batch is None else {"batch": batch}
         self._inferences = [_Inference(model, shapes, point | fixed) for point in POINTS]
-        self._found = self._read()
+        self._kinds = self._read()
 
     def get(self, name: str) -> Kind | None:
         """Type and shape of a tensor, if known."""
-        return self._found.get(name)
+        return self._kinds.get(name)
 
     def compute(self) -> None:
         """Computes the numbers that shapes are made of, for tensors whose shapes inference alone does not find."""
         for inference in self._inferences:
             inference.compute()
-        self._found = self._read()
+        self._kinds = self._read()
 
     def _read(self) -> dict[str, Kind]:
-        first, second = (inference.found for inference in self._inferences)
+        first, second = (inference.types for inference in self._inferences)
         return {
             name: Kind(elem_type, terms(dims, second[name][1] if name in second else None))
             for name, (elem_type, dims) in first.items()
@@ -103,20 +103,20 @@ class _Inference:
             value.type.tensor_type.ClearField("shape")
         for value in self._model.graph.input:
             _fix(value, *shapes.get(value.name, ((), ())), point)
-        self.found = self._infer()
+        self.types = self._infer()
 
     def _infer(self) -> dict[str, tuple[int, tuple[int, ...] | None]]:
         try:
-            made = onnx.shape_inference.infer_shapes(self._model, check_type=False, strict_mode=False, data_prop=True)
+            model = onnx.shape_inference.infer_shapes(self._model, check_type=False, strict_mode=False, data_prop=True)
         except (onnx.shape_inference.InferenceError, RuntimeError) as error:
             raise InvalidModelError(f"ONNX shape inference failed: {' '.join(str(error).split())}") from error
-        found = {}
-        for value in (*made.graph.value_info, *made.graph.output, *made.graph.input):
+        types = {}
+        for value in (*model.graph.value_info, *model.graph.output, *model.graph.input):
             tensor = value.type.tensor_type
             dims = tensor.shape.dim if tensor.HasField("shape") else [onnx.TensorShapeProto.Dimension()]
             known = tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
-            found[value.name] = (tensor.elem_type, known)
-        return found
+            types[value.name] = (tensor.elem_type, known)
+        return types
 
     def compute(self) -> None:
         """Infers again with the whole numbers that follow from shapes, as long as more become known."""
@@ -127,22 +127,22 @@ class _Inference:
             if t.data_location != TensorProto.EXTERNAL and math.prod(t.dims) <= _FEW
         }
         for _ in range(_ROUNDS):
-            made = self._numbers(values)
-            if not made:
+            numbers = self._numbers(values)
+            if not numbers:
                 return
-            values |= made
-            replace_field(graph.node, [node for node in graph.node if not set(node.output) & set(made)])
-            graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in made.items())
-            self.found = self._infer()
+            values |= numbers
+            replace_field(graph.node, [node for node in graph.node if not set(node.output) & set(numbers)])
+            graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in numbers.items())
+            self.types = self._infer()
 
     def _numbers(self, values: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Small tensors that follow from known shapes and from constants."""
-        made: dict[str, npt.NDArray[Any]] = {}
+        numbers: dict[str, npt.NDArray[Any]] = {}
         nodes, wanted = [], []
         reachable = set(values)
         for node in self._model.graph.node:
-            if node.op_type in ("Shape", "Size") and (shape := self.found.get(node.input[0], (0, None))[1]) is not None:
-                made[node.output[0]] = _shape_value(node, shape)
+            if node.op_type in ("Shape", "Size") and (shape := self.types.get(node.input[0], (0, None))[1]) is not None:
+                numbers[node.output[0]] = _shape_value(node, shape)
                 reachable.add(node.output[0])
             elif (
                 len(node.output) == 1
@@ -155,17 +155,17 @@ class _Inference:
                 reachable.add(node.output[0])
                 wanted.append(node.output[0])
         if not nodes:
-            return made
+            return numbers
         used = {n for node in nodes for n in node.input}
-        held = [numpy_helper.from_array(v, n) for n, v in {**values, **made}.items() if n in used]
+        constants = [numpy_helper.from_array(v, n) for n, v in {**values, **numbers}.items() if n in used]
         try:
-            computed = open_session(part_of(self._model, nodes, [], wanted, held), {}).run({})
+            computed = open_session(part_of(self._model, nodes, [], wanted, constants), {}).run({})
         except RunError:
-            return made
-        return made | {name: value for name, value in computed.items() if value.size <= _FEW}
+            return numbers
+        return numbers | {name: value for name, value in computed.items() if value.size <= _FEW}
 
     def _is_small(self, name: str) -> bool:
-        elem_type, shape = self.found.get(name, (0, None))
+        elem_type, shape = self.types.get(name, (0, None))
         return elem_type in (*_WHOLE, 0) and (shape is None or math.prod(shape) <= _FEW)
 
 

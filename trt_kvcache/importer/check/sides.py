@@ -39,7 +39,7 @@ Feeds = dict[str, Array]
 _SEED = 0
 _NO_HALF = 1e6  # times normal numbers: nearly all are beyond 65,504, the largest of float16
 _TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
-_APART = 104_729  # places between what boundaries are given
+_STRIDE = 104_729  # places between the numbers of two boundaries
 _BYTES = 256 << 20  # of the caches of a step
 _LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
 
@@ -97,7 +97,7 @@ class Sides:
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
         facts = (
-            region.joins, region.kept, region.presents, region.boundaries, region.integers, region.rows, plan,
+            region.joins, region.in_span, region.presents, region.boundaries, region.integers, region.rows, plan,
             self._limits, self.wide,
         )  # fmt: skip
         models = [model.SerializeToString(deterministic=True) for model in region.models]
@@ -136,8 +136,8 @@ class Sides:
                 refusals.append(str(error))
                 continue
             try:
-                given = self._of_rewritten(step, feeds, step.length)
-                self.sessions[:] = [original, open_session(self._models[1], given, strict=True)]
+                inputs = self._of_rewritten(step, feeds, step.length)
+                self.sessions[:] = [original, open_session(self._models[1], inputs, strict=True)]
             except RunError as error:
                 raise StuckError(f"the rewritten part does not run: {error}") from None
             return
@@ -152,21 +152,21 @@ class Sides:
             self.plan, self._limits, draw_constants(self.plan, batch, _SEED, twin=True), rng,
             twin=True, unknown=UNKNOWN, rings=self._has_rings(step),
         )  # fmt: skip
-        made = inputs.shared(step)
+        feeds = inputs.shared(step)
         for number, b in enumerate(self.region.boundaries):
-            place = _APART * (number + 1) * (step.length + 2 * sum(step.starts) + 1)
+            place = _STRIDE * (number + 1) * (step.length + 2 * sum(step.starts) + 1)
             drawn = drawn_normal([t.at(batch, step.length) for t in b.shape], place)
-            made[f"boundary {number}"] = drawn * np.float32(_NO_HALF) if number == self.large else drawn
+            feeds[f"boundary {number}"] = drawn * np.float32(_NO_HALF) if number == self.large else drawn
         magnitude = self.garbage if garbage is None else garbage
         for number, cache in enumerate(self.caches):
-            held = self._as_text(cache, step)
+            view = self._as_text(cache, step)
             if cache.role.name in self._unread:
-                made[cache.role.name] = np.zeros(held.logical_shape(batch), numpy_dtype(cache.role.dtype, twin=True))
+                feeds[cache.role.name] = np.zeros(view.logical_shape(batch), numpy_dtype(cache.role.dtype, twin=True))
             else:
-                made[cache.role.name] = drawn_contents(held, number, step.starts, magnitude, wide=self.wide)
+                feeds[cache.role.name] = drawn_contents(view, number, step.starts, magnitude, wide=self.wide)
         if self.settled:
-            self._settle(step, made)
-        return made
+            self._settle(step, feeds)
+        return feeds
 
     def _settle(self, step: Step, feeds: Feeds) -> None:
         ran = self.original(step, feeds)
@@ -212,46 +212,46 @@ class Sides:
         """
         if self.interface is not None and self.interface.singles(feeds) > 1:
             return self._singly(self.interface, step, feeds, together=together)
-        given = self._of_original(step, feeds, together=together)
-        ran = [(rows, self.sessions[0].run(one)) for rows, one in given]
-        made: Feeds = {}
+        runs = self._of_original(step, feeds, together=together)
+        ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
+        outputs: Feeds = {}
         for name, shape in self.region.joins.items():
             parts = [out[name] for _, out in ran]
             if any(part.ndim < len(shape) for part in parts):
                 raise UnsupportedModelError(f"'{name}' has {parts[0].ndim} axes in the original, not {len(shape)}")
-            made[name] = joined(parts, shape)
+            outputs[name] = joined(parts, shape)
         if self.interface is None:
-            return made | {name: ran[0][1][name] for name in self.region.presents}
-        return made | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
+            return outputs | {name: ran[0][1][name] for name in self.region.presents}
+        return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
     def _singly(self, interface: OriginalInterface, step: Step, feeds: Feeds, *, together: bool) -> Feeds:
         """The same, of tokens that the original takes one by one."""
         read = {c.role.name: c.output for c in self.caches if c.role.name in self._needed[1]}
-        if apart := [name for name, present in read.items() if present not in self.region.presents]:
-            raise UnsupportedModelError(f"nothing says what '{apart[0]}' holds after each token of a step")
+        if missing := [name for name, present in read.items() if present not in self.region.presents]:
+            raise UnsupportedModelError(f"nothing says what '{missing[0]}' holds after each token of a step")
 
-        def run(place: int, given: Feeds) -> Feeds:
+        def run(place: int, inputs: Feeds) -> Feeds:
             starts = tuple(start + place for start in step.starts)
             for number, b in enumerate(self.region.boundaries):
-                given[f"boundary {number}"] = token(feeds[f"boundary {number}"], b.shape, place)
-            return self.original(Step(1, starts, tuple(start + 1 for start in starts)), given, together=together)
+                inputs[f"boundary {number}"] = token(feeds[f"boundary {number}"], b.shape, place)
+            return self.original(Step(1, starts, tuple(start + 1 for start in starts)), inputs, together=together)
 
         parts = interface.one_by_one(feeds, run)
-        made = parts[-1]
+        outputs = parts[-1]
         for name, shape in self.region.joins.items():
             if (axis := sequence_axis(shape)) is not None:
-                made[name] = np.concatenate([part[name] for part in parts], axis)
-        return made
+                outputs[name] = np.concatenate([part[name] for part in parts], axis)
+        return outputs
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
         """The original's inputs, for one or several runs of a part of the rows each."""
         batch = len(step.starts)
 
         def boundaries(rows: slice) -> Feeds:
-            made: Feeds = {}
+            fed: Feeds = {}
             for number, b in enumerate(self.region.boundaries):
-                made |= dict.fromkeys(b.names[0], take(feeds[f"boundary {number}"], b.shape, rows, batch))
-            return made
+                fed |= dict.fromkeys(b.names[0], take(feeds[f"boundary {number}"], b.shape, rows, batch))
+            return fed
 
         if self.interface is None:
             every = slice(0, batch)
@@ -261,45 +261,45 @@ class Sides:
             for rows, past in self.interface.groups(feeds, together=together)
         ]
 
-    def kept(self, step: Step) -> tuple[int, ...]:
+    def logits_spans(self, step: Step) -> tuple[int, ...]:
         """Numbers of last positions whose logits the rewritten side is asked for, in one run each."""
         span = self.plan.logits_span
         if span is None or span.name not in self._needed[1]:
             return (step.length,)
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
-    def rewritten(self, step: Step, feeds: Feeds, kept: int) -> Feeds:
+    def rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
         """The rewritten side's joins and presents; caches in its own layout.
 
         Raises:
             StuckError: it does not run.
         """
         try:
-            return self.sessions[1].run(self._of_rewritten(step, feeds, kept))
+            return self.sessions[1].run(self._of_rewritten(step, feeds, span))
         except RunError as error:
             raise StuckError(str(error)) from None
 
-    def _of_rewritten(self, step: Step, feeds: Feeds, kept: int) -> Feeds:
-        made = {name: values for name, values in feeds.items() if name in self._needed[1]}
-        for cache in (c for c in self.caches if c.role.name in made):
-            values = made[cache.role.name]
+    def _of_rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
+        inputs = {name: values for name, values in feeds.items() if name in self._needed[1]}
+        for cache in (c for c in self.caches if c.role.name in inputs):
+            values = inputs[cache.role.name]
             if self._as_text(cache, step) is not cache:
                 values = ring_window(values, cache, step.starts, self.garbage)
-            made[cache.role.name] = cache.to_physical(values)
+            inputs[cache.role.name] = cache.to_physical(values)
         kind = SPAN_KINDS[(step.length + sum(step.starts)) % len(SPAN_KINDS)]
-        made |= span_inputs(self.plan, step, kind, kept)
+        inputs |= span_inputs(self.plan, step, kind, span)
         for number, b in enumerate(self.region.boundaries):
             values = feeds[f"boundary {number}"]
-            made |= dict.fromkeys(b.names[1], last(values, b.shape, kept, step.length) if b.kept else values)
-        return made
+            inputs |= dict.fromkeys(b.names[1], last(values, b.shape, span, step.length) if b.in_span else values)
+        return inputs
 
     def products(self, step: Step) -> Feeds:
         """The keys and values that the rewritten side multiplies, by name."""
         names = products_of(self._models[1], [c.role.name for c in self.caches])
         if not names:
             return {}
-        given = self._of_rewritten(step, self.feeds(step), step.length)
-        return open_session(with_outputs(self._models[1], names), given).run(given)
+        inputs = self._of_rewritten(step, self.feeds(step), step.length)
+        return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
         """The cache as the original holds it, where it became a ring."""

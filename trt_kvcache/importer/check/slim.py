@@ -94,8 +94,8 @@ def _with_short_heads(model: onnx.ModelProto, size: int) -> onnx.ModelProto | No
                 return None
         for place, name in enumerate(node.input):
             readers.setdefault(name, []).append((node, place))
-    made = copied(model)
-    for tensor in made.graph.initializer:
+    copy = copied(model)
+    for tensor in copy.graph.initializer:
         if tensor.data_type not in _WHOLE:
             if math.prod(tensor.dims) > 1 and size in tensor.dims:
                 return None
@@ -108,12 +108,12 @@ def _with_short_heads(model: onnx.ModelProto, size: int) -> onnx.ModelProto | No
         if uses != {True} or sizes != [size]:
             return None
         tensor.CopyFrom(numpy_helper.from_array(np.where(values == size, _SIZE, values), tensor.name))
-    return made
+    return copy
 
 
 def _uses(name: str, readers: Mapping[str, list[tuple[NodeProto, int]]]) -> set[bool]:
     """True if a whole number becomes a part of a shape, False if it becomes something else."""
-    found: set[bool] = set()
+    uses: set[bool] = set()
     todo, done = [name], set[str]()
     while todo:
         current = todo.pop()
@@ -124,5 +124,5 @@ def _uses(name: str, readers: Mapping[str, list[tuple[NodeProto, int]]]) -> set[
             if node.op_type == "Concat" or (node.op_type in ("Cast", *RESHAPES) and place == 0):
                 todo += node.output
             else:
-                found.add(node.op_type in ("Reshape", "Expand") and place == 1)
-    return found
+                uses.add(node.op_type in ("Reshape", "Expand") and place == 1)
+    return uses

@@ -1,12 +1,12 @@
-"""Verdicts that are kept: what was compared once and found equal is not compared again.
+"""Stored verdicts: what was compared once and found equal is not compared again.
 
     ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
 
 A key is the digest of all that a comparison reads: the models of both sides with their weights, the plan, the steps,
-and the versions and sources of what compares. Differences are never kept: they are found again.
+and the versions and sources of what compares. Differences are never stored: they are found again.
 
-A kept verdict is believed only from a folder that nobody but the user can write, and so up to the root. No verdict lies
-beside a model or an export: whoever made the model could have written it.
+A stored verdict is believed only from a folder that nobody but the user can write, and so up to the root. No verdict
+lies beside a model or an export: whoever made the model could have written it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from blake3 import blake3
 
 import trt_kvcache
 
-SWITCH = "TRT_KVCACHE_VERDICTS"  # of the environment; "off": none is kept, and none is believed
+SWITCH = "TRT_KVCACHE_VERDICTS"  # of the environment; "off": none is stored, and none is believed
 _MOST = 2000  # verdicts; the oldest half goes when there are more
 _LARGEST = 1 << 16  # bytes of one
 
@@ -48,7 +48,7 @@ class Verdicts:
 
     Args:
         folder: it exists, and `is_private`.
-        again: none is believed; those that are found are kept.
+        again: none is believed; new ones are stored.
     """
 
     def __init__(self, folder: Path, *, again: bool = False) -> None:
@@ -56,15 +56,15 @@ class Verdicts:
         self._tidied = False
 
     def find(self, key: str) -> frozenset[str] | None:
-        """The joins that were alive when a comparison found no difference; None: no such verdict is kept."""
+        """The joins that were alive when a comparison found no difference; None: no such verdict is stored."""
         path = self._folder / key
         if self._again:
             return None
         try:
             file = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
             try:
-                found = os.fstat(file)
-                if not _is_own(found) or found.st_size > _LARGEST:
+                status = os.fstat(file)
+                if not _is_own(status) or status.st_size > _LARGEST:
                     return None
                 entry = msgspec.json.decode(os.read(file, _LARGEST), type=_Entry)
             finally:
@@ -77,7 +77,7 @@ class Verdicts:
         return frozenset(entry.alive)
 
     def keep(self, key: str, alive: Iterable[str]) -> None:
-        """Keep the verdict that a comparison found no difference; where that fails, it is made again."""
+        """Store the verdict that a comparison found no difference; where that fails, the comparison runs again."""
         part = self._folder / f".{key}.{secrets.token_hex(4)}"
         with suppress(OSError):
             self._tidy()
@@ -93,28 +93,28 @@ class Verdicts:
         if self._tidied:
             return
         self._tidied = True
-        found = list(self._folder.iterdir())
-        if len(found) > _MOST:
-            for path in sorted(found, key=lambda p: p.lstat().st_mtime)[: len(found) - _MOST // 2]:
+        paths = list(self._folder.iterdir())
+        if len(paths) > _MOST:
+            for path in sorted(paths, key=lambda p: p.lstat().st_mtime)[: len(paths) - _MOST // 2]:
                 path.unlink(missing_ok=True)
 
 
-_kept: ContextVar[Verdicts | None] = ContextVar("kept", default=None)
+_current: ContextVar[Verdicts | None] = ContextVar("verdicts", default=None)
 
 
-def kept_verdicts() -> Verdicts | None:
+def current_verdicts() -> Verdicts | None:
     """The verdicts to look in. None: a caller who runs comparisons in a process of its own keeps none."""
-    return _kept.get()
+    return _current.get()
 
 
 @contextmanager
 def keeping(verdicts: Verdicts | None) -> Iterator[None]:
     """Meanwhile comparisons look for their verdicts, and keep them."""
-    token = _kept.set(verdicts)
+    token = _current.set(verdicts)
     try:
         yield
     finally:
-        _kept.reset(token)
+        _current.reset(token)
 
 
 def open_verdicts(*, again: bool) -> Verdicts | None:
@@ -134,9 +134,9 @@ def open_verdicts(*, again: bool) -> Verdicts | None:
 
 def cache_folder() -> Path | None:
     """The folder for what programs of this user can make again; None: there is no such folder."""
-    given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if given and Path(given).is_absolute():  # others are to be ignored, says the XDG specification
-        return Path(given)
+    folder = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    if folder and Path(folder).is_absolute():  # others are to be ignored, says the XDG specification
+        return Path(folder)
     if sys.platform != "win32":
         with suppress(RuntimeError):  # a user without a home
             return Path.home() / ".cache"
@@ -149,16 +149,16 @@ def is_private(folder: Path) -> bool:
     On Windows the folder below %LOCALAPPDATA% has the rights of the user's profile.
     """
     return sys.platform == "win32" or (
-        _is_own(folder.lstat()) and all(_is_kept(parent.lstat()) for parent in folder.parents)
+        _is_own(folder.lstat()) and all(_is_protected(parent.lstat()) for parent in folder.parents)
     )
 
 
-def _is_own(found: os.stat_result) -> bool:
+def _is_own(status: os.stat_result) -> bool:
     """True if the file is this user's, and of no use to others."""
-    return sys.platform == "win32" or (found.st_uid == os.geteuid() and not found.st_mode & 0o077)
+    return sys.platform == "win32" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
 
 
-def _is_kept(parent: os.stat_result) -> bool:
+def _is_protected(parent: os.stat_result) -> bool:
     """Others cannot rename what lies in it: in folders such as /tmp (sticky) they rename only what is theirs."""
     written = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
     return sys.platform == "win32" or (parent.st_uid in (0, os.geteuid()) and not written)

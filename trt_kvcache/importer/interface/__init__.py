@@ -25,7 +25,7 @@ from trt_kvcache.importer.interface.evidence import Evidence, GraphIndex, Known,
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
-__all__ = ["Known", "find_roles", "kept_roles", "open_axes"]
+__all__ = ["Known", "carry_roles", "find_roles", "open_axes"]
 
 _SINGLE = (Role.TOKENS, Role.LOGITS)
 _OF_ROWS = (Role.WRITE_INDICES, Role.VALID_LENGTHS)
@@ -100,24 +100,24 @@ def find_roles(
     return name_axes(roles, index, known)
 
 
-def kept_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
-    """Roles that were found before an edit, and those of the inputs that it added, for the model after it.
+def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
+    """Roles from before an edit, and those of the inputs that it added, for the model after it.
 
     Args:
         roles: of the inputs and outputs before, and of those that were added; others may be among them.
         model: after the edit, with shapes inferred.
     """
-    found = {(r.io, r.name): r for r in roles}
-    kept = []
+    before = {(r.io, r.name): r for r in roles}
+    carried = []
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
-            role = found[io, value.name]
+            role = before[io, value.name]
             # Logits are of more positions than some exporters declare: see `name_axes`.
             shape = role.shape if role.role is Role.LOGITS else shape_of(value) or ()
             same = role.role is not Role.CACHE and len(role.axes) == len(shape)
             axes = role.axes if same else ("batch", *["?"] * len(shape))[: len(shape)]
-            kept.append(replace(role, dtype=dtype_name(elem_type_of(value)), shape=shape, axes=axes))
-    return tuple(kept)
+            carried.append(replace(role, dtype=dtype_name(elem_type_of(value)), shape=shape, axes=axes))
+    return tuple(carried)
 
 
 def _prefix(caches: list[str]) -> str:
@@ -174,14 +174,14 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
     Raises:
         OptionError: patterns of several roles match.
     """
-    found = [pattern for pattern in patterns if pattern.matches(name, io)]
-    for other in found[1:]:
-        if other.role is not found[0].role:
+    rules = [pattern for pattern in patterns if pattern.matches(name, io)]
+    for other in rules[1:]:
+        if other.role is not rules[0].role:
             raise OptionError(
-                f"{found[0].source}, {other.source}: '{name}' matches '{found[0].regex.pattern}' of role "
-                f"'{found[0].role.value}' and '{other.regex.pattern}' of role '{other.role.value}'; narrow one of them"
+                f"{rules[0].source}, {other.source}: '{name}' matches '{rules[0].regex.pattern}' of role "
+                f"'{rules[0].role.value}' and '{other.regex.pattern}' of role '{other.role.value}'; narrow one of them"
             )
-    return found[0] if found else None
+    return rules[0] if rules else None
 
 
 def _strongest(evidence: list[Evidence]) -> list[Evidence]:

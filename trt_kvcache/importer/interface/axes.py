@@ -58,9 +58,9 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
 def open_axes(role: TensorRole) -> TensorRole:
     """The same, with the axes of fixed sizes left empty."""
     # Of positions with several planes, not even a fixed size says which axis is the batch.
-    kept = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
+    named = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
     dims = zip(role.shape, role.axes, strict=True)
-    return replace(role, axes=tuple("" if isinstance(d, int) and (a not in kept or d == 1) else a for d, a in dims))
+    return replace(role, axes=tuple("" if isinstance(d, int) and (a not in named or d == 1) else a for d, a in dims))
 
 
 def _check_order(role: TensorRole) -> None:
@@ -80,9 +80,9 @@ def _check_order(role: TensorRole) -> None:
     else:
         return
     if wrong:
-        found = ", ".join(axis or "fixed" for axis in axes)
+        shown = ", ".join(axis or "fixed" for axis in axes)
         raise UnsupportedModelError(
-            f"the {role.role.value} '{role.name}' {list(role.shape)} has axes {found}; supported are {wrong}: export "
+            f"the {role.role.value} '{role.name}' {list(role.shape)} has axes {shown}; supported are {wrong}: export "
             "it so"
         )
 
@@ -134,8 +134,8 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
             perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), [2, 1, 0])
             stack.append((node.input[0], perm[axis]))
         elif is_op(node, "MatMul"):
-            for weight, source, kept in ((1, 0, 1), (0, 1, 2)):  # x @ W, and W @ x of what is transposed
-                if index.weight(node.input[weight]) and axis == kept:
+            for weight, source, row_axis in ((1, 0, 1), (0, 1, 2)):  # x @ W, and W @ x of what is transposed
+                if index.weight(node.input[weight]) and axis == row_axis:
                     stack.append((node.input[source], axis))
         elif node.op_type in (*NORMS, "LogSoftmax"):
             stack.append((node.input[0], axis))
@@ -150,30 +150,30 @@ def _layout(
     packed = bool(known.update_lengths)
     first = symbols.get(str(role.shape[0])) if rank else None
     row = first or ("tokens" if packed else "sequence")
-    found: list[str]
+    axes: list[str]
     match role.role:
         case Role.OTHER if role.name in known.updates:
-            found = list(known.updates[role.name])
+            axes = list(known.updates[role.name])
         case Role.CACHE | Role.STATE | Role.WRITE_INDICES | Role.VALID_LENGTHS:
-            found = ["batch"]
+            axes = ["batch"]
         case Role.CONSTANT:
-            found = ["batch", *["encoder"] * (rank - 1)]
+            axes = ["batch", *["encoder"] * (rank - 1)]
         case Role.UPDATE_LENGTHS:
-            found = ["batch+1"]
+            axes = ["batch+1"]
         case Role.LOGITS:  # of all tokens of the step, or of the last one: only a symbol tells
-            found = [first or ("tokens" if packed and rank == 2 else "batch")]
+            axes = [first or ("tokens" if packed and rank == 2 else "batch")]
         case Role.POSITIONS if rank == 3:
-            found = list(axes_of_planes(role.name, role.shape, batches))
+            axes = list(axes_of_planes(role.name, role.shape, batches))
         case Role.TOKENS | Role.POSITIONS:
-            found = [row] if (rank if "int" in role.dtype else rank - 1) == 1 else ["batch", "sequence"]
+            axes = [row] if (rank if "int" in role.dtype else rank - 1) == 1 else ["batch", "sequence"]
         case Role.MASK if rank == 2:  # Attention's own broadcasts from the right; one that is computed on starts with B
             is_own = any(is_op(n, "Attention") and role.name in n.input[3:4] for n in index.readers.get(role.name, ()))
-            found = [first or ("sequence" if is_own else "batch"), "keys"]
+            axes = [first or ("sequence" if is_own else "batch"), "keys"]
         case Role.MASK if rank == 1:
-            found = ["keys"]
+            axes = ["keys"]
         case Role.MASK:
-            found = ["batch", *(["?"] * (rank - 3))] if rank > 3 else [first or "?"]
-            found += ["sequence", "keys"]
+            axes = ["batch", *(["?"] * (rank - 3))] if rank > 3 else [first or "?"]
+            axes += ["sequence", "keys"]
         case _:
-            found = []
-    return (found + [_UNKNOWN] * rank)[:rank]
+            axes = []
+    return (axes + [_UNKNOWN] * rank)[:rank]

@@ -36,11 +36,11 @@ def find_changes(
     """
     changes: list[InterfaceChange] = []
     circular, known = _circular(model), {t.name for t in exported}
-    room = next((t.room for t in exported if t.role is OriginalRole.GROWING_CACHE and t.io == "input"), None)
+    rows = next((t.fixed_rows for t in exported if t.role is OriginalRole.GROWING_CACHE and t.io == "input"), None)
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
-        kept = {v.name: v for v in values}
+        current = {v.name: v for v in values}
         for tensor in (t for t in exported if t.io == io):
-            if tensor.name not in kept:
+            if tensor.name not in current:
                 why = _WHY.get(tensor.role, "nothing reads it")
                 if tensor.kept is not None and tensor.role is OriginalRole.MASK:
                     why = _WHY_SHIFTED
@@ -48,32 +48,32 @@ def find_changes(
                     why = "an input unchanged"
                 if tensor.name in counts:
                     why = "the caller counts tokens itself"
-                changes.append(InterfaceChange(io, _old(tensor, room), "", why))
+                changes.append(InterfaceChange(io, _old(tensor, rows), "", why))
                 continue
-            shape, dtype = shape_of(kept[tensor.name]) or (), dtype_name(elem_type_of(kept[tensor.name]))
+            shape, dtype = shape_of(current[tensor.name]) or (), dtype_name(elem_type_of(current[tensor.name]))
             if tensor.rows_only:
                 new = _text(tensor.name, [shape[0] if isinstance(shape[0], int) else "B", *shape[1:]])
                 changes.append(
                     InterfaceChange("output", _old(tensor), new, "the whole cache, updated in place: copy no rows")
                 )
-            elif tensor.role is OriginalRole.MASK and room is not None:
-                changes.append(InterfaceChange(io, _old(tensor, room), _text(tensor.name, shape), _COLUMNS))
+            elif tensor.role is OriginalRole.MASK and rows is not None:
+                changes.append(InterfaceChange(io, _old(tensor, rows), _text(tensor.name, shape), _COLUMNS))
             elif tensor.role is OriginalRole.GROWING_CACHE:
                 changes.append(_bounded(io, tensor, shape, tensor.name in circular))
             if dtype != tensor.dtype:
                 old, new = f"{tensor.name} {tensor.dtype}", f"{tensor.name} {dtype}"
                 changes.append(InterfaceChange(io, old, new, f"the model reads and writes it as {dtype}"))
-        added = {name: value for name, value in kept.items() if name not in known}
+        added = {name: value for name, value in current.items() if name not in known}
         for name, value in added.items():
             new = _text(name, shape_of(value) or ())
             changes.append(InterfaceChange(io, "", new, _ADDED.get(name.rstrip("_"), "")))
     return tuple(changes)
 
 
-def _old(tensor: OriginalTensor, room: int | None = None) -> str:
+def _old(tensor: OriginalTensor, rows: int | None = None) -> str:
     names = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacity": "L"}
-    if room is not None:
-        names["total"] = f"{room} + S"
+    if rows is not None:
+        names["total"] = f"{rows} + S"
     if tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE:
         names["past"] = "P + S"
     if tensor.kept is not None:

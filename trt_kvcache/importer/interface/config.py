@@ -91,8 +91,8 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
 def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
     """The patterns of one role."""
     if key not in [role.value for role in NAMED_ROLES]:
-        found = key in (Role.CACHE.value, Role.STATE.value)
-        what = f"{key}s are found in the graph, not by name" if found else "there is no such role"
+        in_graph = key in (Role.CACHE.value, Role.STATE.value)
+        what = f"{key}s are found in the graph, not by name" if in_graph else "there is no such role"
         known = ", ".join(role.value for role in NAMED_ROLES)
         raise OptionError(f"{path}: role '{key}': {what}; known are {known}")
     texts = value if isinstance(value, list) else [value]

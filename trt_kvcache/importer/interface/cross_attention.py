@@ -4,8 +4,8 @@
     past_key_values.0.encoder.key [B, N, S_enc, D] --> K --> Attention, or MatMul, Softmax, MatMul
 
 Keys that come from inputs that the queries do not come from are no keys of the text: those inputs hold the output of an
-encoder, or its keys and values, given once per sequence. (Later layers' queries depend on them too, through the layers
-before: an input that was found stays found.) What masks such keys belongs to them.
+encoder, or its keys and values, once per sequence. (Later layers' queries depend on them too, through the layers
+before: an encoder's input stays one.) What masks such keys belongs to them.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def find_cross_attention(index: GraphIndex, carried: Set[str]) -> tuple[frozense
     behind = _inputs_behind(index.graph)
     memory = {n for n in index.inputs if index.elem_type(n) in FLOATS and len(index.shape(n) or ()) >= 3}
 
-    def given(tensor: str, query: str) -> frozenset[str]:
-        """The inputs behind a tensor, if all of them are given beside the text."""
-        found = behind.get(tensor, frozenset())
+    def beside_text(tensor: str, query: str) -> frozenset[str]:
+        """The inputs that a tensor is computed from, if all of them come beside the text."""
+        inputs = behind.get(tensor, frozenset())
         text = behind.get(query, frozenset()) - constants
-        return frozenset() if found & (text | carried) else found
+        return frozenset() if inputs & (text | carried) else inputs
 
     for node, keys, masks in _attentions(index):
         query = node.input[0]
-        found = [given(key, query) for key in keys]
-        if not all(found) or not all(names <= memory for names in found):
+        sources = [beside_text(key, query) for key in keys]
+        if not all(sources) or not all(names <= memory for names in sources):
             continue
         attentions.add(node.output[0])
-        constants.update(*found, *(given(mask, query) for mask in masks))
+        constants.update(*sources, *(beside_text(mask, query) for mask in masks))
     return frozenset(attentions), frozenset(constants)
 
 
@@ -88,9 +88,9 @@ def _inputs_behind(graph: GraphProto) -> dict[str, frozenset[str]]:
 
     The nodes must be in topological order, as ONNX demands.
     """
-    found = {value.name: frozenset([value.name]) for value in graph.input}
+    sources = {value.name: frozenset([value.name]) for value in graph.input}
     for node in graph.node:
         names = set[str]() if is_op(node, "Shape") or is_op(node, "Size") else names_read(node)
-        behind = frozenset[str]().union(*(found.get(name, frozenset()) for name in names))
-        found.update((name, behind) for name in node.output)
-    return found
+        behind = frozenset[str]().union(*(sources.get(name, frozenset()) for name in names))
+        sources.update((name, behind) for name in node.output)
+    return sources

@@ -132,7 +132,7 @@ class GraphIndex:
 
     def sources(self, tensor: str, follow: Follow) -> dict[str, bool]:
         """The graph inputs behind a tensor; True where one path leaves the values unchanged."""
-        found: dict[str, bool] = {}
+        inputs: dict[str, bool] = {}
         seen: set[tuple[str, bool]] = set()
         stack = [(tensor, True)]
         while stack:
@@ -142,10 +142,10 @@ class GraphIndex:
                 continue
             seen.add(state)
             if name in self.inputs:
-                found[name] = found.get(name, False) or unchanged
+                inputs[name] = inputs.get(name, False) or unchanged
             elif (node := self.producers.get(name)) is not None:
                 stack.extend((before, unchanged and same) for before, same in follow(node))
-        return found
+        return inputs
 
     def follow_values(self, node: NodeProto) -> Iterator[tuple[str, bool]]:
         """Step back over any operator. Modulo, minimum and maximum with a constant count as unchanged: a bound."""
@@ -196,11 +196,11 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
         known: its caches and states.
         cross: first outputs of the Attention nodes that attend beside the text.
     """
-    found: dict[str, list[Evidence]] = {}
+    evidence: dict[str, list[Evidence]] = {}
 
     def add(name: str, role: Role, exact: bool, reason: str) -> None:
         if name not in known.caches and name not in known.states and fits(index, name, role, is_own=name in masks):
-            found.setdefault(name, []).append(Evidence(role, exact, reason))
+            evidence.setdefault(name, []).append(Evidence(role, exact, reason))
 
     def add_sources(tensor: str, role: Role, follow: Follow, reason: str) -> None:
         for name, unchanged in index.sources(tensor, follow).items():
@@ -228,7 +228,7 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
     # Sines are taken of a timestep, too, and token types index a table: positions turn queries and keys.
     def add_positions(tensors: Iterable[str]) -> set[str]:
         every = [index.sources(tensor, index.follow_positions) for tensor in tensors]
-        turning = {n for found in every for n, unchanged in found.items() if unchanged and _turns(index, n)}
+        turning = {n for inputs in every for n, unchanged in inputs.items() if unchanged and _turns(index, n)}
         for name in turning:
             add(name, Role.POSITIONS, True, "positions of the rotary embedding")
         return turning
@@ -248,7 +248,7 @@ def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> 
             shape = index.shape(name)
             if shape is not None and len(shape) in (2, 3) and shape[-1] == hidden and index.elem_type(name) in FLOATS:
                 add(name, Role.TOKENS, False, f"embeddings of width {hidden}, and no token ids")
-    return found
+    return evidence
 
 
 def fits(index: GraphIndex, name: str, role: Role, *, is_own: bool) -> bool:
@@ -272,16 +272,16 @@ def _add_logits(
 ) -> tuple[int | None, int | None]:
     """Find outputs made by a product with a weight that widens; returns vocabulary and hidden size of the widest."""
     presents = set(known.caches.values())
-    found = [
-        (made, value.name)
+    products = [
+        (sizes, value.name)
         for value in index.graph.output
-        if value.name not in presents and (made := _widening_product(index, value.name))
+        if value.name not in presents and (sizes := _widening_product(index, value.name))
     ]
-    if not found:
+    if not products:
         return None, None
-    width, hidden = max(made for made, _ in found)
-    for made, name in found:
-        if made[0] == width:
+    width, hidden = max(sizes for sizes, _ in products)
+    for sizes, name in products:
+        if sizes[0] == width:
             add(name, Role.LOGITS, False, f"made by a product that widens {hidden} to {width}")
     return width, hidden
 
@@ -334,12 +334,12 @@ def _token_tables(tables: list[_Table], vocabulary: int | None, hidden: int | No
 
 def _rotary_angles(index: GraphIndex) -> list[str]:
     """The tensors that hold rotary positions or angles, of RotaryEmbedding (cos, sin, positions), Cos and Sin."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for node in index.nodes:
         rotary, angles = node.op_type == "RotaryEmbedding", is_op(node, "Cos") or is_op(node, "Sin")
         inputs = node.input[1:4] if rotary else node.input[:1] if angles else ()
-        found.update(dict.fromkeys(name for name in inputs if not index.is_valueless(name)))
-    return list(found)
+        names.update(dict.fromkeys(name for name in inputs if not index.is_valueless(name)))
+    return list(names)
 
 
 def _turns(index: GraphIndex, name: str) -> bool:
@@ -360,5 +360,5 @@ def _turns(index: GraphIndex, name: str) -> bool:
                 stack.extend(node.output)
             elif is_op(node, "Mul"):
                 products.update(node.output)
-    sums = [node for made in products for node in index.readers.get(made, ()) if node.op_type in {"Add", "Sub"}]
+    sums = [node for product in products for node in index.readers.get(product, ()) if node.op_type in {"Add", "Sub"}]
     return any(products.issuperset(node.input) for node in sums)

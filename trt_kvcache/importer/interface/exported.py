@@ -32,7 +32,7 @@ class Interface:
 
     Args:
         model: flat, with shapes inferred.
-        found: its caches.
+        updates: its caches.
         config: the user's name patterns.
         states: its state that is no cache.
 
@@ -44,18 +44,18 @@ class Interface:
     def __init__(
         self,
         model: onnx.ModelProto,
-        found: Sequence[ExportedUpdate],
+        updates: Sequence[ExportedUpdate],
         config: str | None,
         states: Sequence[StateUpdate] = (),
     ) -> None:
         self.states = tuple(states)
-        self._found = {f.past.name: f for f in found}
-        self._presents = {f.present.name: f for f in found}
-        self._counted = {name for f in found for name in f.positions}
+        self._updates = {f.past.name: f for f in updates}
+        self._presents = {f.present.name: f for f in updates}
+        self._counted = {name for f in updates for name in f.positions}
         known = Known(
-            caches={f.past.name: f.present.name for f in found},
+            caches={f.past.name: f.present.name for f in updates},
             states={s.past: s.present for s in states},
-            sequence_axis={f.past.name: f.axis for f in found if f.axis is not None},
+            sequence_axis={f.past.name: f.axis for f in updates if f.axis is not None},
         )
         self.roles = find_roles(model, known, config)
         if sum(r.role is Role.TOKENS for r in self.roles) != 1:
@@ -68,7 +68,7 @@ class Interface:
         for role in self.roles:
             original = self._role(role)
             axes = self._axes(role, original)
-            cache = self._found.get(role.name) or self._presents.get(role.name)
+            cache = self._updates.get(role.name) or self._presents.get(role.name)
             rows = None if cache is None else cache.kept
             tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
             if original is OriginalRole.MASK and role.role is not Role.MASK:
@@ -89,66 +89,66 @@ class Interface:
         """The inputs with one of these roles."""
         return [t for t in self.inputs.values() if t.role in roles]
 
-    def fixed_capacity(self, given: int | None) -> int | None:
+    def fixed_capacity(self, asked: int | None) -> int | None:
         """The capacity of fixed caches, or of shifted ones where there are no others; None: it is the caller's choice.
 
         Raises:
-            OptionError: the given one contradicts it.
+            OptionError: `asked` contradicts it.
         """
-        if self.room is not None:
-            whole = self.room + (self._new_tokens() or 1)
-            if given not in (None, whole):
+        if (rows := self.fixed_rows) is not None:
+            whole = rows + (self._new_tokens() or 1)
+            if asked not in (None, whole):
                 raise OptionError(
-                    f"--capacity is {given}, but the model has {self.room} rows of a past beside the new ones, {whole} "
+                    f"--capacity is {asked}, but the model has {rows} rows of a past beside the new ones, {whole} "
                     "in all: leave the option out, or export with another length"
                 )
             return whole
-        shifted = {f.past.name: f.kept for f in self._found.values() if f.shifted and f.kept is not None}
+        shifted = {f.past.name: f.kept for f in self._updates.values() if f.shifted and f.kept is not None}
         growing = [t for t in self.of(OriginalRole.GROWING_CACHE) if t.name not in shifted]
         caches = self.of(OriginalRole.FIXED_CACHE)
         sizes = [t.shape[t.axes.index("capacity")] for t in caches if "capacity" in t.axes]
         fixed = {d for d in sizes if isinstance(d, int)} if growing or caches else set(shifted.values())
-        if given is not None and fixed and fixed != {given}:
+        if asked is not None and fixed and fixed != {asked}:
             raise OptionError(
-                f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
+                f"--capacity is {asked}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
                 "leave the option out, or export with a symbolic length"
             )
         return max(fixed, default=None)
 
     @property
-    def room(self) -> int | None:
+    def fixed_rows(self) -> int | None:
         """Rows of a past that always has as many, of which a mask hides those that hold nothing; None: it grows.
 
         Raises:
             UnsupportedModelError: caches have it otherwise.
         """
         growing = self.of(OriginalRole.GROWING_CACHE)
-        found = {t.room for t in growing}
-        if len(found) > 1 or (found > {None} and self.of(OriginalRole.FIXED_CACHE)):
+        lengths = {t.fixed_rows for t in growing}
+        if len(lengths) > 1 or (lengths > {None} and self.of(OriginalRole.FIXED_CACHE)):
             shown = ", ".join(f"'{t.name}' {list(t.shape)}" for t in growing[:4])
             raise UnsupportedModelError(
                 f"some caches have another fixed length, or none ({shown}); supported are new rows after pasts that "
                 "all grow, or that all have one fixed length"
             )
-        return found.pop() if found else None
+        return lengths.pop() if lengths else None
 
     def _embeddings(self) -> str:
         """The only input that may hold embeddings of the new tokens."""
         inputs = [r for r in self.roles if r.io == "input"]
         others = [r for r in inputs if r.role not in (Role.CACHE, Role.STATE) and r.name not in self._counted]
-        found = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]
-        for role in others if not found else ():
+        names = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]
+        for role in others if not names else ():
             _check_ids(role)
-        if len(found) != 1:
+        if len(names) != 1:
             raise UnsupportedModelError(
                 f"nothing says which input brings the new tokens (inputs: {', '.join(r.name for r in inputs)}); name "
                 "it with --config, a YAML file such as: roles: {tokens: input_ids}"
             )
-        return found[0]
+        return names[0]
 
     def _role(self, role: TensorRole) -> OriginalRole:
         name, shape, axes = role.name, role.shape, role.axes
-        cache = (self._found if role.io == "input" else self._presents).get(name)
+        cache = (self._updates if role.io == "input" else self._presents).get(name)
         if cache is not None:
             return OriginalRole.GROWING_CACHE if cache.growing else OriginalRole.FIXED_CACHE
         if role.role in _SAME:
@@ -173,9 +173,9 @@ class Interface:
     @property
     def _totals(self) -> set[Dim]:
         """Symbols of as many tokens as growing caches hold after a step."""
-        growing = [f for f in self._found.values() if f.growing and f.axis is not None]
-        found = {(f.past.shape[f.axis], f.present.shape[f.axis]) for f in growing}
-        return {total for past, total in found if isinstance(total, str) and total != past}
+        growing = [f for f in self._updates.values() if f.growing and f.axis is not None]
+        lengths = {(f.past.shape[f.axis], f.present.shape[f.axis]) for f in growing}
+        return {total for past, total in lengths if isinstance(total, str) and total != past}
 
     def _new_tokens(self) -> int | None:
         tokens = self._inputs[self.tokens].shape
@@ -187,20 +187,20 @@ class Interface:
         if length is None or len(shape) != 4 or shape[1:3] != (1, length):
             return False
         lengths = {
-            (self._inputs[n].shape[f.axis], f.growing and not f.shifted) for n, f in self._found.items() if f.axis
+            (self._inputs[n].shape[f.axis], f.growing and not f.shifted) for n, f in self._updates.items() if f.axis
         }
         return any(isinstance(rows, int) and shape[3] == rows + length * beside for rows, beside in lengths)
 
     def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
         """Axes in the terms of `OriginalTensor`."""
-        fixed = any(not f.growing for f in self._found.values())
+        fixed = any(not f.growing for f in self._updates.values())
         axes = [
             "" if isinstance(d, int) and a in ("?", *_AXES) else _AXES.get(a, a)
             for d, a in zip(role.shape, role.axes, strict=True)
         ]
         match original:
             case OriginalRole.GROWING_CACHE | OriginalRole.FIXED_CACHE:
-                cache = self._found.get(role.name) or self._presents[role.name]
+                cache = self._updates.get(role.name) or self._presents[role.name]
                 if cache.axis is not None and cache.axis < len(axes):
                     axes[cache.axis] = "past" if cache.growing else "capacity"
             case OriginalRole.LOGITS:
@@ -216,7 +216,7 @@ class Interface:
         return tuple(axes)
 
     def _is_capacity(self, dim: Dim) -> bool:
-        return dim in {self._inputs[n].shape[f.axis] for n, f in self._found.items() if f.axis is not None}
+        return dim in {self._inputs[n].shape[f.axis] for n, f in self._updates.items() if f.axis is not None}
 
 
 def _check_ids(role: TensorRole) -> None:

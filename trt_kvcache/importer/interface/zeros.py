@@ -32,8 +32,8 @@ def with_zeros(plan: CachePlan, folder: Path) -> CachePlan:
         return plan
     if isinstance(kinds, bool) or not isinstance(kinds, int) or kinds < 1:
         return plan
-    found = f"config.json: {_SETTING} {kinds}"
-    tensors = (replace(t, role=Role.ZEROS, found_by=found) if _is_unfilled(t) else t for t in plan.tensors)
+    reason = f"config.json: {_SETTING} {kinds}"
+    tensors = (replace(t, role=Role.ZEROS, found_by=reason) if _is_unfilled(t) else t for t in plan.tensors)
     return replace(plan, tensors=tuple(tensors))
 
 

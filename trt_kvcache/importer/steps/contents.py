@@ -91,22 +91,22 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
     inputs = [t for t in plan.tensors if t.role is Role.CACHE and t.io == "input"]
     outputs = {t.name: t for t in plan.tensors if t.role is Role.CACHE and t.io == "output"}
     updates = {c.past: c for c in plan.caches}
-    found: list[CacheTensor] = []
+    caches: list[CacheTensor] = []
     for tensor in inputs:
         update = updates.get(tensor.name)
         last = update
         while last is not None and last.present not in outputs:  # chained updates of one cache
             last = updates.get(last.present)
-        found.append(CacheTensor(tensor, last.present if last is not None else None, update))
-    taken = {c.output for c in found}
+        caches.append(CacheTensor(tensor, last.present if last is not None else None, update))
+    taken = {c.output for c in caches}
     free = [t for name, t in outputs.items() if name not in taken]
-    for i, cache in enumerate(found):
+    for i, cache in enumerate(caches):
         # Views between the graph's input or output and the update hide the names: inputs and outputs keep their order.
         match = next((t for t in free if cache.output is None and t.shape == cache.role.shape), None)
         if match is not None:
             free.remove(match)
-            found[i] = CacheTensor(cache.role, match.name, cache.update)
-    return tuple(found)
+            caches[i] = CacheTensor(cache.role, match.name, cache.update)
+    return tuple(caches)
 
 
 def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
@@ -203,9 +203,9 @@ def _repeat(target: Array, source: Array, start: int) -> None:
 
 def drawn_normal(shape: Sequence[int], place: int) -> Array:
     """Normal numbers, float32, of some that are drawn once: those from a place on."""
-    made = np.empty(math.prod(shape), np.float32)
-    _repeat(made, _normal(), place % _POOL)
-    return made.reshape(shape)
+    numbers = np.empty(math.prod(shape), np.float32)
+    _repeat(numbers, _normal(), place % _POOL)
+    return numbers.reshape(shape)
 
 
 @lru_cache(maxsize=1)
@@ -215,13 +215,13 @@ def _normal() -> Array:
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
     """Rows of the caches that have a fixed length among the inputs, by name of the past."""
-    found = {}
+    rows = {}
     dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
         sizes = dims.get(cache.past, ())
         if len(sizes) > cache.sequence_axis and sizes[cache.sequence_axis].HasField("dim_value"):
-            found[cache.past] = sizes[cache.sequence_axis].dim_value
-    return found
+            rows[cache.past] = sizes[cache.sequence_axis].dim_value
+    return rows
 
 
 def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:

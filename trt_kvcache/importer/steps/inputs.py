@@ -34,7 +34,7 @@ class StepInputs:
     Args:
         plan: of the model.
         limits: of token ids and positions.
-        given: values for inputs by name, used before any role.
+        named: values of inputs by name, used before any role.
         rng: of tokens, masks and unexplained inputs.
         twin: bfloat16 is held as float32.
         unknown: size of axes that nothing explains; None: they are refused.
@@ -43,10 +43,10 @@ class StepInputs:
     """
 
     def __init__(
-        self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
+        self, plan: CachePlan, limits: IndexLimits, named: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
         unknown: int | None = None, rings: bool = False, plain: bool = False,
     ) -> None:  # fmt: skip
-        self._plan, self._limits, self._given, self._rng = plan, limits, given, rng
+        self._plan, self._limits, self._named, self._rng = plan, limits, named, rng
         self._twin, self._unknown, self._rings, self._plain = twin, unknown, rings, plain
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._adapters: dict[str, Array] = {}
@@ -65,8 +65,8 @@ class StepInputs:
             dim if isinstance(dim, int) else self._size(tensor, axis, sizes) for axis, dim in enumerate(tensor.shape)
         )
         dtype = numpy_dtype(tensor.dtype, twin=self._twin)
-        if tensor.name in self._given:
-            return self._cut(tensor, shape).astype(dtype)
+        if tensor.name in self._named:
+            return self._slice_values(tensor, shape).astype(dtype)
         starts, after = np.array(step.starts), np.array(step.valid)
         names: tuple[str, ...]
         match tensor.role:
@@ -108,9 +108,9 @@ class StepInputs:
 
     def _size(self, tensor: TensorRole, axis: int, sizes: Mapping[str, int]) -> int:
         meaning = tensor.axes[axis]
-        if tensor.name in self._given and meaning not in sizes:
-            given = self._given[tensor.name].shape
-            return given[axis] if axis < len(given) else 1
+        if tensor.name in self._named and meaning not in sizes:
+            shape = self._named[tensor.name].shape
+            return shape[axis] if axis < len(shape) else 1
         if meaning not in sizes and self._unknown is not None:
             return self._unknown
         if meaning not in sizes:
@@ -120,13 +120,13 @@ class StepInputs:
             )
         return sizes[meaning]
 
-    def _cut(self, tensor: TensorRole, shape: tuple[int, ...]) -> Array:
-        given = self._given[tensor.name]
-        if given.ndim != len(shape) or any(have < need for have, need in zip(given.shape, shape, strict=True)):
+    def _slice_values(self, tensor: TensorRole, shape: tuple[int, ...]) -> Array:
+        values = self._named[tensor.name]
+        if values.ndim != len(shape) or any(have < need for have, need in zip(values.shape, shape, strict=True)):
             raise OptionError(
-                f"the values given for '{tensor.name}' have shape {list(given.shape)}, and a step needs {list(shape)}"
+                f"the values given for '{tensor.name}' have shape {list(values.shape)}, and a step needs {list(shape)}"
             )
-        return given[tuple(slice(0, size) for size in shape)]
+        return values[tuple(slice(0, size) for size in shape)]
 
     def _capacity(self, name: str) -> int:
         """Rows of the smallest cache that attention reads under this input (lengths or mask)."""
@@ -193,18 +193,18 @@ def draw_constants(
     return drawn
 
 
-def span_inputs(plan: CachePlan, step: Step, kind: str, kept: int | None = None) -> dict[str, Array]:
+def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = None) -> dict[str, Array]:
     """The rewritten model's span inputs.
 
     Args:
         plan: of the model.
         step: the step.
         kind: one of `SPAN_KINDS`; bucketed: up to the next multiple of 16.
-        kept: number of last positions whose logits are computed; None: all.
+        length: number of last positions whose logits are computed; None: all.
     """
-    made = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
+    spans = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
     logits = plan.logits_span
-    return made if logits is None else made | {logits.name: np.arange(step.length if kept is None else kept)}
+    return spans if logits is None else spans | {logits.name: np.arange(step.length if length is None else length)}
 
 
 def _span(span: SpanInput, step: Step, kind: str) -> int:
@@ -229,7 +229,7 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
         if name not in order:
             values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
     # Axes that the tensor lacks are of size 1 now: they may go to the end, where the reshape drops them.
-    kept = [names.index(n) for n in order if n is not None]
-    values = values.transpose([*kept, *(i for i, n in enumerate(names) if n not in order)])
+    named = [names.index(n) for n in order if n is not None]
+    values = values.transpose([*named, *(i for i, n in enumerate(names) if n not in order)])
     spread = values.reshape([sizes[n] if n is not None else 1 for n in order])
     return np.ascontiguousarray(np.broadcast_to(spread, shape)).reshape(shape)  # which makes an axis of a scalar

@@ -1,6 +1,6 @@
-"""Steps whose tokens see each other: then a prompt means something else if it is cut into several steps.
+"""Steps whose tokens see each other: then a prompt means something else if it is divided into several steps.
 
-    causal      query i sees keys up to its own                any cut gives the same numbers
+    causal      query i sees keys up to its own                any steps give the same numbers
     no mask     query i sees all keys of its step              a prompt has to come in one step
     a prefix    every query sees the first N tokens            the same, as long as these come in one step
 
@@ -45,8 +45,8 @@ def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
     if lengths <= {1}:
         return False
     masks = {m.name: m for m in plan.masks}
-    found = dict.fromkeys(a.mask for a in plan.attention if a.caches)
-    return any(name is None or _shows_later(model, plan, masks[name]) for name in found)
+    names = dict.fromkeys(a.mask for a in plan.attention if a.caches)
+    return any(name is None or _shows_later(model, plan, masks[name]) for name in names)
 
 
 def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: MaskGeometry) -> bool:
@@ -54,9 +54,9 @@ def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: MaskGeometry) ->
         return False
     if mask.mask is None:
         return True
-    given = next((t for t in plan.tensors if t.name == mask.mask and t.io == "input"), None)
-    if given is not None and given.role is Role.MASK:
-        return "sequence" not in given.axes and given.shape[-2:-1] in ((), (1,))  # else a session fills it causally
+    tensor = next((t for t in plan.tensors if t.name == mask.mask and t.io == "input"), None)
+    if tensor is not None and tensor.role is Role.MASK:
+        return "sequence" not in tensor.axes and tensor.shape[-2:-1] in ((), (1,))  # else a session fills it causally
     return any(_is_open(values, step) for step, values in _values(model, plan, mask.mask))
 
 
@@ -86,8 +86,8 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
     for step, others in ((step, others) for step in _STEPS for others in ({}, ones)):
         try:
             rng = np.random.default_rng(0)
-            given = draw_constants(plan, 1, 0, twin=False) | others
-            inputs = StepInputs(plan, index_limits(model, plan), given, rng, twin=False, unknown=_LONGEST, plain=True)
+            values = draw_constants(plan, 1, 0, twin=False) | others
+            inputs = StepInputs(plan, index_limits(model, plan), values, rng, twin=False, unknown=_LONGEST, plain=True)
             feeds = inputs.shared(step)
             for value in part.graph.input:
                 if value.name in caches:

@@ -11,7 +11,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
     past of F rows, and masks over F + S    <-   its first P rows, and masks that hide the others
     shifted cache of W rows, masks over W   <->  the newest rows, last in it; masks that hide what is before them
-    where only the newest rows are kept     <->  these rows of the cache, and the others as they were
+    where only the newest rows stay         <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
 
 A past that grows has one length for all rows of a batch, so each row runs by itself, unless the model was exported for
@@ -35,7 +35,7 @@ from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
 from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import arrange
 from trt_kvcache.importer.steps.step import rows_together
-from trt_kvcache.importer.steps.tokens_apart import TokensApart
+from trt_kvcache.importer.steps.tokens_apart import SingleTokens
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -51,13 +51,13 @@ COUNTED = {
 to give them: where only the shape of one is still used, its values may be anything."""
 
 
-class OriginalInterface(TokensApart):
+class OriginalInterface(SingleTokens):
     """Translates one step between the interfaces of the original and of the rewritten model.
 
     Attributes:
         together: rows that one run of the original takes; None: one row, whatever the batch.
         ragged: its inputs say where each row of a batch starts.
-        kept: rows, at most, of pasts that are cut to the newest ones, by name.
+        past_rows: rows, at most, of pasts that are cut to the newest ones, by name.
         unseen: names of the original's outputs that the rewritten model does not have, such as counters.
 
     Raises:
@@ -70,7 +70,7 @@ class OriginalInterface(TokensApart):
         self._twin = twin
         self._inputs = [t for t in plan.original if t.io == "input"]
         self._outputs = {t.name: t for t in plan.original if t.io == "output"}
-        self.kept = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
+        self.past_rows = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
         if not self._starts or tokens is None:
@@ -80,16 +80,16 @@ class OriginalInterface(TokensApart):
             )
         self._tokens = tokens
         self._counted = (tokens.name, tokens.axes.index("sequence") if "sequence" in tokens.axes else 1)
-        self._room = next((t.room for t in self._inputs if t.role is OriginalRole.GROWING_CACHE), None)
+        self._rows = next((t.fixed_rows for t in self._inputs if t.role is OriginalRole.GROWING_CACHE), None)
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
         self._same = {
             t.name for t in self._inputs if t.name in roles and roles[t.name] is COUNTED.get(t.role, roles[t.name])
         }
         self.together = rows_together(plan.original)
         self.ragged = all(_is_of_rows(t, t.name in self._same) for t in self._inputs)
-        kept = {t.name for t in plan.tensors if t.io == "output"}
+        names = {t.name for t in plan.tensors if t.io == "output"}
         self.unseen = tuple(
-            t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in kept
+            t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in names
         )
 
     def singles(self, feeds: Mapping[str, Array]) -> int:
@@ -143,14 +143,14 @@ class OriginalInterface(TokensApart):
         if tensor.role in _CACHES:
             return self._past(tensor, feeds, rows, sizes["past"])
         if tensor.role is OriginalRole.SWITCH:
-            given = [size_of(d) or sizes.get(a, 1) for d, a in zip(tensor.shape, tensor.axes, strict=True)]
-            return np.full(given, tensor.on, dtype)
+            dims = [size_of(d) or sizes.get(a, 1) for d, a in zip(tensor.shape, tensor.axes, strict=True)]
+            return np.full(dims, tensor.on, dtype)
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             taken = _take(feeds[tensor.name], axes, rows)
-            if tensor.role is OriginalRole.MASK and self._room is not None:
-                return _spread(taken, self._room, sizes).astype(dtype)
-            return _cut(taken, tensor, sizes).astype(dtype)
+            if tensor.role is OriginalRole.MASK and self._rows is not None:
+                return _spread(taken, self._rows, sizes).astype(dtype)
+            return _slice_mask(taken, tensor, sizes).astype(dtype)
         if tensor.role not in COUNTED:  # normalization dropped it, because nothing but a copy reads it
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
@@ -167,10 +167,10 @@ class OriginalInterface(TokensApart):
                 return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
             case OriginalRole.PADDING_MASK:
                 places = np.arange(shape[-1])
-                held = places < past + length if self._room is None else (places < past) | (places >= self._room)
+                filled = places < past + length if self._rows is None else (places < past) | (places >= self._rows)
                 if tensor.kept is not None:  # the last column is that of the newest token
-                    held = places >= shape[-1] - past - length
-                return np.broadcast_to(held, shape).astype(dtype)
+                    filled = places >= shape[-1] - past - length
+                return np.broadcast_to(filled, shape).astype(dtype)
         places = np.arange(shape[-1])[None] + (0 if tensor.kept is None else past + length - shape[-1])
         visible = (places >= 0) & (places <= past + np.arange(length)[:, None])
         allowed = np.broadcast_to(visible, shape)
@@ -183,25 +183,25 @@ class OriginalInterface(TokensApart):
             )
         whole, dtype = feeds[tensor.name][rows], numpy_dtype(tensor.dtype, twin=self._twin)
         if tensor.role is OriginalRole.FIXED_CACHE:
-            return _held(whole, dtype)
+            return _cast(whole, dtype)
         order = tensor.order or tuple(range(whole.ndim))
         axis = order[tensor.axes.index("past")]
         first = 0 if tensor.kept is None else max(0, past - tensor.kept)
-        held = _held(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
+        values = _cast(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
         size = tensor.shape[tensor.axes.index("past")]
         if isinstance(
             size, int
         ):  # it always has as many rows; those of no token come first if it is shifted, else last
-            free = size - held.shape[axis]
+            free = size - values.shape[axis]
             ends = (0, free) if tensor.kept is None else (free, 0)
-            held = np.pad(held, [ends if a == axis else (0, 0) for a in range(held.ndim)])
-        return np.ascontiguousarray(held.transpose(order))
+            values = np.pad(values, [ends if a == axis else (0, 0) for a in range(values.ndim)])
+        return np.ascontiguousarray(values.transpose(order))
 
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
         known = {**sizes, "capacity": self._plan.options.capacity or capacity}
-        if self._room is not None:
-            known["total"] = self._room + sizes["sequence"]
+        if self._rows is not None:
+            known["total"] = self._rows + sizes["sequence"]
         if tensor.kept is not None:
             known["total"] = min(sizes["past"], tensor.kept) + sizes["sequence"]
         shape = []
@@ -221,13 +221,13 @@ class OriginalInterface(TokensApart):
         seen = {name: tensor for name, tensor in self._outputs.items() if name not in self.unseen}
         caches = {name for name, tensor in seen.items() if tensor.role in _CACHES and name in self._past_of}
         # Rows beyond the tokens mean nothing in a cache: operators that make a new one leave them as the memory was.
-        made = {name: feeds[self._past_of[name]].copy() for name in seen if name in caches}
+        results = {name: feeds[self._past_of[name]].copy() for name in seen if name in caches}
         parts: dict[str, list[Array]] = {name: [] for name in seen if name not in caches}
         for rows, before, outputs in ran:
             for name, tensor in seen.items():
                 if name in caches:
-                    held = self._held(tensor, made[name].shape, outputs[name], self._length(feeds))
-                    self._place(tensor, made[name], held, rows, before + self._length(feeds))
+                    cache = self._in_order(tensor, results[name].shape, outputs[name], self._length(feeds))
+                    self._place(tensor, results[name], cache, rows, before + self._length(feeds))
                 else:
                     parts[name].append(outputs[name])
         for name, values in parts.items():
@@ -238,17 +238,17 @@ class OriginalInterface(TokensApart):
                     f"{' and '.join(sorted({str(list(v.shape)) for v in values}))}), and its rewritten form has one "
                     "length for all; supported are outputs that do not show how much a cache holds: leave it out"
                 )
-            made[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
-        return {name: made[name] for name in seen}
+            results[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
+        return {name: results[name] for name in seen}
 
-    def _held(self, tensor: OriginalTensor, cache: tuple[int, ...], given: Array, length: int) -> Array:
+    def _in_order(self, tensor: OriginalTensor, cache: tuple[int, ...], values: Array, length: int) -> Array:
         """The original's cache output with the axes of the rewritten model's cache."""
         if tensor.order is None:
-            return given
+            return values
         sizes = list(cache)
         axis = self._row_axis(tensor)
-        sizes[0], sizes[axis] = -1, length if tensor.rows_only else given.shape[tensor.order.index(axis)]
-        ordered: Array = given.reshape([sizes[a] for a in tensor.order]).transpose(np.argsort(tensor.order))
+        sizes[0], sizes[axis] = -1, length if tensor.rows_only else values.shape[tensor.order.index(axis)]
+        ordered: Array = values.reshape([sizes[a] for a in tensor.order]).transpose(np.argsort(tensor.order))
         return ordered
 
     def _row_axis(self, tensor: OriginalTensor) -> int:
@@ -258,19 +258,19 @@ class OriginalInterface(TokensApart):
             return places[0] if tensor.order is None else tensor.order[places[0]]
         return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
 
-    def _place(self, tensor: OriginalTensor, present: Array, held: Array, rows: slice, tokens: int) -> None:
+    def _place(self, tensor: OriginalTensor, present: Array, values: Array, rows: slice, tokens: int) -> None:
         """Puts the rows of the original's cache that hold tokens into that of the rewritten model.
 
         Circular caches have no other rows once they are full.
         """
         axis = self._row_axis(tensor)
         if tensor.kept is not None:
-            held = np.moveaxis(np.moveaxis(held, axis, 0)[-tokens:], 0, axis)
+            values = np.moveaxis(np.moveaxis(values, axis, 0)[-tokens:], 0, axis)
         elif not tensor.rows_only and self._past_of[tensor.name] not in self._circular:
-            held = np.moveaxis(np.moveaxis(held, axis, 0)[:tokens], 0, axis)
-        first = 0 if tensor.kept is None and not tensor.rows_only else tokens - held.shape[axis]
-        place = [rows, *[slice(None)] * (axis - 1), slice(first, first + held.shape[axis])]
-        present[tuple(place)] = held
+            values = np.moveaxis(np.moveaxis(values, axis, 0)[:tokens], 0, axis)
+        first = 0 if tensor.kept is None and not tensor.rows_only else tokens - values.shape[axis]
+        place = [rows, *[slice(None)] * (axis - 1), slice(first, first + values.shape[axis])]
+        present[tuple(place)] = values
 
 
 class OriginalSession:
@@ -292,7 +292,7 @@ class OriginalSession:
             RunError: the original does not run the step.
         """
         if self._interface.singles(feeds) > 1:
-            return self._interface.joined(self._interface.one_by_one(feeds, lambda _, given: self.run(given)))
+            return self._interface.joined(self._interface.one_by_one(feeds, lambda _, inputs: self.run(inputs)))
         ran = (
             (rows, past, self._session.run(self._interface.feeds(feeds, rows, past)))
             for rows, past in self._interface.groups(feeds)
@@ -300,7 +300,7 @@ class OriginalSession:
         return self._interface.outputs(feeds, ran)
 
 
-def _held(cache: Array, dtype: np.dtype[Any]) -> Array:
+def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
     """A cache as the original takes it; garbage that its type has no number for becomes the largest it has."""
     if dtype == np.float16 and cache.dtype == np.float32:
         largest = np.finfo(dtype).max
@@ -323,17 +323,17 @@ def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
     return values[(slice(None),) * axes.index("batch") + (rows,)]
 
 
-def _cut(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int]) -> Array:
-    """A mask over the capacity, cut to the tokens there are."""
+def _slice_mask(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int]) -> Array:
+    """A mask over the capacity, sliced to the tokens there are."""
     if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
         return np.ascontiguousarray(values[..., : sizes["total"]])
     return values
 
 
-def _spread(mask: Array, room: int, sizes: Mapping[str, int]) -> Array:
-    """A mask over the capacity, as one over `room` rows of a past, of which those beyond the tokens are hidden."""
+def _spread(mask: Array, rows: int, sizes: Mapping[str, int]) -> Array:
+    """A mask over the capacity, as one over `rows` rows of a past, of which those beyond the tokens are hidden."""
     past, total = sizes["past"], sizes["total"]
     hidden = np.finfo(mask.dtype).min if mask.dtype.kind == "f" else 0
-    spread = np.full((*mask.shape[:-1], room + total - past), hidden, mask.dtype)
-    spread[..., :past], spread[..., room:] = mask[..., :past], mask[..., past:total]
+    spread = np.full((*mask.shape[:-1], rows + total - past), hidden, mask.dtype)
+    spread[..., :past], spread[..., rows:] = mask[..., :past], mask[..., past:total]
     return spread

@@ -104,11 +104,11 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
     epsilon = attrs.get("qk_norm_epsilon", 1e-6)
     heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])
     weights = [node.input[i] for i in _NORMS]
-    made: list[NodeProto] = []
+    nodes: list[NodeProto] = []
 
     def emit(op: str, inputs: list[str], *names: str, **attributes: Any) -> str:
-        made.append(helper.make_node(op, inputs, [f"{prefix}/{name}" for name in names], **attributes))
-        return str(made[-1].output[0])
+        nodes.append(helper.make_node(op, inputs, [f"{prefix}/{name}" for name in names], **attributes))
+        return str(nodes[-1].output[0])
 
     def ints(name: str, *values: int) -> str:
         return emit("Constant", [], name, value_ints=values)
@@ -117,16 +117,16 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
     if not node.input[1]:  # packed: [B, S, (heads + 2 * kv_heads) * head size]
         widths = emit("Mul", [size, ints("heads", *heads)], "widths")
         emit("Split", [node.input[0], widths], "query", "key", "value", axis=-1)
-        node.input[0], node.input[1], node.input[2] = made[-1].output
-    apart = emit("Concat", [ints("any", 0, 0, -1), size], "apart", axis=0)
+        node.input[0], node.input[1], node.input[2] = nodes[-1].output
+    by_head = emit("Concat", [ints("any", 0, 0, -1), size], "apart", axis=0)
     merged = ints("merged", 0, 0, -1)
     for place, weight in enumerate(weights):
-        rows = emit("Reshape", [node.input[place], apart], f"heads_{place}")
+        rows = emit("Reshape", [node.input[place], by_head], f"heads_{place}")
         normal = emit("SimplifiedLayerNormalization", [rows, weight], f"norm_{place}", axis=-1, epsilon=epsilon)
         node.input[place] = emit("Reshape", [normal, merged], f"normed_{place}")
     for i in _NORMS:
         node.input[i] = ""
-    return made
+    return nodes
 
 
 def runnable(original: ModelProto) -> ModelProto:
@@ -156,20 +156,20 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
     `wide` False: with float16 in the place of bfloat16, which ONNX Runtime does not compute in; float16 stays.
     """
-    made = copied(model)
-    moved = [value for value in made.graph.input if value.type.tensor_type.elem_type in _MOVED]
+    copy = copied(model)
+    moved = [value for value in copy.graph.input if value.type.tensor_type.elem_type in _MOVED]
     for value in moved:
         value.type.tensor_type.elem_type = TensorProto.INT8
     if moved:
-        _quantize_to_bytes(made.graph)
+        _quantize_to_bytes(copy.graph)
     old, new = (NARROW, TensorProto.FLOAT) if wide else (NARROW[1:], TensorProto.FLOAT16)
-    state_type(made, old, new)
-    for tensor in iter_tensors(made):
+    state_type(copy, old, new)
+    for tensor in iter_tensors(copy):
         if tensor.data_type in old:
             with np.errstate(over="ignore"):  # the lowest number of bfloat16 is -inf in float16
                 values = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(new))
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    return made
+    return copy
 
 
 def _quantize_to_bytes(graph: GraphProto) -> None:

@@ -15,8 +15,8 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 
-class TokensApart:
-    """Cuts a step into steps of one token each."""
+class SingleTokens:
+    """Divides a step into steps of one token each."""
 
     def __init__(self, plan: CachePlan) -> None:
         starts, lengths, tokens = map(plan.tensor, (Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS))
@@ -30,27 +30,27 @@ class TokensApart:
 
     def single(self, feeds: Mapping[str, Array], place: int) -> Feeds:
         """The inputs of a step for one of its tokens, without the caches."""
-        made, length = {}, self._length(feeds)
+        inputs, length = {}, self._length(feeds)
         for name, values in feeds.items():
             axes = self._axes.get(name, ())
             if "sequence" in axes:
                 values = np.take(values, [place], axes.index("sequence"))
             if name in (self._starts, self._lengths):
                 values = values + np.asarray(place if name == self._starts else place + 1 - length, values.dtype)
-            made[name] = values
-        return {name: values for name, values in made.items() if name not in self._carried.values()}
+            inputs[name] = values
+        return {name: values for name, values in inputs.items() if name not in self._carried.values()}
 
     def one_by_one(self, feeds: Mapping[str, Array], run: Callable[[int, Feeds], Feeds]) -> list[Feeds]:
         """The outputs for each token of a step alone, after those before it.
 
         `run` gets the number of a token and its inputs, of caches and of `single`.
         """
-        given, made = dict(feeds), list[Feeds]()
+        inputs, outputs = dict(feeds), list[Feeds]()
         for place in range(self._length(feeds)):
-            given |= self.single(feeds, place)
-            made.append(run(place, given))
-            given |= self.carried(made[-1])
-        return made
+            inputs |= self.single(feeds, place)
+            outputs.append(run(place, inputs))
+            inputs |= self.carried(outputs[-1])
+        return outputs
 
     def carried(self, outputs: Feeds) -> Feeds:
         """Caches and states after a step, as inputs of the next."""

@@ -71,7 +71,7 @@ class Samples:
         self.capacity = capacity
         self.singly = singly
         self._interface = interface
-        self._room = interface.room
+        self._room = interface.fixed_rows
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
         fixed = self.fixed_length = d if isinstance(d := self._sizes.get("sequence"), int) else 0
