@@ -39,7 +39,7 @@ TENSOR_SCATTER_OPSET = 24
 _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
 _MOST_NODES = 1 << 20
-_KEPT_BYTES = 1024  # constants up to this size are kept: shape inference reads shapes from them
+_SMALL_BYTES = 1024  # constants up to this size stay: shape inference reads shapes from them
 _UNNATURAL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # Unicode's categories Cc, Zl and Zp
 _NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
 _FLAGGED = {"Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
@@ -178,7 +178,7 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
     for sparse in model.graph.sparse_initializer:
         info = onnx.helper.make_tensor_value_info(sparse.values.name, sparse.values.data_type, list(sparse.dims))
         graph.input.append(info)
-    _set_foreign_ops_apart(skeleton)
+    _move_foreign_ops(skeleton)
     return skeleton
 
 
@@ -203,10 +203,10 @@ def _is_small(tensor: TensorProto) -> bool:
         size = byte_size(tensor)
     except ValueError:
         return True  # the checker words what is wrong
-    return tensor.data_location != TensorProto.EXTERNAL and size is not None and size <= _KEPT_BYTES
+    return tensor.data_location != TensorProto.EXTERNAL and size is not None and size <= _SMALL_BYTES
 
 
-def _set_foreign_ops_apart(skeleton: ModelProto) -> None:
+def _move_foreign_ops(skeleton: ModelProto) -> None:
     """Give operators that ONNX does not define a domain of their own, where the checker lets them be.
 
     TensorRT's parser and ONNX Runtime look up some of their own operators in ONNX's domain (``TRT_KVCacheUpdate``,
@@ -284,11 +284,11 @@ def _check_are_tensors(graph: GraphProto, source: str) -> None:
 
 def _check_no_optional(model: ModelProto, source: str) -> None:
     """Refuse values that may be there or not, also where ONNX infers no types before them."""
-    found = [n.output[0] for top in (model.graph, *model.functions) for n in all_nodes(top) if is_op(n, "Optional")]
-    found += [i.name for s in iter_scopes(model) for i in s.value_info if i.type.WhichOneof("value") == "optional_type"]
-    if found:
+    names = [n.output[0] for top in (model.graph, *model.functions) for n in all_nodes(top) if is_op(n, "Optional")]
+    names += [i.name for s in iter_scopes(model) for i in s.value_info if i.type.WhichOneof("value") == "optional_type"]
+    if names:
         raise UnsupportedModelError(
-            f"{source}: '{found[0]}' is of type optional; supported are tensors: export the model without optional "
+            f"{source}: '{names[0]}' is of type optional; supported are tensors: export the model without optional "
             "values"
         )
 

@@ -38,7 +38,7 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
         if node.domain in DEFAULT_DOMAINS and place in _BROUGHT.get(node.op_type, ())
     }
     inputs = {value.name: shape_of(value) for value in graph.input}
-    given = {
+    dropped = {
         tensor.name
         for tensor in graph.initializer
         if tensor.name in inputs
@@ -48,15 +48,15 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
             or any(pattern.matches(tensor.name, "input") for pattern in patterns)
         )
     }
-    kept = [tensor for tensor in graph.initializer if tensor.name not in given]
-    if given:
-        replace_field(graph.initializer, kept)
-    return _shape_constants(graph, kept) or bool(given)
+    constants = [tensor for tensor in graph.initializer if tensor.name not in dropped]
+    if dropped:
+        replace_field(graph.initializer, constants)
+    return _shape_constants(graph, constants) or bool(dropped)
 
 
-def _shape_constants(graph: GraphProto, kept: Iterable[TensorProto]) -> bool:
+def _shape_constants(graph: GraphProto, constants: Iterable[TensorProto]) -> bool:
     """Let inputs that are listed without a shape have that of their default: what reads them asks for one."""
-    shapes = {tensor.name: tensor.dims for tensor in kept}
+    shapes = {tensor.name: tensor.dims for tensor in constants}
     bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
     for value in bare:
         shape = value.type.tensor_type.shape

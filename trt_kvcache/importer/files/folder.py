@@ -1,4 +1,4 @@
-"""The file of an export that is the decoder to take: exporters write prefill and decode apart, together, or both.
+"""The file of an export that is the decoder to take: exporters write prefill and decode in two, in one, or both.
 
     decoder_model.onnx              the first step alone: no past in, caches out
     decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one
@@ -64,11 +64,11 @@ def check_takes_past(graph: GraphProto, path: Path) -> None:
     if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
         return  # of more axes: the caches of several layers
     floats = [v for v in graph.output if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK]
-    made = [v.name for v in floats if _CACHE_NAME.search(v.name)]
-    if len(made) < 2:
+    presents = [v.name for v in floats if _CACHE_NAME.search(v.name)]
+    if len(presents) < 2:
         return
     better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
     raise UnsupportedModelError(
-        f"{path}: caches come out ('{made[0]}' and {len(made) - 1} more) and none go in: the first step alone; "
+        f"{path}: caches come out ('{presents[0]}' and {len(presents) - 1} more) and none go in: the first step alone; "
         + (f"take {path.parent / better[0]}, which does every step" if better else "export the decoder with past")
     )

@@ -44,7 +44,7 @@ def save_model(
         proto: the model; its external data references are relative to ``source.path.parent``. Those of `flipped`
             will name the new file.
         output: the ``.onnx`` file; replaced if it exists.
-        source: what the model was made from.
+        source: of the model.
         flipped: weights that change on the way; they go to a file of their own, ``<output>.signed``.
 
     Raises:
@@ -88,7 +88,7 @@ def _check_target(target: Path, source: SourceModel) -> None:
 
 @dataclass(frozen=True)
 class _Data:
-    """The part of a data file that a model needs: ranges of bytes, in order and apart; None: all of it."""
+    """The part of a data file that a model needs: separate ranges of bytes, in order; None: all of it."""
 
     original: Path
     ranges: tuple[tuple[int, int], ...] | None
@@ -120,7 +120,7 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same bytes, in order and apart."""
+    """The same bytes in separate ranges, in order."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -142,14 +142,14 @@ def _same_content(copy: Path, data: _Data) -> bool:
 
 def _copy(data: _Data, file: BinaryIO) -> None:
     """Copy a data file. What is not needed, and what is a hole there, becomes a hole, which takes no space."""
-    found = data.original.stat()
-    holes = getattr(found, "st_blocks", found.st_size) * 512 < found.st_size
+    status = data.original.stat()
+    holes = getattr(status, "st_blocks", status.st_size) * 512 < status.st_size
     if data.ranges is None and not holes:
         shutil.copyfile(data.original, file.name)  # by the operating system
         return
-    file.truncate(found.st_size)
+    file.truncate(status.st_size)
     with data.original.open("rb", buffering=0) as original:  # a buffer would not know of the seeks past it
-        for needed in data.ranges or ((0, found.st_size),):
+        for needed in data.ranges or ((0, status.st_size),):
             for start, stop in _extents(original.fileno(), *needed):
                 file.seek(start)
                 file.writelines(_pieces(original, ((start, stop),)))

@@ -46,7 +46,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     extensions.for_tensorrt(model, folder)
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))
-    kept = {value.name for value in model.graph.output}
+    outputs = {value.name for value in model.graph.output}
     flipped, edited = [], False
     for name, weight in weights.items():
         nodes = readers.get(name, [])
@@ -54,7 +54,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
             for node in (n for n in nodes if is_op(n, "DequantizeLinear") and n.input[0] == name):
                 _check_zero_points(node, weights, folder)
                 _check_scales(node, weights, folder)
-        if weight.data_type not in _SIGNED or name in kept or not nodes:
+        if weight.data_type not in _SIGNED or name in outputs or not nodes:
             continue
         if not all(is_op(n, "DequantizeLinear") and n.input[0] == name not in n.input[1:] for n in nodes):
             continue

@@ -199,8 +199,8 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
             f"{path}: not an ONNX model, or truncated ({size} bytes do not decode); {_AGAIN}"
         ) from None
     # Protobuf skips what it does not know, so many byte strings decode to a model with nothing in it.
-    found = {"graph": proto.HasField("graph"), "opset import": bool(proto.opset_import)}
-    missing = [what for what, there in found.items() if not there]
+    fields = {"graph": proto.HasField("graph"), "opset import": bool(proto.opset_import)}
+    missing = [what for what, there in fields.items() if not there]
     if missing:
         raise InvalidModelError(f"{path}: not an ONNX model, or truncated (no {' and no '.join(missing)}); {_AGAIN}")
     return proto, read
@@ -251,7 +251,7 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
                 f"{path}: tensor '{tensor.name}' has {len(tensor.raw_data)} bytes of data where its dtype and shape "
                 f"need {needed}; {_AGAIN}"
             )
-    return {file.absolute(): found for file, found in files.values()}
+    return {file.absolute(): mark for file, mark in files.values()}
 
 
 def _check_external(

@@ -43,7 +43,7 @@ _STEP, _FILLED, _LARGEST = 64, 1 << 26, 1 << 36
 """Bytes: between two weights, of random numbers in a file, of a file."""
 _PLACE = re.compile(r"weights\.[a-z0-9]+")
 _EXACT = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
-_KEPT_TEXTS = ("model_type",)
+_TEXTS = ("model_type",)
 
 
 def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
@@ -56,7 +56,7 @@ def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto
         keep_tables: floats that are few, or masks, keep their contents: recognizers read rotary factors and biases.
     """
     model = copied(source.proto)
-    tables, kept = cut_squares(model.graph) if keep_tables else frozenset(), 0
+    tables, count = cut_squares(model.graph) if keep_tables else frozenset(), 0
     places: dict[str, int] = {}
     for tensor in iter_tensors(model):
         size = int(np.prod(tensor.dims, dtype=np.int64))
@@ -65,10 +65,10 @@ def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto
         if not external and (size <= _FEW or exact):
             continue
         if keep_tables and not external and (size <= _TABLE or tensor.name in tables):
-            kept += 1
+            count += 1
             continue
         _empty(tensor, places)
-    return model, _rename(model), kept
+    return model, _rename(model), count
 
 
 def _empty(tensor: TensorProto, places: dict[str, int]) -> None:
@@ -150,13 +150,13 @@ def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any])
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            found[name] = _plain(value)
-        elif isinstance(value, (bool, int, float)) or name in _KEPT_TEXTS:
-            found[name] = value
-    return found
+            plain[name] = _plain(value)
+        elif isinstance(value, (bool, int, float)) or name in _TEXTS:
+            plain[name] = value
+    return plain
 
 
 def is_report(path: Path) -> bool:

@@ -114,16 +114,16 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
     nodes: list[NodeProto] = []
     changed = False
     for node in model.graph.node:
-        operator, kept = _operator(node), [node]
+        operator, body = _operator(node), [node]
         if operator is not None:
             call = Call(tensors, node, operator[0])
             try:
                 text = operator[1](call)
                 if text is not None:
-                    kept, changed = list(call.nodes(text)), True
+                    body, changed = list(call.nodes(text)), True
             except UnknownShapeError as error:
                 waiting.append(str(error))
-        nodes += kept
+        nodes += body
     if changed:
         del model.graph.node[:]
         model.graph.node.extend(nodes)

@@ -36,7 +36,7 @@ _HEADER = '<domain: "trt_kvcache", opset_import: ["": 24]> body () => () '
 
 
 class UnknownShapeError(Exception):
-    """A body needs a shape that inference has not found yet."""
+    """A body needs a shape that inference does not know yet."""
 
 
 class Tensors:
@@ -182,8 +182,8 @@ class Call:
         weight: TensorProto | None = self._tensors.weights.get(tensor)
         if weight is None or weight.data_type not in types:
             names = ", ".join(dtype_name(t) for t in sorted(types))
-            found = f"the {dtype_name(self._tensors.dtypes.get(tensor, 0))} '{tensor}'"
-            what = f"has {found} as {name}; supported is a weight of the model, of {names}"
+            operand = f"the {dtype_name(self._tensors.dtypes.get(tensor, 0))} '{tensor}'"
+            what = f"has {operand} as {name}; supported is a weight of the model, of {names}"
             self.refuse(what, "export with another quantization, or unquantized")
         return weight
 
@@ -217,7 +217,7 @@ class Call:
         """Refuse the node.
 
         Args:
-            what: what was found, and what is supported.
+            what: what the node has, and what is supported.
             advice: what to do.
 
         Raises:
@@ -234,16 +234,16 @@ class Call:
             names[local] = self._names[local]
         outputs = {name: index for index, node in enumerate(body) for name in node.output}
         for index, node in enumerate(body):
-            made = NodeProto()
-            made.CopyFrom(node)
-            made.input[:] = [names[name] if name else "" for name in node.input]
-            while made.input and not made.input[-1]:
-                made.input.pop()
+            copy = NodeProto()
+            copy.CopyFrom(node)
+            copy.input[:] = [names[name] if name else "" for name in node.input]
+            while copy.input and not copy.input[-1]:
+                copy.input.pop()
             for place, name in enumerate(node.output):
                 names[name] = (outputs[name] == index and self.output(name)) or self._inner(name, index)
-                made.output[place] = names[name]
-            made.name = self.node.name if is_op(made, "Attention") else f"{self.node.name}/{node.output[0]}_{index}"
-            yield made
+                copy.output[place] = names[name]
+            copy.name = self.node.name if is_op(copy, "Attention") else f"{self.node.name}/{node.output[0]}_{index}"
+            yield copy
 
     def _inner(self, name: str, index: int) -> str:
         return f"{NAME_PREFIX}{next(filter(None, self.node.output))}/{name}_{index}"

@@ -1,7 +1,7 @@
-"""Attention operators of ONNX Runtime, and of ONNX over heads side by side, become ONNX's Attention over heads apart.
+"""Attention operators of ONNX Runtime, and of ONNX over heads side by side, become ONNX's Attention over split heads.
 
     com.microsoft::GroupQueryAttention(qkv, -, -, past_k, past_v, seqlens_k, total, cos, sin; do_rotary=1)
-        q, k, v   = Split(qkv), heads apart [B, N, S, D]
+        q, k, v   = Split(qkv), heads split [B, N, S, D]
         q, k      = RMSNormalization(q), RMSNormalization(k)            with q_norm_weight, k_norm_weight
         q, k      = RotaryEmbedding(q, cos, sin, seqlens_k + 1 - S + arange(S)), the same of k
         y, present_k, present_v = Attention(q, k, v, bias, past_k, past_v; is_causal=1, left_window_size=W - 1)
@@ -11,14 +11,14 @@
         y         = Attention(q, other_k, other_v, j <= own and j > own - W)
 
     com.microsoft::MultiHeadAttention(q, k, v, bias, key_padding_mask, attention_bias, past_k, past_v)
-        q, k, v = q + bias[:N*D], k + bias[N*D:2*N*D], v + bias[2*N*D:], heads apart
+        q, k, v = q + bias[:N*D], k + bias[N*D:2*N*D], v + bias[2*N*D:], heads split
         y, present_k, present_v = Attention(q, k, v, mask, past_k, past_v)
 
     com.microsoft::Attention(x, w, bias, mask, past [2, B, N, P, D], attention_bias)
         q, k, v = Split(MatMul(x, w) + bias), and then as above with past[0] and past[1]; present = both stacked
 
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
-        heads apart, whatever the rest; without a past, presents are the keys and values
+        heads split, whatever the rest; without a past, presents are the keys and values
 
 Attention with a past is a cache idiom, see `normalize.idioms.attention_past`. It may have a private input and private
 attributes here, which that idiom reads: `SINKS`, ``operator`` (as exported) and ``ring`` (the buffer drops old rows).
@@ -53,17 +53,17 @@ def group_query_attention(call: Call) -> str:
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
     packed, shares = not call.has("key"), _is_empty(call, "key") and _is_empty(call, "value")
     if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
-        given = "packed" if packed else "apart"
-        call.refuse(f"has num_heads={heads}, kv_num_heads={kv_heads}, and queries, keys and values {given}", AGAIN)
+        layout = "packed" if packed else "apart"
+        call.refuse(f"has num_heads={heads}, kv_num_heads={kv_heads}, and queries, keys and values {layout}", AGAIN)
     _check_group_query(call, heads)
     if shares:
         _check_shared(call)
     rotates = bool(call.integer("do_rotary"))
     size = call.width("query") // (heads + 2 * kv_heads if packed else heads) if packed or rotates else 0
     widths = [heads * size, kv_heads * size, kv_heads * size]
-    held = (call.shape("past_key") or ("?",))[-1]
-    if packed and isinstance(held, int) and held != size:
-        what = f"has no key and value: its query is packed, with heads of {size}, beside a past with heads of {held}"
+    past = (call.shape("past_key") or ("?",))[-1]
+    if packed and isinstance(past, int) and past != size:
+        what = f"has no key and value: its query is packed, with heads of {size}, beside a past with heads of {past}"
         call.refuse(f"{what}; a layer that reads the cache of another one has keys and values of length 0", AGAIN)
     norm = f"RMSNormalization <axis = -1, epsilon = {call.number('qk_norm_epsilon', 1e-6)}>"
     window = call.integer("local_window_size", -1)
@@ -73,8 +73,8 @@ def group_query_attention(call: Call) -> str:
     if call.integer("smooth_softmax") == 1 and not call.has("sinks"):
         call.constant("sinks", np.zeros(heads, np.float32))
     own_keys = f"""
-        {_apart("key", kv_heads)}
-        {_apart("value", kv_heads)}
+        {_split("key", kv_heads)}
+        {_split("value", kv_heads)}
         {call.when("key_norm", f"key = {norm} (key, key_norm)")}
         {_rotated(call, "key", size) if rotates else ""}
         {_attend(call, "bias", attributes)}
@@ -83,7 +83,7 @@ def group_query_attention(call: Call) -> str:
         {_counted("positions") if rotates and not call.has("positions") else ""}
         {_seen_of_shared(call, window) if shares else ""}
         {f"query, key, value = Split <axis = -1> (query, {widths})" if packed else ""}
-        {_apart("query", heads)}
+        {_split("query", heads)}
         {call.when("query_norm", f"query = {norm} (query, query_norm)")}
         {_rotated(call, "query", size) if rotates else ""}
         {_attend_shared(call, scores) if shares else own_keys}
@@ -115,12 +115,12 @@ def _is_empty(call: Call, name: str) -> bool:
 
 def _check_shared(call: Call) -> None:
     """Refuse what no exporter asks of a layer that reads the cache of another one."""
-    found = {
+    options = {
         "head_sink or smooth_softmax": call.has("sinks") or call.integer("smooth_softmax") == 1,
         "causal=0": not call.integer("causal", 1),
         "sliding_window_cache": bool(call.integer("sliding_window_cache")),
     }
-    for what in (name for name, given in found.items() if given):
+    for what in (name for name, is_set in options.items() if is_set):
         call.refuse(f"reads the cache of another layer, with {what}; supported is causal attention alone", _WITHOUT)
 
 
@@ -134,9 +134,9 @@ def _seen_of_shared(call: Call, window: int) -> str:
     return f"""
         {_counted("own")}
         own = Unsqueeze (own, [1, 3])
-        held = Shape <start = 2, end = 3> (past_key)
-        held = Squeeze (held, [0])
-        rows = Range (0, held, 1)
+        count = Shape <start = 2, end = 3> (past_key)
+        count = Squeeze (count, [0])
+        rows = Range (0, count, 1)
         mask = LessOrEqual (rows, own)
         {near if window > 0 else ""}
         {call.when("bias", f"hidden = CastLike ({float(np.finfo(np.float16).min)}, bias)")}
@@ -146,11 +146,11 @@ def _seen_of_shared(call: Call, window: int) -> str:
 
 def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
     """Lines for attention over the cache of another layer."""
-    given = [*(f"{name} = {value!r}" for name, value in attributes.items()), f'operator = "{call.node.op_type}"']
+    settings = [*(f"{name} = {value!r}" for name, value in attributes.items()), f'operator = "{call.node.op_type}"']
     return f"""
         {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
         {"present_value = Identity (past_value)" if call.is_read("present_value") else ""}
-        y = Attention {_stated(given)} (query, past_key, past_value, mask)
+        y = Attention {_stated(settings)} (query, past_key, past_value, mask)
     """
 
 
@@ -178,17 +178,17 @@ def _rotated(call: Call, name: str, size: int) -> str:
 
 def multi_head_attention(call: Call) -> str:
     """MultiHeadAttention, with and without a past."""
-    found = None
+    reason = None
     if call.has("shared") or call.has("beams"):
-        found = (
+        reason = (
             "takes past_sequence_length or cache_indirection (a shared buffer, beams); supported are pasts that grow"
         )
     elif call.is_read("scores"):
-        found = "gives its scores as an output (qk); supported is attention alone"
+        reason = "gives its scores as an output (qk); supported is attention alone"
     elif not call.has("key") or not call.has("value"):
-        found = "has packed inputs; supported are query, key and value apart"
-    if found is not None:
-        call.refuse(found, _WITHOUT)
+        reason = "has packed inputs; supported are query, key and value apart"
+    if reason is not None:
+        call.refuse(reason, _WITHOUT)
     heads = call.integer("num_heads")
     ranks = [len(call.shape(name) or (0,) * 3) for name in ("query", "key", "value")]
     if heads < 1 or ranks[0] != 3 or set(ranks) - {3, 4}:
@@ -197,15 +197,15 @@ def multi_head_attention(call: Call) -> str:
         call.refuse(f"{what} keys and values, [B, N, S, D]", AGAIN)
     return f"""
         {_biased(call, heads, ranks)}
-        {_apart("query", heads)}
-        {_apart("key", heads) if ranks[1] == 3 else ""}
-        {_apart("value", heads) if ranks[2] == 3 else ""}
+        {_split("query", heads)}
+        {_split("key", heads) if ranks[1] == 3 else ""}
+        {_split("value", heads) if ranks[2] == 3 else ""}
         {_masked_attention(call)}
     """
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Lines that add to queries, keys and values [B, S, N*D] their parts of a bias; to heads apart nothing is added."""
+    """Lines that add to queries, keys and values [B, S, N*D] their parts of a bias; to split heads nothing is added."""
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -225,18 +225,18 @@ def attention(call: Call) -> str:
     """ONNX Runtime's Attention, which projects its input itself and holds keys and values in one tensor."""
     past, width = call.shape("past"), (call.shape("weight") or ("?",))[-1]
     if call.integer("do_rotary"):
-        found, supported = "rotates queries and keys (do_rotary)", "rotary embedding outside of it"
+        reason, supported = "rotates queries and keys (do_rotary)", "rotary embedding outside of it"
     elif call.integer("past_present_share_buffer") or call.has("shared"):
-        found, supported = "keeps its past in a shared buffer (past_present_share_buffer)", "pasts that grow"
+        reason, supported = "keeps its past in a shared buffer (past_present_share_buffer)", "pasts that grow"
     elif past is not None and (len(past) != 5 or (isinstance(past[0], int) and past[0] != 2)):
-        found, supported = f"takes a past of the shape {list(past)}", "pasts [2, B, N, P, H]"
+        reason, supported = f"takes a past of the shape {list(past)}", "pasts [2, B, N, P, H]"
     elif not isinstance(width, int):
-        found, supported = f"has weights '{call.name('weight')}' of unknown width", "weights with a shape"
+        reason, supported = f"has weights '{call.name('weight')}' of unknown width", "weights with a shape"
     else:
-        found = supported = ""
+        reason = supported = ""
     heads = call.integer("num_heads")
-    if found or heads < 1:
-        call.refuse(f"{found or 'has no num_heads'}; supported are {supported}", "export the model so")
+    if reason or heads < 1:
+        call.refuse(f"{reason or 'has no num_heads'}; supported are {supported}", "export the model so")
     widths = [int(n) for n in call.attributes.get("qkv_hidden_sizes", [])] or [int(width) // 3] * 3
     stacked = ""
     if call.is_read("present"):
@@ -249,9 +249,9 @@ def attention(call: Call) -> str:
         x = MatMul (x, weight)
         {call.when("bias", "x = Add (x, bias)")}
         query, key, value = Split <axis = -1> (x, {widths})
-        {_apart("query", heads)}
-        {_apart("key", heads)}
-        {_apart("value", heads)}
+        {_split("query", heads)}
+        {_split("key", heads)}
+        {_split("value", heads)}
         {call.when("past", "past_key = Gather (past, 0)")}
         {call.when("past", "past_value = Gather (past, 1)")}
         {_masked_attention(call)}
@@ -262,9 +262,9 @@ def attention(call: Call) -> str:
 def _masked_attention(call: Call) -> str:
     """Lines for an attention with a padding mask ``[B, P + S]`` and numbers that are added to the scores."""
     past = call.has("past_key") or call.has("past")
-    given = [name for name in ("present_key", "present_value", "present") if call.is_read(name)]
-    if given and not past:
-        what = f"gives a present '{call.output(given[0])}' and takes no past; supported are decoders that are given"
+    presents = [name for name in ("present_key", "present_value", "present") if call.is_read(name)]
+    if presents and not past:
+        what = f"gives a present '{call.output(presents[0])}' and takes no past; supported are decoders that are given"
         call.refuse(f"{what} their caches", _PAST)
     mask, shape = "", call.shape("padding")
     if call.has("padding") and (not past or shape is None or len(shape) != 2):
@@ -307,7 +307,7 @@ def onnx_attention(call: Call) -> str | None:
         width = (call.shape(name) or ("?",))[-1]
         if isinstance(width, int) and width % count:
             call.refuse(f"has a {name} '{call.name(name)}' {width} wide, which {count} heads do not divide", AGAIN)
-    apart = _apart("query", heads) + _apart("key", kv_heads) + _apart("value", kv_heads) if merged else ""
+    split = _split("query", heads) + _split("key", kv_heads) + _split("value", kv_heads) if merged else ""
     own = {n: v for n, v in call.attributes.items() if n not in ("q_num_heads", "kv_num_heads")}
     if past:
         attend = _attend(call, "mask", own)
@@ -322,7 +322,7 @@ def onnx_attention(call: Call) -> str | None:
             {results} = Attention {stated} (query, key, value, mask, , , lengths)
         """
     return f"""
-        {apart}
+        {split}
         {attend}
         {_merged() if merged else ""}
     """
@@ -330,22 +330,22 @@ def onnx_attention(call: Call) -> str | None:
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
     """The line of the attention. `mask` names what is added to the scores, or hides; empty: nothing does."""
-    given = [f"{name} = {value!r}" for name, value in attributes.items()]
+    settings = [f"{name} = {value!r}" for name, value in attributes.items()]
     if not (call.has("past_key") or call.has("past")):
-        return f"y = Attention {_stated(given)} (query, key, value, {mask})"
-    given += [f'operator = "{call.node.op_type}"'] if call.node.domain else []
-    given += ["ring = 1"] if call.integer("sliding_window_cache") else []
+        return f"y = Attention {_stated(settings)} (query, key, value, {mask})"
+    settings += [f'operator = "{call.node.op_type}"'] if call.node.domain else []
+    settings += ["ring = 1"] if call.integer("sliding_window_cache") else []
     operands = f"query, key, value, {mask}, past_key, past_value"
     if call.has("sinks"):
         operands += ", " * (SINKS - 5) + "sinks"
-    return f"y, present_key, present_value = Attention {_stated(given)} ({operands})"
+    return f"y, present_key, present_value = Attention {_stated(settings)} ({operands})"
 
 
 def _stated(attributes: list[str]) -> str:
     return f"<{', '.join(attributes)}>" if attributes else ""
 
 
-def _apart(name: str, heads: int) -> str:
+def _split(name: str, heads: int) -> str:
     """Lines for ``[B, S, N*D] -> [B, N, S, D]``."""
     return f"""
         {name} = Reshape ({name}, [0, 0, {heads}, -1])

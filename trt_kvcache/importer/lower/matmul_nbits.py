@@ -202,11 +202,11 @@ def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales
     call.view(name, name, (*shape[:-1], padded), (stored,), NUMBERS[bits] if stored == _UINT8 else None)
     call.constant("middle_number", middle(bits, ()))
     around = ", middle_number" if stored != _INT4 else ""
-    cut = f"{name} = Slice ({name}, [0], [{width}], [{len(shape) - 1}])"
+    trimmed = f"{name} = Slice ({name}, [0], [{width}], [{len(shape) - 1}])"
     return f"""
         one = CastLike (1.0, {scales})
         {name} = DequantizeLinear ({name}, one{around})
-        {cut if padded != width else ""}
+        {trimmed if padded != width else ""}
     """
 
 

@@ -150,8 +150,8 @@ def _route(k: int, experts: int, normalized: bool) -> str:
         count = Squeeze (pairs, [0])
         pair_tokens = Range (0, count, 1)
         pair_tokens = Div (pair_tokens, [{k}])
-        room = Mul (block_count, block_rows)
-        row_tokens = Expand ([0], room)
+        row_count = Mul (block_count, block_rows)
+        row_tokens = Expand ([0], row_count)
         row_tokens = ScatterElements <axis = 0> (row_tokens, places, pair_tokens)
         shape = Shape (chosen)
         places = Reshape (places, shape)
@@ -171,14 +171,14 @@ def _route(k: int, experts: int, normalized: bool) -> str:
 def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result: str) -> str:
     """Lines for ``result [n, b, rows] = x [n, b, columns] @ weights of each block's expert + bias``."""
     bias = f"bias{number}"
-    found = {bias: call.shape(bias)}
+    shapes = {bias: call.shape(bias)}
     expected: dict[str, Shape] = {bias: shape[:2]}
     if call.node.op_type == "QMoE":
         weight = _dequantized(call, number, shape)
     else:
         weight = f"weight = Gather (fc{number}, block_experts)"
-        found[f"fc{number}"], expected[f"fc{number}"] = call.shape(f"fc{number}"), shape
-    _check_shapes(call, found, expected)
+        shapes[f"fc{number}"], expected[f"fc{number}"] = call.shape(f"fc{number}"), shape
+    _check_shapes(call, shapes, expected)
     return f"""
         {weight}
         weight = Transpose <perm = [0, 2, 1]> (weight)
@@ -291,8 +291,8 @@ def _check(call: Call) -> None:
         call.refuse(f"{what}; supported are 4 or 8 in all", _INTEGERS)
 
 
-def _check_shapes(call: Call, found: Mapping[str, Shape | None], expected: Mapping[str, Shape]) -> None:
-    for name, shape in found.items():
+def _check_shapes(call: Call, shapes: Mapping[str, Shape | None], expected: Mapping[str, Shape]) -> None:
+    for name, shape in shapes.items():
         if call.has(name) and shape not in (None, expected[name]):
             what = f"has {name} '{call.name(name)}' {list(shape or ())}; supported is {list(expected[name])}"
             call.refuse(what, _RAW)

@@ -51,10 +51,10 @@ def fused_gemm(call: Call) -> str:
     known = [f"{name} = {call.number(name, 1.0)}" for name in ("alpha", "beta")]
     known += [f"{name} = {call.integer(name)}" for name in ("transA", "transB")]
     names = _ACTIVATIONS[activation]
-    given = ", ".join(f"{names[name]} = {call.number(name)}" for name in sorted(settings))
+    stated = ", ".join(f"{names[name]} = {call.number(name)}" for name in sorted(settings))
     return f"""
         sum = Gemm <{", ".join(known)}> (a, b, c)
-        y = {activation} {f"<{given}>" if given else ""} (sum)
+        y = {activation} {f"<{stated}>" if stated else ""} (sum)
     """
 
 

@@ -58,10 +58,10 @@ def _grown(past: onnx.ValueInfoProto, present: onnx.ValueInfoProto) -> int | Non
     one, two = shape_of(past) or (), shape_of(present) or ()
     if elem_type_of(past) != elem_type_of(present) or len(one) != len(two) or len(one) < 3:
         return None
-    apart = [a for a, (m, n) in enumerate(zip(one, two, strict=True)) if m != n]
-    if len(apart) != 1 or isinstance(one[apart[0]], int) or isinstance(two[apart[0]], int):
+    differing = [a for a, (m, n) in enumerate(zip(one, two, strict=True)) if m != n]
+    if len(differing) != 1 or isinstance(one[differing[0]], int) or isinstance(two[differing[0]], int):
         return None
-    return apart[0]
+    return differing[0]
 
 
 def _turned(model: onnx.ModelProto, stacks: Sequence[Stack], shapes: dict[str, Shape]) -> onnx.ModelProto:
