@@ -25,13 +25,13 @@ def usual_capacity(folder: Path) -> int:
 
 
 def longest_text(folder: Path) -> tuple[int, str] | None:
-    """Return the tokens of the longest text that a model was made for, and where that is said; None: nowhere.
+    """Return the tokens of the longest text that a model is for, and where that is said; None: nowhere.
 
     Args:
         folder: of the model, with ``config.json`` or ``genai_config.json``, of which an unreadable one says nothing.
             Those of a folder ``decoder`` lie beside it, too (mobius-onnx).
     """
-    found: list[tuple[int, str]] = []
+    texts: list[tuple[int, str]] = []
     folders = (folder, folder.parent) if folder.name == "decoder" else (folder,)
     files = (("config.json", "text_config"), ("genai_config.json", "model"))
     for place, (name, part) in product(folders, files):
@@ -42,5 +42,5 @@ def longest_text(folder: Path) -> tuple[int, str] | None:
         inner = config.get(part)
         for settings in (config, inner if isinstance(inner, dict) else {}):
             lengths = ((settings.get(key), key) for key in _LENGTHS)
-            found += [(value, f"{key} in {name}") for value, key in lengths if type(value) is int and value > 0]
-    return min(found, default=None)
+            texts += [(value, f"{key} in {name}") for value, key in lengths if type(value) is int and value > 0]
+    return min(texts, default=None)

@@ -15,10 +15,10 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.protos import FLOATS as FLOATS
 
-# Every bfloat16 or float8 tensor makes graphsurgeon warn that numpy lacks the type; the type is kept all the same.
+# Every bfloat16 or float8 tensor makes graphsurgeon warn that numpy lacks the type; the type stays all the same.
 G_LOGGER.severity = G_LOGGER.ERROR
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 NAME_PREFIX = "trt_kvcache/"
 ONNX_DOMAINS = (None, "", "ai.onnx")
 BOOL = int(onnx.TensorProto.BOOL)
@@ -88,12 +88,12 @@ def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
 
     The nodes must be in topological order, as ONNX demands.
     """
-    found = {str(t.name): frozenset([str(t.name)]) for t in graph.inputs}
+    sources = {str(t.name): frozenset([str(t.name)]) for t in graph.inputs}
     for node in graph.nodes:
         names = () if is_op(node, "Shape", "Size") else _reads(node)
-        behind = frozenset[str]().union(*(found.get(name, frozenset()) for name in names))
-        found.update((str(t.name), behind) for t in node.outputs)
-    return found
+        behind = frozenset[str]().union(*(sources.get(name, frozenset()) for name in names))
+        sources.update((str(t.name), behind) for t in node.outputs)
+    return sources
 
 
 def _reads(node: gs.Node) -> Iterator[str]:
@@ -148,7 +148,7 @@ class Emitter:
         self.graph = graph
         self._taken = set(graph.tensors()) | {node.name for node in graph.nodes}
         self._constants: dict[tuple[int, tuple[int, ...], bytes], gs.Constant] = {}
-        self._made: dict[object, Any] = {}
+        self._results: dict[object, Any] = {}
 
     def name(self, hint: str) -> str:
         """A name that nothing in the graph has."""
@@ -162,7 +162,7 @@ class Emitter:
     def op(
         self, op: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int | None = None, **attrs: Any
     ) -> gs.Variable:
-        """Append a node with one output and return that output; its type is the first input's unless given."""
+        """Append a node with one output and return that output; its type is `dtype`, or the first input's."""
         output = gs.Variable(self.name(hint), dtype=inputs[0].dtype if dtype is None else dtype)
         self.graph.nodes.append(gs.Node(op, self.name(f"{hint}:{op}"), attrs, list(inputs), [output]))
         return output
@@ -187,11 +187,11 @@ class Emitter:
             self._constants[key] = OnnxImporter.import_tensor(proto)
         return self._constants[key]
 
-    def once(self, key: object, make: Callable[[], _Made]) -> _Made:
+    def once(self, key: object, make: Callable[[], _Result]) -> _Result:
         """The result of the first `make()` for this key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return cast(_Made, self._made[key])
+        if key not in self._results:
+            self._results[key] = make()
+        return cast(_Result, self._results[key])
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
@@ -204,7 +204,7 @@ def free_name(name: str, taken: Collection[str]) -> str:
 def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -> None:
     """Let every reader of `old`, except the nodes in `keep`, read `new`."""
     for node in consumers(old):
-        if not any(node is kept for kept in keep):
+        if not any(node is other for other in keep):
             node.inputs = [new if t is old else t for t in node.inputs]
 
 
@@ -232,15 +232,15 @@ def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
             if id(node) in own and id(node) not in used:
                 used.add(id(node))
                 todo += node.inputs
-    kept = []
+    needed = []
     for node in graph.nodes:
         if id(node) in used:
-            kept.append(node)
+            needed.append(node)
         else:
             node.inputs.clear()
             node.outputs.clear()
-    graph.nodes = kept
-    order = _order(kept) if sort else kept
+    graph.nodes = needed
+    order = _order(needed) if sort else needed
     if order is None:
         return graph.toposort()  # which says what is wrong
     graph.nodes = order
@@ -250,7 +250,7 @@ def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
 def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
     """The nodes by the longest way from an input; of one length, as they are met. None: there is a cycle."""
     own = {id(node) for node in nodes}
-    before = {id(n): [made for tensor in n.inputs for made in tensor.inputs if id(made) in own] for n in nodes}
+    before = {id(n): [maker for tensor in n.inputs for maker in tensor.inputs if id(maker) in own] for n in nodes}
     levels: dict[int, int] = {}
     ordered: list[gs.Node] = []
     for root in nodes:
@@ -258,11 +258,11 @@ def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
         path = {id(root)}
         while stack:
             node, left = stack[-1]
-            following = next((made for made in left if id(made) not in levels), None)
+            following = next((maker for maker in left if id(maker) not in levels), None)
             if following is None:
                 stack.pop()
                 path.remove(id(node))
-                levels[id(node)] = 1 + max((levels[id(made)] for made in before[id(node)]), default=-1)
+                levels[id(node)] = 1 + max((levels[id(maker)] for maker in before[id(node)]), default=-1)
                 ordered.append(node)
             elif id(following) in path:
                 return None

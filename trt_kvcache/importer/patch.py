@@ -24,20 +24,20 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
         BuildError: the network lacks an attention layer that the plan names.
     """
     wanted = {a.node for a in plan.attention if a.kind is AttentionKind.DECOMPOSED}
-    found: set[str] = set()
+    names: set[str] = set()
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type != trt.LayerType.ATTENTION_INPUT:
             continue
         # The parser names an attention's layers <node>_AttentionInput and <node>_AttentionOutput.
         name = layer.name.removesuffix("_AttentionInput")
-        found.add(name)
+        names.add(name)
         if decompose_all or name in wanted:
             layer.__class__ = trt.IAttentionInputLayer
             layer.attention.decomposable = True
     expected = {a.node for a in plan.attention if a.kind is not AttentionKind.LOWERED}
-    if found != expected:
+    if names != expected:
         raise BuildError(
-            f"the parsed network has attention layers {sorted(found - expected)} that the plan does not name and lacks "
-            f"{sorted(expected - found)}: this TensorRT version names layers differently; please report it"
+            f"the parsed network has attention layers {sorted(names - expected)} that the plan does not name and lacks "
+            f"{sorted(expected - names)}: this TensorRT version names layers differently; please report it"
         )

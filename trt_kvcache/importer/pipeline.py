@@ -101,7 +101,7 @@ def import_unchecked(
 ) -> tuple[ImportedModel, Future[Checked]]:
     """Plan and rewrite a model in memory, and return while the check still runs, for callers who have other work.
 
-    Nothing that is made of the model may be given to anybody before the future has ended without an error.
+    Nothing that comes from the model may reach anybody before the future has ended without an error.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -167,12 +167,12 @@ def _rewrite(
 
 
 @contextmanager
-def _default_named(given: int | None, usual: int | None) -> Iterator[None]:
+def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
     """Say in an error about a capacity that nobody gave it."""
     try:
         yield
     except OptionError as error:
-        if given is not None or f"--capacity is {usual}" not in error.message:
+        if capacity is not None or f"--capacity is {usual}" not in error.message:
             raise
         raise OptionError(f"{error.message} ({usual} is the default where --capacity is left out)") from None
 
@@ -212,7 +212,7 @@ def _beyond_texts(folder: Path, capacity: int | None) -> list[str]:
 
 def _check(
     source: SourceModel,
-    given: PlanOptions,
+    options: PlanOptions,
     prepared: Prepared,
     plan: CachePlan,
     rewritten: onnx.ModelProto,
@@ -220,7 +220,7 @@ def _check(
     thorough: bool = False,
 ) -> Checked:
     try:
-        with _default_named(given.capacity, plan.options.capacity):
+        with _default_named(options.capacity, plan.options.capacity):
             return check_rewrite(
                 prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough
             )

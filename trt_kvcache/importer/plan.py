@@ -179,7 +179,7 @@ class CacheUpdate:
 class MaskGeometry:
     """One attention mask, computed once in the graph and shared by every node that names it.
 
-    A key ``j`` is visible to query ``i`` of row ``b`` where every given condition holds: ``j < lengths[b]``; causal:
+    A key ``j`` is visible to query ``i`` of row ``b`` where each of these conditions holds: ``j < lengths[b]``; causal:
     ``j <= i + offset``, ``offset = lengths[b] - S_q`` (0 without lengths); windows: ``i + offset - left <= j <= i +
     offset + right``; and the model's own mask.
 
@@ -253,7 +253,7 @@ class LogitsSpan:
 
     Attributes:
         output: name of the logits, ``[B, span, V]``.
-        tensor: name of the value ``[B, S, ...]`` that is cut to its last positions.
+        tensor: name of the value ``[B, S, ...]`` that is sliced to its last positions.
         axis: of the positions in it.
         readers: names of the nodes that read what is left of it; others read all of it.
     """
@@ -366,8 +366,8 @@ class CachePlan:
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
         """The only tensor with this role, or None. Caches and spans may be several: filter `tensors` for those."""
-        found = [t for t in self.tensors if t.role is role and t.io == io]
-        return found[0] if len(found) == 1 else None
+        matches = [t for t in self.tensors if t.role is role and t.io == io]
+        return matches[0] if len(matches) == 1 else None
 
 
 TENSORRT_DTYPES = {

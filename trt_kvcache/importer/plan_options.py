@@ -238,14 +238,14 @@ class PlanOptions:
                 f"lora_targets is {shown(self.lora_targets)}; give names of modules, such as q_proj,v_proj, or all"
             )
         if self.cache_ranges is not None:
-            object.__setattr__(self, "cache_ranges", _given_ranges(self.cache_ranges, self.cache_dtype))
+            object.__setattr__(self, "cache_ranges", _checked_ranges(self.cache_ranges, self.cache_dtype))
 
     def unquantized(self) -> PlanOptions:
         """The same with the caches that the model has."""
         return replace(self, cache_dtype=None, cache_ranges=None)
 
 
-def _given_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float]:
+def _checked_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float]:
     if dtype is None:
         raise OptionError("cache_ranges are given, and no cache_dtype: give the type as well, or leave the ranges out")
     if not isinstance(ranges, Mapping):

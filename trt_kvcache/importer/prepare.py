@@ -34,7 +34,7 @@ class Prepared:
 
     Attributes:
         reference: the model as read and inlined, before anything is recognized; its weights are stand-ins, too.
-        options: as given, with the capacity that was chosen where the model leaves it open.
+        options: of the caller, with the capacity that was chosen where the model leaves it open.
         model: the working copy; its large inline weights are stand-ins until `attach_weights`.
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
@@ -81,12 +81,12 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -
     notes += _doubles(model.graph)
     inlined = (*functions, *branches)
     model, finishes = extensions.edit("rewrite", model)
-    model, found, turned, refusal = _normalized(model, weights, options, usual)
-    if found is not None:
+    model, recognized, turned, refusal = _normalized(model, weights, options, usual)
+    if recognized is not None:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
-    bound = bind_capacity(model.graph, options.capacity, usual, fits=found is not None)
-    findings = found or Findings({})
+    bound = bind_capacity(model.graph, options.capacity, usual, fits=recognized is not None)
+    findings = recognized or Findings({})
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
     findings = replace(findings, notes=(*notes, *findings.notes))
     return Prepared(
@@ -102,9 +102,9 @@ def _normalized(
     """The model in canonical form: by what is known of exporters, or else by what its attention computes."""
     refusal: UnsupportedModelError | None = None
     try:
-        made, found = normalize(model, weights, options, usual)
-        if found is not None or any(n.op_type in ("TensorScatter", TENSORRT_UPDATE) for n in model.graph.node):
-            return made, found, (), None
+        canonical, findings = normalize(model, weights, options, usual)
+        if findings is not None or any(n.op_type in ("TensorScatter", TENSORRT_UPDATE) for n in model.graph.node):
+            return canonical, findings, (), None
     except UnsupportedModelError as error:
         refusal = error
     from trt_kvcache.importer.sites import find_sites  # most models do not need it
@@ -119,7 +119,7 @@ def _normalized(
         return *described, refusal
     if refusal is not None:
         raise refusal
-    return made, found, (), None
+    return canonical, findings, (), None
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:
@@ -139,12 +139,12 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], t
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
     """A note on what is computed in double. TensorRT makes it float32 without a message (measured on RTX 1.7.1)."""
     double = {v.name for v in graph.value_info if elem_type_of(v) == onnx.TensorProto.DOUBLE}
-    found = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
-    if not found:
+    nodes = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
+    if not nodes:
         return ()
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
     return (
-        f"{found[0].op_type} '{found[0].name}'{more}: computed in double in the model as exported, and in float32 "
+        f"{nodes[0].op_type} '{nodes[0].name}'{more}: computed in double in the model as exported, and in float32 "
         "here, since TensorRT has no double; that rounds each number by 0.000006 % at most, and none may exceed 3.4e38",
     )
 
@@ -185,22 +185,22 @@ def fix_digit_dims(graph: onnx.GraphProto) -> None:
             dim.dim_value = int(dim.dim_param.strip())
 
 
-def bind_capacity(graph: onnx.GraphProto, given: int | None, usual: int, *, fits: bool = False) -> int | None:
+def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fits: bool = False) -> int | None:
     """Give every cache a fixed sequence length, which TensorRT needs.
 
     Args:
         graph: edited in place.
-        given: tokens per sequence, or None.
-        usual: the same where none are given.
-        fits: `given` is known not to contradict the model.
+        wanted: tokens per sequence, or None.
+        usual: the same where `wanted` is None.
+        fits: `wanted` is known not to contradict the model.
 
     Returns:
-        The length that was given to caches with a symbolic one; None where there are none.
+        The length that caches with a symbolic one get; None where there are none.
 
     Raises:
-        OptionError: it is fixed at another value than the given one.
+        OptionError: it is fixed at another value than `wanted`.
     """
-    capacity = given or usual
+    capacity = wanted or usual
     values = {value.name: value for value in (*graph.output, *graph.input)}
     fixed: set[int] = set()
     symbolic: list[str] = []
@@ -217,9 +217,9 @@ def bind_capacity(graph: onnx.GraphProto, given: int | None, usual: int, *, fits
                 symbolic.append(dim.dim_param)
                 if not dim.dim_param:
                     dim.dim_value = capacity
-    if given is not None and not symbolic and fixed and fixed != {given} and not fits:
+    if wanted is not None and not symbolic and fixed and fixed != {wanted} and not fits:
         raise OptionError(
-            f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
+            f"--capacity is {wanted}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
             "leave the option out, or export with a symbolic length"
         )
     symbols = {symbol for symbol in symbolic if symbol}

@@ -46,16 +46,16 @@ _SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 def copied(proto: _Message) -> _Message:
     """A copy."""
-    made: _Message = type(proto)()
-    made.CopyFrom(proto)
-    return made
+    copy: _Message = type(proto)()
+    copy.CopyFrom(proto)
+    return copy
 
 
 def replace_field(field: Any, values: Iterable[Any]) -> None:
     """Let a repeated field hold these, some of which it may hold already."""
-    kept = list(values)
+    entries = list(values)
     del field[:]
-    field.extend(kept)
+    field.extend(entries)
 
 
 def part_of(
@@ -139,8 +139,8 @@ def constant_value(node: NodeProto) -> TensorProto | None:
 
 def constants_of(scope: Scope) -> dict[str, TensorProto]:
     """Initializers and values of Constant nodes, by name; the tensors themselves may have another one."""
-    made = {tensor.name: tensor for tensor in scope.initializer} if isinstance(scope, GraphProto) else {}
-    return made | {node.output[0]: t for node in scope.node if (t := constant_value(node)) is not None}
+    constants = {tensor.name: tensor for tensor in scope.initializer} if isinstance(scope, GraphProto) else {}
+    return constants | {node.output[0]: t for node in scope.node if (t := constant_value(node)) is not None}
 
 
 def readers_of(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
@@ -219,9 +219,9 @@ def byte_size(tensor: TensorProto) -> int | None:
 def cut_squares(graph: GraphProto) -> frozenset[str]:
     """Names of initializers ``[T, T]`` that nothing reads but Slice: masks over a context, and no weights."""
     squares = {t.name for t in graph.initializer if len(t.dims) == 2 and t.dims[0] == t.dims[1]}
-    cut = {node.input[0] for node in graph.node if is_op(node, "Slice") and node.input[0] in squares}
+    sliced = {node.input[0] for node in graph.node if is_op(node, "Slice") and node.input[0] in squares}
     others = {n for node in graph.node for i, n in enumerate(node.input) if i or not is_op(node, "Slice")}
-    return frozenset(cut - others)
+    return frozenset(sliced - others)
 
 
 def may_be_bias(tensor: TensorProto) -> bool:

@@ -1,8 +1,7 @@
 """Files that this package rewrote, and the options that they were rewritten with.
 
 `rewrite_model` writes its options into the metadata, and nothing else: no plan is read from a file. A rewritten file is
-the end of the way, for TensorRT and other runtimes. Plans come from the model that it was made from, which `verify` can
-compare it with.
+the end of the way, for TensorRT and other runtimes. Plans come from its source, which `verify` can compare it with.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
         planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
         declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}
         for name in dict.fromkeys((*planned, *declared)):
-            wanted, found = planned.get(name), declared.get(name)
-            if wanted is None or found is None:
+            wanted, actual = planned.get(name), declared.get(name)
+            if wanted is None or actual is None:
                 return f"{io} '{name}' is {'not in the plan' if wanted is None else 'missing'}"
             if (
-                wanted[0] != found[0]
-                or not _fits(wanted[1], found[1])
-                or (io == "input" and _is_closed(wanted[1], found[1]))
+                wanted[0] != actual[0]
+                or not _fits(wanted[1], actual[1])
+                or (io == "input" and _is_closed(wanted[1], actual[1]))
             ):
-                return f"{io} '{name}' is {found[0]} {list(found[1] or '?')}, planned {wanted[0]} {list(wanted[1])}"
+                return f"{io} '{name}' is {actual[0]} {list(actual[1] or '?')}, planned {wanted[0]} {list(wanted[1])}"
     makes = {name: node for node in model.graph.node for name in node.output}
     shapes = {v.name: shape_of(v) for v in model.graph.input}
     for cache in plan.caches:
@@ -106,26 +105,26 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
             f"{path}: carries no record of the options that it was rewritten with; give a file that 'rewrite' wrote"
         )
     try:
-        made = msgspec.json.decode(record, type=PlanOptions)
+        recorded = msgspec.json.decode(record, type=PlanOptions)
     except (msgspec.MsgspecError, OptionError) as error:
         raise InvalidModelError(f"{path}: its record of options cannot be read ({error}): rewrite it again") from None
-    if made.config is not None and options.config is None:
+    if recorded.config is not None and options.config is None:
         raise OptionError(f"{path}: was rewritten with a file of patterns for roles; give the same one (--config)")
     own = {
         name: getattr(options, name) for name in ("config", "checkpoint", "check_seconds", "check_memory", "recheck")
     }
-    made, default = dataclasses.replace(made, **own), PlanOptions()
+    recorded, default = dataclasses.replace(recorded, **own), PlanOptions()
     for field in dataclasses.fields(PlanOptions):
-        wanted, had = getattr(options, field.name), getattr(made, field.name)
+        wanted, had = getattr(options, field.name), getattr(recorded, field.name)
         if wanted not in (had, getattr(default, field.name)):
             raise OptionError(
                 f"{path}: was rewritten with {field.name} {_text(had)}, and {_text(wanted)} is asked for: leave the "
                 "option out, or rewrite the model again"
             )
-    return made
+    return recorded
 
 
-def check_same_interface(found: onnx.ModelProto, fresh: onnx.ModelProto, path: Path, source: Path) -> None:
+def check_same_interface(rewritten: onnx.ModelProto, fresh: onnx.ModelProto, path: Path, source: Path) -> None:
     """Refuses a rewritten model that takes or gives something else than a fresh rewrite of its source.
 
     Raises:
@@ -133,16 +132,16 @@ def check_same_interface(found: onnx.ModelProto, fresh: onnx.ModelProto, path: P
     """
     again = "it was made of another model or by another version, or was changed since: rewrite it again"
     written = {f.SerializeToString(deterministic=True) for f in fresh.functions}
-    for function in found.functions:
+    for function in rewritten.functions:
         if function.SerializeToString(deterministic=True) not in written:
             raise InvalidModelError(f"{path}: defines {function.name} otherwise than a rewrite of {source}; {again}")
     for io in ("input", "output"):
-        sides = [{v.name: _type(v) for v in getattr(m.graph, io)} for m in (fresh, found)]
+        sides = [{v.name: _type(v) for v in getattr(m.graph, io)} for m in (fresh, rewritten)]
         for name in dict.fromkeys((*sides[0], *sides[1])):
-            wanted, given = (side.get(name, "missing") for side in sides)
-            if wanted != given:
+            wanted, actual = (side.get(name, "missing") for side in sides)
+            if wanted != actual:
                 raise InvalidModelError(
-                    f"{path}: {io} '{name}' is {given}, and {wanted} in a rewrite of {source} with the options "
+                    f"{path}: {io} '{name}' is {actual}, and {wanted} in a rewrite of {source} with the options "
                     f"recorded; {again}"
                 )
 

@@ -134,10 +134,10 @@ def drop_unused_outputs(graph: GraphProto) -> None:
     used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
         if is_op(node, "Attention") or is_op(node, "LayerNormalization"):
-            kept = [name if i == 0 or name in used else "" for i, name in enumerate(node.output)]
-            while not kept[-1]:
-                kept.pop()
-            node.output[:] = kept
+            outputs = [name if i == 0 or name in used else "" for i, name in enumerate(node.output)]
+            while not outputs[-1]:
+                outputs.pop()
+            node.output[:] = outputs
 
 
 def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
@@ -204,8 +204,8 @@ def raise_opset(model: ModelProto) -> ModelProto:
     for node in all_nodes(converted.graph):
         if node.domain == _PARKED:
             node.ClearField("domain")
-        if (kept := metadata.get(tuple(node.output))) is not None and not node.metadata_props:
-            node.metadata_props.extend(kept)
+        if (entries := metadata.get(tuple(node.output))) is not None and not node.metadata_props:
+            node.metadata_props.extend(entries)
     replace_field(result.graph.node, converted.graph.node)
     own = {tensor.name for tensor in model.graph.initializer}
     result.graph.initializer.extend(t for t in converted.graph.initializer if t.name not in own)
@@ -258,42 +258,42 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
         model = lower(infer_shapes(model))
         graph = model.graph
         constants = _take_constants(graph)
-        made = _known_sizes(model, constants)
-        made |= _evaluated(model, constants | made)
-        gone = [n for n in graph.node if n.output[0] in made]
-        for name in (name for node in gone for name in node.output if name in made):
-            graph.initializer.append(numpy_helper.from_array(made[name], name))
-        replace_field(graph.node, [n for n in graph.node if n.output[0] not in made])
-        branches = take_branches(graph, constants | made)
+        values = _known_sizes(model, constants)
+        values |= _evaluated(model, constants | values)
+        gone = [n for n in graph.node if n.output[0] in values]
+        for name in (name for node in gone for name in node.output if name in values):
+            graph.initializer.append(numpy_helper.from_array(values[name], name))
+        replace_field(graph.node, [n for n in graph.node if n.output[0] not in values])
+        branches = take_branches(graph, constants | values)
         _merge_equal(graph)
         drop_dead(graph)
         taken += branches
         if not (gone or branches):
             break
-    found = {v.name: v for v in model.graph.output}
-    replace_field(model.graph.output, [v if _has_rank_of(v, found[v.name]) else found[v.name] for v in stated])
+    inferred = {v.name: v for v in model.graph.output}
+    replace_field(model.graph.output, [v if _has_rank_of(v, inferred[v.name]) else inferred[v.name] for v in stated])
     return model, taken
 
 
-def _has_rank_of(stated: onnx.ValueInfoProto, found: onnx.ValueInfoProto) -> bool:
+def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> bool:
     """True if the shape that an exporter states of an output has the rank that the graph gives it."""
-    of_graph, of_exporter = shape_of(found), shape_of(stated)
+    of_graph, of_exporter = shape_of(inferred), shape_of(stated)
     return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:
     """The small constants by name. Constant nodes become initializers."""
     outputs = {v.name for v in graph.output}
-    kept = []
+    others = []
     for node in graph.node:
         tensor = constant_value(node) if node.output[0] not in outputs else None
         if tensor is None or not _is_small(tensor.dims) or tensor.data_location == TensorProto.EXTERNAL:
-            kept.append(node)
+            others.append(node)
         else:
             graph.initializer.append(tensor)
             graph.initializer[-1].name = node.output[0]
-    if len(kept) < len(graph.node):
-        replace_field(graph.node, kept)
+    if len(others) < len(graph.node):
+        replace_field(graph.node, others)
         _drop_shapes(graph)  # of constants, of which onnxruntime-genai states wrong ones
     inputs = {v.name for v in graph.input}  # an initializer that is also an input is only a default
     return {name: value for name, value in _small_values(graph).items() if name not in inputs}
@@ -331,11 +331,11 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
         twin.graph.node.append(helper.make_node("ConstantOfShape", [sizes], [_PREFIX + name]))
     if not probed:
         return {}
-    found = {v.name: shape_of(v) for v in infer_shapes(twin).graph.value_info}
+    inferred = {v.name: shape_of(v) for v in infer_shapes(twin).graph.value_info}
     return {
         probe.removeprefix(_PREFIX): np.array(sizes, np.int64).reshape([len(sizes)] if shape else [])
         for probe, shape in probed.items()
-        if (sizes := found.get(probe)) and all(isinstance(d, int) and d > 0 for d in sizes)
+        if (sizes := inferred.get(probe)) and all(isinstance(d, int) and d > 0 for d in sizes)
     }
 
 
@@ -357,8 +357,8 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     from trt_kvcache.cpu import UnfusedSession  # not before there is something to run
 
     used = {name for node in nodes for name in node.input}
-    held = [numpy_helper.from_array(v, n) for n, v in constants.items() if n in used]
-    part = part_of(model, nodes, [], wanted, held)
+    initializers = [numpy_helper.from_array(v, n) for n, v in constants.items() if n in used]
+    part = part_of(model, nodes, [], wanted, initializers)
     try:
         values = UnfusedSession(part).run({})
     except Exception:  # noqa: BLE001 - as where it has no kernel; these nodes stay as they are
@@ -399,10 +399,10 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}
-    made = {name for n in body.node for name in n.output}
+    inner_names = {name for n in body.node for name in n.output}
     copies = []
     for value, name in zip(body.output, node.output, strict=False):
-        if value.name in made and value.name not in names:
+        if value.name in inner_names and value.name not in names:
             names[value.name] = name or prefix + value.name  # at once the name outside
         elif name:  # passed through, or given twice
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
@@ -428,7 +428,7 @@ def _merge_equal(graph: GraphProto) -> None:
     fixed = outputs.union(*(names_read(node) - {*node.input} for node in graph.node))
     first: dict[object, NodeProto] = {}
     renamed: dict[str, str] = {}
-    kept = []
+    nodes = []
     for node in graph.node:
         node.input[:] = [renamed.get(name, name) for name in node.input]
         bodies = any(True for a in node.attribute for _ in attribute_graphs(a))
@@ -437,22 +437,22 @@ def _merge_equal(graph: GraphProto) -> None:
         key = (node.domain, node.op_type, *attributes, "", *read, len(node.output))
         free = not bodies and node.op_type not in _STAY and node.domain in DEFAULT_DOMAINS
         if not free or fixed & set(node.output) or (other := first.setdefault(key, node)) is node:
-            kept.append(node)
+            nodes.append(node)
         else:
             renamed |= dict(zip(node.output, other.output, strict=True))
     if renamed:
-        replace_field(graph.node, kept)
+        replace_field(graph.node, nodes)
 
 
 def drop_dead(graph: GraphProto) -> None:
     """Remove what no output needs: nodes, initializers and the shapes of what went."""
     used = {v.name for v in graph.output}
-    kept = []
+    needed = []
     for node in reversed(graph.node):
         if used & set(node.output):
-            kept.append(node)
+            needed.append(node)
             used |= names_read(node)
-    replace_field(graph.node, kept[::-1])
+    replace_field(graph.node, needed[::-1])
     for index in reversed(range(len(graph.initializer))):  # weights may be large: no copies
         if graph.initializer[index].name not in used:
             del graph.initializer[index]
@@ -460,8 +460,8 @@ def drop_dead(graph: GraphProto) -> None:
 
 
 def _drop_shapes(graph: GraphProto) -> None:
-    made = {name for node in graph.node for name in node.output}
-    replace_field(graph.value_info, [v for v in graph.value_info if v.name in made])
+    outputs = {name for node in graph.node for name in node.output}
+    replace_field(graph.value_info, [v for v in graph.value_info if v.name in outputs])
 
 
 def _refuse_hidden(node: NodeProto) -> None:

@@ -22,15 +22,15 @@ _OF = "trt_kvcache:of"
 
 
 def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """A tensor without data in the place of one whose data are kept aside."""
-    made = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    made.data_location = onnx.TensorProto.EXTERNAL
-    made.external_data.add(key="location", value=STAND_IN)
-    return made
+    """A tensor without data in the place of one whose data are elsewhere."""
+    empty = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    empty.data_location = onnx.TensorProto.EXTERNAL
+    empty.external_data.add(key="location", value=STAND_IN)
+    return empty
 
 
 def is_stand_in(tensor: onnx.TensorProto) -> bool:
-    """True if the data of a tensor are kept aside."""
+    """True if the data of a tensor are elsewhere."""
     return any(e.key == "location" and e.value == STAND_IN for e in tensor.external_data)
 
 
@@ -60,18 +60,18 @@ def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequ
     Raises:
         ValueError: the shape needs another number of bytes.
     """
-    made = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
-    if byte_size(made) != byte_size(tensor):
+    view = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
+    if byte_size(view) != byte_size(tensor):
         raise ValueError(f"{byte_size(tensor)} bytes are no {list(shape)} of type {data_type}")
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
-        made.raw_data = raw_bytes(tensor)
-        return made
-    made.data_location = onnx.TensorProto.EXTERNAL
-    made.external_data.extend(tensor.external_data)
+        view.raw_data = raw_bytes(tensor)
+        return view
+    view.data_location = onnx.TensorProto.EXTERNAL
+    view.external_data.extend(tensor.external_data)
     keys = {e.key: e.value for e in tensor.external_data}
     if keys.get("location") == STAND_IN and _OF not in keys:
-        made.external_data.add(key=_OF, value=tensor.name)
-    return made
+        view.external_data.add(key=_OF, value=tensor.name)
+    return view
 
 
 def raw_bytes(tensor: onnx.TensorProto) -> bytes:

@@ -49,7 +49,7 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.unknown import why_unfit
 from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.plan import OriginalRole
-from trt_kvcache.importer.planning.rows_in_use import is_cut as is_cut_to_use
+from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.extensions.latent_attention import Positioned

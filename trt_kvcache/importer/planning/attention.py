@@ -47,7 +47,7 @@ from trt_kvcache.importer.planning.attention_facts import (
     is_used,
     read_attention,
 )
-from trt_kvcache.importer.planning.rows_in_use import cuts_behind
+from trt_kvcache.importer.planning.rows_in_use import row_slices
 
 _MOST_READERS = 5
 """Attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16 for them, which float16 still holds."""
@@ -116,7 +116,7 @@ class _Planner:
         if kind is not AttentionKind.LOWERED and id(node) in self._before_scans:
             kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
         behind = [self._caches_behind(t) for t in node.inputs[1:3]]
-        read = tuple(c.past for found in behind for c in found)
+        read = tuple(c.past for caches in behind for c in caches)
         span = self._span(facts, read) if all(behind) else None
         keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
         rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all of their rows count
@@ -152,8 +152,8 @@ class _Planner:
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
         """The cache that K or V is read from, through operators that move or select values; or is computed from."""
-        if cuts := cuts_behind(tensor):
-            return [self._present[t.name] for cut in cuts if (t := cut.inputs[0]).name in self._present]
+        if slices := row_slices(tensor):
+            return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
         while tensor.name not in self._present:
             node = producer(tensor)
             if node is None or not is_op(node, *PASSES):
@@ -187,7 +187,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if the mask has, or may be given, fewer keys than K: ONNX masks the rest, so K is cut to it."""
+        """True if the mask has, or may be given, fewer keys than K: ONNX masks the rest, so K is sliced to it."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -256,7 +256,7 @@ def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
 def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
     """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
 
-    ONNX pads a short mask with "masked", so a mask cut to the active length has the same meaning, and the step then
+    ONNX pads a short mask with "masked", so a mask sliced to the active length has the same meaning, and the step then
     costs the active length.
     """
     mask = facts.mask

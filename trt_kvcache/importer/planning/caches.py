@@ -32,7 +32,7 @@ from trt_kvcache.importer.plan import (
     UpdateMode,
 )
 from trt_kvcache.importer.planning.routes import decide
-from trt_kvcache.importer.planning.rows_in_use import is_cut
+from trt_kvcache.importer.planning.rows_in_use import is_row_slice
 from trt_kvcache.importer.protos import TENSORRT_UPDATE
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
@@ -55,9 +55,9 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
                 f"'{node.name}' is a node of this project's plugin ({node.op}), which rewritten models have; supported "
                 "are TensorScatter and the caches of exporters: give the model without it"
             )
-    found = [_plan(graph, node, options) for node in graph.nodes if is_update(node)]
+    updates = [_plan(graph, node, options) for node in graph.nodes if is_update(node)]
     places = {tensor.name: place for place, tensor in enumerate(graph.inputs)}
-    return tuple(sorted(found, key=lambda cache: places.get(cache.past, len(places))))
+    return tuple(sorted(updates, key=lambda cache: places.get(cache.past, len(places))))
 
 
 def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
@@ -216,8 +216,8 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
     """False: only the shape of what it reads counts, as it is or with its axes in another order."""
     if not is_op(node, "Transpose"):
         return not is_op(node, "Shape")
-    made = node.outputs[0]
-    return contains(graph.outputs, made) or any(_reads_values(graph, reader) for reader in consumers(made))
+    output = node.outputs[0]
+    return contains(graph.outputs, output) or any(_reads_values(graph, reader) for reader in consumers(output))
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
@@ -225,7 +225,7 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
 
     Operators that only move values or compute the cache may stand in between, and those of `through`.
     """
-    found: list[str] = []
+    readers: list[str] = []
     seen: set[int] = set()
     queue = [(present, False)]
     while queue:
@@ -235,11 +235,11 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
         seen.add(id(tensor))
         for node in consumers(tensor):
             if is_op(node, "Attention"):
-                if any(t is tensor for t in node.inputs[1:3]) and node.name not in found:
-                    found.append(node.name)
-            elif computed or is_cut(node) or (is_op(node, *PASSES, *through) and node.inputs[0] is tensor):
-                queue += [(output, computed or is_cut(node)) for output in node.outputs]
-    return tuple(found)
+                if any(t is tensor for t in node.inputs[1:3]) and node.name not in readers:
+                    readers.append(node.name)
+            elif computed or is_row_slice(node) or (is_op(node, *PASSES, *through) and node.inputs[0] is tensor):
+                queue += [(output, computed or is_row_slice(node)) for output in node.outputs]
+    return tuple(readers)
 
 
 def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:

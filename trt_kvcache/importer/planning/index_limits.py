@@ -45,20 +45,20 @@ def table_rows(model: ModelProto, name: str) -> int | None:
     Rows before that of a 0 do not count.
     """
     constants = constants_of(model.graph)
-    aliases, found = {name: 0}, []  # and what was added on the way
+    aliases, rows = {name: 0}, []  # and what was added on the way
     for node in model.graph.node:  # in topological order
         if node.op_type in PASSES and node.input and node.input[0] in aliases:
             aliases.update(dict.fromkeys(node.output, aliases[node.input[0]]))
         elif node.op_type in _SHIFTING:
             _shift(node, aliases, constants)
         elif node.op_type == "Gather" and node.input[1] in aliases and node.input[0] in constants:
-            found.append(constants[node.input[0]].dims[int_attribute(node, "axis")] - aliases[node.input[1]])
+            rows.append(constants[node.input[0]].dims[int_attribute(node, "axis")] - aliases[node.input[1]])
         elif node.op_type == "RotaryEmbedding":
             # ONNX: X, cos_cache, sin_cache, position_ids; com.microsoft: X, position_ids, cos_cache, sin_cache.
             positions, table = (1, 2) if node.domain == "com.microsoft" else (3, 1)
             if len(node.input) > positions and node.input[positions] in aliases and node.input[table] in constants:
-                found.append(constants[node.input[table]].dims[0] - aliases[node.input[positions]])
-    return min(found, default=None)
+                rows.append(constants[node.input[table]].dims[0] - aliases[node.input[positions]])
+    return min(rows, default=None)
 
 
 def _shift(node: NodeProto, aliases: dict[str, int], constants: dict[str, TensorProto]) -> None:

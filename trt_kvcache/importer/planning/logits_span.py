@@ -1,4 +1,4 @@
-"""Logits of the last positions of a step only: the value that they are computed from is cut where it is narrowest.
+"""Logits of the last positions of a step only: the value that they are computed from is sliced where it is narrowest.
 
     attention -> Add -> norm -> MLP -> Add -> norm -> MatMul -> softcap -> logits [B, S, V]
                   |                                                |
@@ -8,7 +8,7 @@ A prefill needs the logits of one position, and V is 128,256 where H is 2,048: c
 7 to 60 % of its products, counted in weights, and gigabytes.
 
 The tail is walked from the output back, as long as each operator works on each position by itself and nobody outside
-of the tail reads what is in it. The check runs what is cut.
+of the tail reads what is in it. The check runs what is sliced.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ELEMENTWISE = (
 _ALONG_AXIS = ("Split", "Softmax", "LogSoftmax", *NORMS)
 _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare", "ReduceL2")
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
-_TO_END = (1 << 31) - 1  # where a Slice that cuts nothing off ends, at least
+_TO_END = (1 << 31) - 1  # where a Slice that takes all to the end ends, at least
 
 Behind = Mapping[str, frozenset[str]]
 """The graph inputs behind each tensor, by name."""
@@ -56,7 +56,7 @@ class _MixedError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
+class _Neck:
     """One tensor that all of the tail is computed from, the axis of its positions, and who reads it in the tail."""
 
     tensor: gs.Tensor
@@ -66,7 +66,7 @@ class _Cut:
 
 
 def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """The place where logits of all positions are cut to the last ones in a sorted graph, or why they are not.
+    """The place where logits of all positions are sliced to the last ones in a sorted graph, or why they are not.
 
     None and nothing to say: nobody asks for it, or the model gives logits of one position anyway.
     """
@@ -77,18 +77,18 @@ def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptio
     if "tokens" in logits.axes:
         return None, _note(logits, "the tokens of all sequences are packed in one axis")
     output = next(t for t in graph.outputs if t.name == logits.name)
-    cut = _find_cut(graph, output, 1)
-    if isinstance(cut, str):
-        return None, _note(logits, cut)
+    neck = _find_neck(graph, output, 1)
+    if isinstance(neck, str):
+        return None, _note(logits, neck)
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}
     name = free_name(_NAME, taken)
-    readers = tuple(str(node.name) for node in cut.readers)
-    return LogitsSpan(name, name, logits.name, str(cut.tensor.name), cut.axis, readers), ""
+    readers = tuple(str(node.name) for node in neck.readers)
+    return LogitsSpan(name, name, logits.name, str(neck.tensor.name), neck.axis, readers), ""
 
 
 def _only(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | None:
-    found = [r for r in roles if r.role is role and r.io == io]
-    return found[0] if len(found) == 1 else None
+    matches = [r for r in roles if r.role is role and r.io == io]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _several(logits: TensorRole, tokens: TensorRole | None) -> bool:
@@ -125,7 +125,7 @@ def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
     return InterfaceChange("output", f"{role.name} [{', '.join(old)}]", f"{role.name} [{', '.join(new)}]", why)
 
 
-def _find_cut(graph: gs.Graph, output: gs.Tensor, axis: int) -> _Cut | str:
+def _find_neck(graph: gs.Graph, output: gs.Tensor, axis: int) -> _Neck | str:
     """The narrowest value in the tail of an output, the first of several; or why there is none narrower than it."""
     behind = inputs_behind(graph)
     best, least = None, _width(output, axis)
@@ -134,22 +134,22 @@ def _find_cut(graph: gs.Graph, output: gs.Tensor, axis: int) -> _Cut | str:
     slots: dict[int, list[tuple[gs.Node, int]]] = {id(output): []}  # who reads it in the tail, as which input
     try:
         for node in reversed(graph.nodes):
-            made = [t for t in node.outputs if id(t) in front]
-            if not made:
+            outputs = [t for t in node.outputs if id(t) in front]
+            if not outputs:
                 continue
             for tensor in (t for t in node.outputs if consumers(t) or contains(graph.outputs, t)):
                 _check_closed(graph, tensor, output, slots.get(id(tensor), []))
-            inputs = _inputs_by_position(node, front[id(made[0])][1], behind)
-            for tensor in made:
+            inputs = _inputs_by_position(node, front[id(outputs[0])][1], behind)
+            for tensor in outputs:
                 del front[id(tensor)]
             for index, place in inputs.items():
                 tensor = node.inputs[index]
                 if front.setdefault(id(tensor), (tensor, place))[1] != place:
                     raise _MixedError(f"'{tensor.name}' is read along two of its axes")
                 slots.setdefault(id(tensor), []).append((node, index))
-            cut = _cut(front, slots)
-            if cut is not None and cut.width <= least and (best is not None or cut.width < least):
-                best, least = cut, cut.width
+            candidate = _single(front, slots)
+            if candidate is not None and candidate.width <= least and (best is not None or candidate.width < least):
+                best, least = candidate, candidate.width
     except _MixedError as error:
         why = str(error)
     return why if best is None else best
@@ -165,7 +165,7 @@ def _check_closed(graph: gs.Graph, tensor: gs.Tensor, output: gs.Tensor, slots: 
         raise _MixedError(f"'{tensor.name}' is read as a whole, too")
 
 
-def _cut(front: Mapping[int, tuple[gs.Tensor, int]], slots: Mapping[int, list[tuple[gs.Node, int]]]) -> _Cut | None:
+def _single(front: Mapping[int, tuple[gs.Tensor, int]], slots: Mapping[int, list[tuple[gs.Node, int]]]) -> _Neck | None:
     """The only tensor that holds the positions of the tail so far; none where a reader takes all of it as well."""
     if len(front) != 1:
         return None
@@ -173,7 +173,7 @@ def _cut(front: Mapping[int, tuple[gs.Tensor, int]], slots: Mapping[int, list[tu
     readers = {id(node): node for node, _ in slots[id(tensor)]}
     width = _width(tensor, axis)
     whole = sum(t is tensor for node in readers.values() for t in node.inputs) != len(slots[id(tensor)])
-    return None if whole or not isinstance(width, int) else _Cut(tensor, axis, tuple(readers.values()), width)
+    return None if whole or not isinstance(width, int) else _Neck(tensor, axis, tuple(readers.values()), width)
 
 
 def _width(tensor: gs.Tensor, axis: int) -> int | float:
@@ -194,9 +194,9 @@ def _inputs_by_position(node: gs.Node, axis: int, behind: Behind) -> dict[int, i
     rank = _rank(node.outputs[0])
     if is_op(node, *_REDUCTIONS):
         axes, rank = _axes(node), _rank(node.inputs[0])
-        kept = range(rank) if int(node.attrs.get("keepdims", 1)) else [i for i in range(rank) if i not in axes]
-        _check_off(node, kept[axis], axes)
-        return {0: kept[axis]}
+        remaining = range(rank) if int(node.attrs.get("keepdims", 1)) else [i for i in range(rank) if i not in axes]
+        _check_off(node, remaining[axis], axes)
+        return {0: remaining[axis]}
     if is_op(node, "Transpose"):
         return {0: int((node.attrs.get("perm") or list(reversed(range(rank))))[axis])}
     if is_op(node, "Reshape"):
@@ -225,15 +225,15 @@ def _inputs_by_position(node: gs.Node, axis: int, behind: Behind) -> dict[int, i
 def _broadcast(node: gs.Node, axis: int, behind: Behind) -> dict[int, int]:
     """By the rules of broadcasting; constants are the same for all positions."""
     rank = _rank(node.outputs[0])
-    found: dict[int, int] = {}
+    places: dict[int, int] = {}
     for index, tensor in enumerate(node.inputs):
         if tensor.is_empty() or (place := axis - rank + _rank(tensor)) < 0:
             continue
         if behind.get(str(tensor.name)):
-            found[index] = place
+            places[index] = place
         elif (dims(tensor) or ())[place] != 1:
             raise _MixedError(f"{node.op} '{node.name}' does to each position something else, by '{tensor.name}'")
-    return found
+    return places
 
 
 def _reshaped(node: gs.Node, axis: int) -> dict[int, int]:
@@ -242,11 +242,11 @@ def _reshaped(node: gs.Node, axis: int) -> dict[int, int]:
     if shape is None or int(node.attrs.get("allowzero", 0)):
         raise _MixedError(f"Reshape '{node.name}' is to a shape that is computed")
     sizes = [int(n) for n in shape]
-    rest, made = before[axis + 1 :], sizes[axis + 1 :]
+    rest, new = before[axis + 1 :], sizes[axis + 1 :]
     numbers = [d for d in rest if isinstance(d, int)]
-    same = len(numbers) == len(rest) and min(made, default=1) > 0 and prod(numbers) == prod(made)
-    kept = len(before) > axis and not any(sizes[:axis])
-    if not kept or not (sizes[axis] == 0 or (sizes[axis] == -1 and same)):
+    same = len(numbers) == len(rest) and min(new, default=1) > 0 and prod(numbers) == prod(new)
+    leading = len(before) > axis and not any(sizes[:axis])
+    if not leading or not (sizes[axis] == 0 or (sizes[axis] == -1 and same)):
         raise _MixedError(f"Reshape '{node.name}' does not keep positions apart")
     return {0: axis}
 

@@ -1,8 +1,8 @@
-"""Caches are cut to the rows in use for what is computed of them before attention.
+"""Caches are sliced to the rows in use for what is computed of them before attention.
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-Normalization puts such a Slice after a cache, which cuts nothing off, where everything from there to the attention
+Normalization puts such a Slice after a cache, which takes all rows, where everything from there to the attention
 works on each row by itself. The rewrite lets it end with the span: then only the rows in use are computed.
 """
 
@@ -15,14 +15,14 @@ from trt_kvcache.importer.graph import NAME_PREFIX, Emitter, dims, is_op, produc
 _HINT = "rows_in_use"
 
 
-def emit_cut(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.Variable:
+def emit_row_slice(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.Variable:
     """All rows of an updated cache, along `axis`, of which the rewrite may take fewer."""
-    made = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
-    made.shape = present.shape
-    return made
+    rows = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
+    rows.shape = present.shape
+    return rows
 
 
-def is_cut(node: gs.Node, end: gs.Tensor | None = None) -> bool:
+def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
     """True for such a Slice that does not end with a span yet, or ends with `end`."""
     return (
         is_op(node, "Slice")
@@ -31,12 +31,12 @@ def is_cut(node: gs.Node, end: gs.Tensor | None = None) -> bool:
     )
 
 
-def cuts_behind(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """The cuts that a tensor is computed from, in the order in which it takes them; none where there is more to it.
+def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
+    """The Slices that a tensor is computed from, in the order in which it takes them; none where there is more to it.
 
-    Cuts that K and V share may end with `end` already.
+    Slices that K and V share may end with `end` already.
     """
-    found: dict[int, gs.Node] = {}
+    slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
     while pending:
         current = pending.pop()
@@ -46,15 +46,15 @@ def cuts_behind(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node
         if node is None or is_op(node, "TensorScatter"):
             return []
         seen.add(id(node))
-        if is_cut(node, end):
-            found[id(node)] = node
+        if is_row_slice(node, end):
+            slices[id(node)] = node
         else:
             pending += reversed(node.inputs)
-    return list(found.values())
+    return list(slices.values())
 
 
 def end_with(node: gs.Node, end: gs.Tensor) -> None:
-    """Let a cut take the first `end` rows, int64 ``[1]``."""
+    """Let a Slice take the first `end` rows, int64 ``[1]``."""
     node.inputs[2] = end
     output = node.outputs[0]
     axis = small_constant(node.inputs[3])

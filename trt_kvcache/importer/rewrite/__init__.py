@@ -9,7 +9,7 @@ Slice nodes as a shape tensor without a copy from the device, a CUDA graph captu
 step of that span, and the contents are one constant buffer that serves every span.
 
 K, the shape of another one, says that logits are wanted of the last K positions: the value that they are computed from
-is cut before the tail.
+is sliced before the tail.
 
     x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
 """
@@ -34,7 +34,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
-    _cut_logits(graph, emitter, plan)
+    _slice_logits(graph, emitter, plan)
     views = rewrite_caches(emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     if any(cache.route is Route.PLUGIN for cache in plan.caches):
@@ -52,8 +52,8 @@ def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
             tensor.shape = [None if d == "?" else d for d in shapes[tensor.name]]
 
 
-def _cut_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Add the plan's logits span to the graph, and cut to it what the logits are computed from."""
+def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
+    """Add the plan's logits span to the graph, and slice to it what the logits are computed from."""
     span = plan.logits_span
     if span is None:
         return
@@ -62,8 +62,8 @@ def _cut_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     tensor = graph.tensors()[span.tensor]
     axis = span.axis
     length = emitter.op("Shape", [tensor], "positions", INT64, start=axis, end=axis + 1)
-    kept = emitter.op("Shape", [count], "kept", INT64)
-    first = emitter.op("Max", [emitter.op("Sub", [length, kept], "dropped", INT64), emitter.ints([0])], "first", INT64)
+    size = emitter.op("Shape", [count], "kept", INT64)
+    first = emitter.op("Max", [emitter.op("Sub", [length, size], "dropped", INT64), emitter.ints([0])], "first", INT64)
     last = emitter.op("Slice", [tensor, first, length, emitter.ints([axis])], "last_positions")
     last.shape = [span.symbol if i == axis else None if d == "?" else d for i, d in enumerate(dims(tensor) or ())]
     for node in [node for node in graph.nodes if node.name in span.readers]:

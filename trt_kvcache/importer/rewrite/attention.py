@@ -17,7 +17,7 @@ from trt_kvcache.importer.graph import Emitter, dims, elem_type, is_op, producer
 from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan
 from trt_kvcache.importer.planning.attention import whole_query
 from trt_kvcache.importer.planning.attention_facts import AttentionFacts, read_attention
-from trt_kvcache.importer.planning.rows_in_use import cuts_behind, end_with
+from trt_kvcache.importer.planning.rows_in_use import end_with, row_slices
 from trt_kvcache.importer.rewrite.caches import CacheView
 from trt_kvcache.importer.rewrite.lowered import lower_attention
 from trt_kvcache.importer.rewrite.masks import Mask, build_mask
@@ -30,13 +30,13 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
     queries: Counter[str] = Counter()
     keys = Counter(nodes[item.node].inputs[1].name for item in plan.attention)
     for item in plan.attention:
-        facts = _apart(emitter, read_attention(graph, nodes[item.node]), queries, keys)
+        facts = _separate(emitter, read_attention(graph, nodes[item.node]), queries, keys)
         mask = build_mask(emitter, facts, item, masks.get(item.mask or ""))
         _rewrite(emitter, facts, item, mask, views)
 
 
-def _apart(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
-    """Keep attentions apart that share Q or K, so that TensorRT cannot merge what it makes of them.
+def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
+    """Separate attentions that share Q or K, so that TensorRT cannot merge what it makes of them.
 
     TensorRT's importer multiplies Q and K by the root of the scale; where two attentions get the same product, the
     builder of TensorRT for RTX 1.7.1 dies of SIGSEGV. So under a shared K, the scale goes to Q alone; and the readers
@@ -63,7 +63,7 @@ def _rewrite(
     emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, mask: Mask, views: dict[str, CacheView]
 ) -> None:
     node = facts.node
-    query, key, value = node.inputs[0], *(cut(emitter, t, mask.end, views) for t in node.inputs[1:3])
+    query, key, value = node.inputs[0], *(slice_keys(emitter, t, mask.end, views) for t in node.inputs[1:3])
     target = node.outputs[0]
     scores = node.outputs[3] if facts.qk_output else None
     node.outputs.clear()
@@ -82,20 +82,20 @@ def _rewrite(
     maker.outputs = [target]
 
 
-def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
-    """Keep the first `end` keys of K or V, cutting the cache itself where only shapes change in between.
+def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
+    """Keep the first `end` keys of K or V, slicing the cache itself where only shapes change in between.
 
-    The cut comes before any transpose, so that what is moved follows the active length too. Cuts of one cache are
-    shared by all its readers.
+    The Slice comes before any transpose, so that what is moved follows the active length too. All readers of a cache
+    share its Slices.
     """
     if end is None:
         return tensor
     shape = dims(tensor)
-    cut_shape = [None if d == "?" or i == 2 else d for i, d in enumerate(shape or ())] or None
-    if cuts := cuts_behind(tensor, end):
-        for node in cuts:
+    sliced_shape = [None if d == "?" or i == 2 else d for i, d in enumerate(shape or ())] or None
+    if slices := row_slices(tensor, end):
+        for node in slices:
             end_with(node, end)
-        tensor.shape = cut_shape
+        tensor.shape = sliced_shape
         return tensor
     moves: list[gs.Node] = []
     base, axis = tensor, 2
@@ -120,7 +120,7 @@ def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[
     for move in moves:
         kind = elem_type(move.outputs[0])
         result = emitter.op(move.op, [result, *move.inputs[1:]], f"{result.name}_moved", kind, **move.attrs)
-    result.shape = cut_shape
+    result.shape = sliced_shape
     return result
 
 

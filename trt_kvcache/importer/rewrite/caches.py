@@ -21,7 +21,7 @@ from trt_kvcache.plugins.operators import NAMESPACE
 
 @dataclass(frozen=True)
 class CacheView:
-    """A cache as its readers see it, so that a reader can cut the cache first and reshape the (smaller) rest.
+    """A cache as its readers see it, so that a reader can slice the cache first and reshape the (smaller) rest.
 
     Attributes:
         present: the updated cache in its physical shape.

@@ -216,7 +216,7 @@ class _Builder:
         return self.emitter.op("Range", [self.emitter.ints(0), number, self.emitter.ints(1)], name, INT64)
 
     def _own_mask(self, mask: gs.Tensor) -> gs.Tensor:
-        """The model's mask as 4-D, cut to the keys that take part."""
+        """The model's mask as 4-D, sliced to the keys that take part."""
         emitter = self.emitter
         rank = len(dims(mask) or (0,) * 4)
         dtype = self.facts.dtype if self.geometry.additive else BOOL

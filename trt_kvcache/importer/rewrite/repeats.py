@@ -33,10 +33,10 @@ def _counts(node: gs.Node) -> list[int] | None:
     """The repeats of a Tile or Expand along each axis of its input; None where constants do not say it."""
     if not is_op(node, "Tile", "Expand"):
         return None
-    given = small_constant(node.inputs[1])
-    if given is None or not len(given) or (given < 1).any():
+    repeats = small_constant(node.inputs[1])
+    if repeats is None or not len(repeats) or (repeats < 1).any():
         return None
-    counts = [int(n) for n in given]
+    counts = [int(n) for n in repeats]
     if is_op(node, "Tile"):
         return counts
     shape = dims(node.inputs[0]) or ()

@@ -23,7 +23,7 @@ from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
-from trt_kvcache.importer.planning.rows_in_use import emit_cut
+from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,4 +130,4 @@ def _rows_in_use(leaf: RowFunction, canonical: Canonical) -> gs.Tensor:
     """The rows in use of a cache."""
     write = leaf.writes[0]
     rows = (write.present.shape or ())[write.axis]
-    return emit_cut(canonical.emit, write.present, write.axis, int(rows))
+    return emit_row_slice(canonical.emit, write.present, write.axis, int(rows))
