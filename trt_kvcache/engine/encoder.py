@@ -82,7 +82,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     """
     from trt_kvcache.importer.extensions.encoders.files import find_first_step
     from trt_kvcache.importer.extensions.encoders.model import import_encoder
-    from trt_kvcache.importer.extensions.encoders.positions import check_positions, most_ids, positions_made
+    from trt_kvcache.importer.extensions.encoders.positions import check_positions, count_positions, most_ids
 
     path = which_encoder(model, plan, build)
     if path is None:
@@ -95,7 +95,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     shapes: dict[str, tuple[int, ...]] = {**fixed, **largest}  # type: ignore[dict-item]  # fixed ones are of ints
     check_positions(encoder.model, shapes)
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
-    positions = positions_made(encoder.model, shapes, axes)
+    positions = count_positions(encoder.model, shapes, axes)
     return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions)
 
 

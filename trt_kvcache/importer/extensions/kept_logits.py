@@ -32,7 +32,7 @@ from trt_kvcache.importer.simplify import drop_dead, infer_shapes
 
 __all__ = ["rewrite"]
 
-_END = (1 << 31) - 1  # where a Slice that cuts nothing off ends, at least
+_END = (1 << 31) - 1  # where a Slice that takes all to the end ends, at least
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
@@ -61,7 +61,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 def _slices(graph: onnx.GraphProto, name: str) -> list[onnx.NodeProto]:
     """The Slices from minus the input to the end; none if something else reads it."""
     readers, constants = readers_of(graph.node), constants_of(graph)
-    found: list[onnx.NodeProto] = []
+    slices: list[onnx.NodeProto] = []
     pending = [(name, False)]
     while pending:
         tensor, negated = pending.pop()
@@ -71,14 +71,14 @@ def _slices(graph: onnx.GraphProto, name: str) -> list[onnx.NodeProto]:
             elif is_op(node, "Neg") and not negated:
                 pending.append((node.output[0], True))
             elif is_op(node, "Slice") and negated and node.input[1] == tensor and _to_end(node, constants):
-                found.append(node)
+                slices.append(node)
             else:
                 return []
-    return found
+    return slices
 
 
 def _to_end(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    """True if a Slice cuts nothing off at the end."""
+    """True if a Slice takes all to the end."""
     bounds = [
         numpy_helper.to_array(constants[n]) if n in constants else None for n in (*node.input[2:3], *node.input[4:])
     ]
@@ -87,7 +87,7 @@ def _to_end(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> 
 
 
 def _finish(exported: OriginalTensor, plan: CachePlan) -> CachePlan:
-    """Add the input of the model as exported, which is given 0."""
+    """Add the input of the model as exported, which gets 0."""
     old = f"{exported.name} [{', '.join(map(str, exported.shape))}]"
     why = f"{plan.logits_span.name} says it" if plan.logits_span is not None else "the logits are of all positions"
     change = InterfaceChange("input", old, "", why)

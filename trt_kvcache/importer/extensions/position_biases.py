@@ -55,7 +55,7 @@ class RelativeBias:
 
 
 def emit_bias(emit: Emitter, bias: RelativeBias, positions: gs.Tensor, capacity: int) -> gs.Variable:
-    """The bias over all rows of the caches, ``[B, H, S, L]``; made once for all layers that share it."""
+    """The bias over all rows of the caches, ``[B, H, S, L]``; emitted once for all layers that share it."""
 
     def make() -> gs.Variable:
         query = emit.op("Unsqueeze", [positions, emit.ints([2])], "bias_query", INT64)
@@ -63,11 +63,11 @@ def emit_bias(emit: Emitter, bias: RelativeBias, positions: gs.Tensor, capacity:
         distance = emit.op("Sub", [rows, query], "bias_distance", INT64)
         known = emit.op("Clip", [distance, emit.ints(0), emit.ints(capacity - 1)], "bias_index", INT64)
         bucket = emit.op("Gather", [emit.constant(bias.buckets), known], "bias_bucket", INT64, axis=0)
-        found = emit.op("Gather", [bias.table, bucket], "bias_found", bias.elem_type, axis=0)
-        return emit.op("Transpose", [found], "bias", bias.elem_type, perm=[0, 3, 1, 2])
+        values = emit.op("Gather", [bias.table, bucket], "bias_found", bias.elem_type, axis=0)
+        return emit.op("Transpose", [values], "bias", bias.elem_type, perm=[0, 3, 1, 2])
 
-    made: gs.Variable = emit.once(("bias", bias.table.name, bias.buckets.tobytes()), make)
-    return made
+    result: gs.Variable = emit.once(("bias", bias.table.name, bias.buckets.tobytes()), make)
+    return result
 
 
 def take_off(masks: Masks, samples: Samples) -> tuple[Masks, RelativeBias | None]:
@@ -101,15 +101,15 @@ def _read_table(masks: Masks, table: gs.Tensor, samples: Samples) -> RelativeBia
     """The bias of a weight ``[buckets, H]``: each place has a number of its own, and arrives where it is added."""
     last = samples.plain[-1]
     heads = (last.probe.shape(table.name) or (1, 1))[1]
-    given = tuple(pair for pair in masks.given if pair[0] != table.name)
-    zero, places = masks.added(last), replace(masks, given=given).added(last, (str(table.name), "places"))
-    found = (places - zero)[..., : last.total]
-    if found.shape[1] != heads or found.shape[3] < last.total or not np.isfinite(found[0, 0, -1]).all():
+    others = tuple(pair for pair in masks.given if pair[0] != table.name)
+    zero, places = masks.added(last), replace(masks, given=others).added(last, (str(table.name), "places"))
+    numbers = (places - zero)[..., : last.total]
+    if numbers.shape[1] != heads or numbers.shape[3] < last.total or not np.isfinite(numbers[0, 0, -1]).all():
         raise UnsupportedModelError(
             f"what is added to the scores of '{masks.node}' looks up the weight '{table.name}' and is no bias that "
             "only depends on the head and on the distance of query and key; supported are relative position biases"
         )
-    buckets = ((found[0, 0, -1] - 1) // heads).astype(np.int64)  # of the farthest key to the query's own
+    buckets = ((numbers[0, 0, -1] - 1) // heads).astype(np.int64)  # of the farthest key to the query's own
     return RelativeBias(table, buckets, last.probe.elem_type(table.name) or 1)
 
 

@@ -143,10 +143,10 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
     for cache in plan.caches:
         _check(cache, plan, form)
     emitter = Emitter(graph)
-    made = [_Quantized(emitter, form, cache, _writer(graph, cache)) for cache in plan.caches]
-    for each in made:
+    caches = [_Quantized(emitter, form, cache, _writer(graph, cache)) for cache in plan.caches]
+    for each in caches:
         each.edit()
-    planned = _plan(plan, [each.planned() for each in made])
+    planned = _plan(plan, [each.planned() for each in caches])
     if any(cache.route is Route.PLUGIN for cache in planned.caches):
         extensions.plugin_route.rewrite_updates(graph, emitter, planned)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
@@ -165,8 +165,8 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
     if ranges is not None:
         names = {cache.past for cache in plan.caches}
         if wrong := sorted(names ^ ranges.keys()):
-            found = "has no" if wrong[0] in names else "names"
-            raise OptionError(f"cache_ranges {found} '{wrong[0]}'; give the range of each cache of this model")
+            verb = "has no" if wrong[0] in names else "names"
+            raise OptionError(f"cache_ranges {verb} '{wrong[0]}'; give the range of each cache of this model")
     most = _MOST[wanted]
     if target is Target.TENSORRT or plain:
         if plan.options.fallback is not Fallback.AUTO and not plain:
@@ -251,12 +251,12 @@ class _Quantized:
             self._add_scales(scale)
         self._node.inputs[1] = codes
         self._retype(codes.dtype)
-        held = self._present
+        rows = self._present
         if self._form.dtype == _FLOAT8:
-            held = self._codes(held)
+            rows = self._codes(rows)
         for reader in readers:
-            reader.inputs = [held if t is self._present else t for t in reader.inputs]
-            self._dequantize_for(reader, held)
+            reader.inputs = [rows if t is self._present else t for t in reader.inputs]
+            self._dequantize_for(reader, rows)
 
     def _retype(self, dtype: int) -> None:
         for tensor in (self._past, self._present):
@@ -377,7 +377,7 @@ class _Quantized:
         codes = self._op("Sub", [self._op("Sub", [low, above], "raw"), self._number(1 << (form.bits - 1))], "signed")
         whole = self._emitter.ints([0, 0, 0, form.codes * self._numbers])
         codes = self._op("Reshape", [codes, whole], "codes_read")
-        return self._cut(codes, 0, self._size) if form.codes * self._numbers > self._size else codes
+        return self._slice(codes, 0, self._size) if form.codes * self._numbers > self._size else codes
 
     @property
     def _shift(self) -> int:
@@ -389,33 +389,33 @@ class _Quantized:
         places = np.arange(first, first + self._form.codes) * self._form.bits * sign
         return self._emitter.constant(np.exp2(places).astype(np.float32)[:, None])
 
-    def _cut(self, tensor: gs.Tensor, first: int, last: int) -> gs.Variable:
+    def _slice(self, tensor: gs.Tensor, first: int, last: int) -> gs.Variable:
         ends = [self._emitter.ints([end]) for end in (first, last, -1)]
         return self._op("Slice", [tensor, *ends], "part")
 
-    def _dequantize_for(self, reader: gs.Node, held: gs.Tensor) -> None:
+    def _dequantize_for(self, reader: gs.Node, present: gs.Tensor) -> None:
         """Put what the codes stand for in the way to a reader of them, after it where it takes the rows in use."""
         axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
         if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
-            values = self._emitter.once(("values", held.name), lambda: self._dequantize(held, None))
-            self._read(reader, held, values)
+            values = self._emitter.once(("values", present.name), lambda: self._dequantize(present, None))
+            self._read(reader, present, values)
             return
         rows = reader.outputs[0]
         readers = consumers(rows)
-        rows.dtype, rows.shape = held.dtype, None
+        rows.dtype, rows.shape = present.dtype, None
         values = self._dequantize(rows, reader)
         for other in readers:
             self._read(other, rows, values)
 
-    def _read(self, reader: gs.Node, held: gs.Tensor, values: gs.Variable) -> None:
+    def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
         """Let a reader of codes read values, turned back where it is no attention that is rotated with them."""
-        if not self._turn_attention(reader, held):
+        if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
-        reader.inputs = [values if t is held else t for t in reader.inputs]
+        reader.inputs = [values if t is codes else t for t in reader.inputs]
 
-    def _turn_attention(self, node: gs.Node, held: gs.Tensor) -> bool:
+    def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
         """Rotate the queries of an attention over these keys, or its result over these values; else return False."""
-        places = [i for i, tensor in enumerate(node.inputs) if tensor is held]
+        places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False
         if places == [1]:
@@ -426,9 +426,9 @@ class _Quantized:
 
     def _turn_result(self, node: gs.Node, turn: Callable[[gs.Tensor], gs.Variable]) -> None:
         """Rotate the first output of a node."""
-        (result, *others), made = node.outputs, gs.Variable(self._emitter.name("rotated"), dtype=node.outputs[0].dtype)
-        node.outputs = [made, *others]
-        (maker,) = turn(made).inputs
+        (result, *others), inner = node.outputs, gs.Variable(self._emitter.name("rotated"), dtype=node.outputs[0].dtype)
+        node.outputs = [inner, *others]
+        (maker,) = turn(inner).inputs
         maker.outputs = [result]
 
     def _turn(self, rows: gs.Tensor, dtype: int) -> gs.Variable:
@@ -445,24 +445,24 @@ class _Quantized:
         heads = self._op("Reshape", [rows, self._emitter.ints([0, 0, -1, self._size])], "heads")
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
-    def _dequantize(self, rows: gs.Tensor, cut: gs.Node | None) -> gs.Variable:
+    def _dequantize(self, rows: gs.Tensor, reader: gs.Node | None) -> gs.Variable:
         """The numbers that the codes of rows stand for: of all, or of those that a Slice takes."""
         codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scale
         if self._form.scale_inside:
-            codes, scale = self._cut(rows, 0, self._numbers), self._cut(rows, self._numbers, self._numbers + 1)
+            codes, scale = self._slice(rows, 0, self._numbers), self._slice(rows, self._numbers, self._numbers + 1)
         elif self._scales is not None:
             scale = self._scales[1]
-            if cut is not None:
-                scale = self._op("Slice", [scale, *cut.inputs[1:]], "scales_read")
+            if reader is not None:
+                scale = self._op("Slice", [scale, *reader.inputs[1:]], "scales_read")
         if self._form.codes > 1:
             codes = self._unpack(codes)
         values = codes if scale is self._unit else self._op("Mul", [codes, scale], "values")
         to = _elem_type(self._cache.dtype)
         return self._op("Cast", [values], "read", to, to=to)
 
-    def _codes(self, held: gs.Tensor) -> gs.Variable:
+    def _codes(self, numbers: gs.Tensor) -> gs.Variable:
         """Numbers of a narrow type as float32, times the scale of the cache where each of them is a code."""
-        return self._op("DequantizeLinear", [held, self._unit, self._zero(int(held.dtype))], "codes_held")
+        return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
         """The update of the scales, beside that of the codes."""
@@ -474,14 +474,14 @@ class _Quantized:
             while name in taken:
                 name += "_"
             names.append(name)
-        made = [gs.Variable(name, np.float32, [*past.shape[:-1], 1]) for name in names]
-        inputs = [made[0], scale, *node.inputs[2:]]
-        update = gs.Node(node.op, self._emitter.name(f"{names[1]}:{node.op}"), dict(node.attrs), inputs, [made[1]])
+        scales = [gs.Variable(name, np.float32, [*past.shape[:-1], 1]) for name in names]
+        inputs = [scales[0], scale, *node.inputs[2:]]
+        update = gs.Node(node.op, self._emitter.name(f"{names[1]}:{node.op}"), dict(node.attrs), inputs, [scales[1]])
         update.domain = node.domain
         graph.nodes.append(update)
-        graph.inputs.insert(_place(graph.inputs, past) + 1, made[0])
-        graph.outputs.insert(_place(graph.outputs, present) + 1, made[1])
-        self._scales = made[0], made[1], update
+        graph.inputs.insert(_place(graph.inputs, past) + 1, scales[0])
+        graph.outputs.insert(_place(graph.outputs, present) + 1, scales[1])
+        self._scales = scales[0], scales[1], update
 
     def _keep_shapes(self, tensor: gs.Tensor, shape: tuple[Dim, ...]) -> None:
         """Shape nodes that read the cache go on seeing the size of its rows.
@@ -510,9 +510,9 @@ def _place(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
     return next(i for i, other in enumerate(tensors) if other is tensor)
 
 
-def _plan(plan: CachePlan, made: list[tuple[CacheUpdate, ...]]) -> CachePlan:
+def _plan(plan: CachePlan, updates: list[tuple[CacheUpdate, ...]]) -> CachePlan:
     """The plan with quantized caches in the place of others."""
-    by_name = {name: caches for caches in made for name in (caches[0].past, caches[0].present)}
+    by_name = {name: caches for caches in updates for name in (caches[0].past, caches[0].present)}
     tensors: list[TensorRole] = []
     changes = {(c.io, c.new.partition(" ")[0]): c for c in plan.changes if c.new}
     for role in plan.tensors:
@@ -533,7 +533,7 @@ def _plan(plan: CachePlan, made: list[tuple[CacheUpdate, ...]]) -> CachePlan:
     gone = tuple(c for c in plan.changes if not c.new)
     quantized = replace(
         plan,
-        caches=tuple(cache for caches in made for cache in caches),
+        caches=tuple(cache for caches in updates for cache in caches),
         tensors=tuple(tensors),
         changes=(*gone, *changes.values()),
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.encoders.outputs import HIDDEN, IDS, MASK, cut_to, take_first_branch
+from trt_kvcache.importer.extensions.encoders.outputs import HIDDEN, IDS, MASK, keep_outputs, take_first_branch
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 
@@ -45,7 +45,7 @@ class FirstStep:
         self.path = path
         model = load_source(path, first_step=True).proto
         take_first_branch(model.graph)
-        self.outputs = cut_to(model.graph, wanted)
+        self.outputs = keep_outputs(model.graph, wanted)
         unknown = [v.name for v in model.graph.input if v.name not in (IDS, HIDDEN, MASK)]
         if unknown:
             raise UnsupportedModelError(

@@ -44,7 +44,7 @@ __all__ = ["add_adapters"]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Match:
     """A product, and the modules that it is."""
 
     product: Product
@@ -70,20 +70,20 @@ def add_adapters(
         weights: that stand-ins stand for.
 
     Raises:
-        UnsupportedModelError: a target is not found, or nothing says which rows of a product are a sequence's.
+        UnsupportedModelError: no product is a target, or nothing says which rows of a product are a sequence's.
         OptionError: the checkpoint cannot be read.
     """
     options = plan.options
     assert options.lora_rank is not None
     graph = ProductGraph(model, plan)
     products = [*graph.products()]
-    found = [_parts(one, graph) for one in _named(products, source)]
+    matches = [_parts(one, graph) for one in _named(products, source)]
     contents = Contents.beside(options.checkpoint, folder)
-    if contents is not None and (options.checkpoint is not None or not _covers(found, options.lora_targets)):
-        found = _merged(found, _compared(products, contents, graph, folder, weights))
-    targets = _apart(found, options.lora_targets)
-    chosen = [*_targets(found, targets)]
-    _check_found(chosen, found, targets, compared=contents is not None)
+    if contents is not None and (options.checkpoint is not None or not _covers(matches, options.lora_targets)):
+        matches = _merged(matches, _compared(products, contents, graph, folder, weights))
+    targets = _split_targets(matches, options.lora_targets)
+    chosen = [*_targets(matches, targets)]
+    _check(chosen, matches, targets, compared=contents is not None)
     for one in chosen:
         graph.check_rows(one.product, one.parts[0].module)
     taken = set(graph.shapes) | {v.name for v in (*model.graph.input, *model.graph.output)}
@@ -109,22 +109,22 @@ def add_adapters(
     )  # fmt: skip
 
 
-def _named(products: Sequence[Product], source: ModelProto) -> list[_Found]:
+def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
     """The products whose names say which module they are; of several of one name that with the most inputs."""
     names = module_names(source)
     best: dict[str, list[Product]] = {}
     said: dict[str, str] = {}
     for product in products:
-        found = names.of(product.root, product.node.name)
-        if found is not None:
-            module, by = found
+        naming = names.of(product.root, product.node.name)
+        if naming is not None:
+            module, by = naming
             if "lora_" in module:  # of an adapter that was exported with the model
                 continue
             said[module] = by
             others = best.get(module, [])
             widest = max([product, *others], key=lambda p: p.inputs).inputs
             best[module] = [p for p in (*others, product) if p.inputs == widest]
-    return [_Found(many[0], (AdapterPart(module, 0, many[0].outputs),), None, said[module])
+    return [_Match(many[0], (AdapterPart(module, 0, many[0].outputs),), None, said[module])
             for module, many in best.items() if len(many) == 1]  # fmt: skip
 
 
@@ -134,9 +134,9 @@ def _compared(
     graph: ProductGraph,
     folder: Path,
     weights: Mapping[str, TensorProto],
-) -> list[_Found]:
+) -> list[_Match]:
     """The products whose weights are those of a checkpoint."""
-    found = []
+    matches = []
     for product in products:
         root = graph.constants[product.root]
         if product.scales is None:
@@ -147,11 +147,11 @@ def _compared(
             )
         if parts:
             planned = tuple(AdapterPart(*part) for part in parts)
-            found.append(_Found(product, planned, None, f"weights of {contents.name}"))
-    return found
+            matches.append(_Match(product, planned, None, f"weights of {contents.name}"))
+    return matches
 
 
-def _merged(named: Sequence[_Found], compared: Sequence[_Found]) -> list[_Found]:
+def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
     """The modules that weights tell, and names for other products."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
@@ -166,7 +166,7 @@ def _last(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _parts(one: _Found, graph: ProductGraph) -> _Found:
+def _parts(one: _Match, graph: ProductGraph) -> _Match:
     """The same with the modules that an exporter fused under a name of its own."""
     module = one.parts[0].module
     names = FUSED.get(_last(module))
@@ -185,33 +185,33 @@ def _is_wanted(module: str, targets: Sequence[str]) -> bool:
     return _last(module) in targets or ("all" in targets and key is not None and len(key) > 1)
 
 
-def _covers(found: Sequence[_Found], targets: Sequence[str]) -> bool:
+def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
     """True if every target has a product by its name."""
-    names = {_last(p.module) for one in found for p in one.parts}
+    names = {_last(p.module) for one in matches for p in one.parts}
     names |= {part for name in names for part in FUSED.get(name, ())}
     return "all" not in targets and names >= set(targets)
 
 
-def _apart(found: Sequence[_Found], targets: Sequence[str]) -> tuple[str, ...]:
-    """The targets, with its parts in the place of a module that an exporter took apart."""
-    known = {_last(m) for one in found for m in (*(p.module for p in one.parts), one.whole) if m}
-    made: dict[str, None] = {}
+def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
+    """The targets, with its parts in the place of a module that an exporter divided."""
+    known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
+    split: dict[str, None] = {}
     for target in targets:
         parts = FUSED.get(target, ())
-        made |= dict.fromkeys(parts if parts and target not in known and known.issuperset(parts) else (target,))
-    return tuple(made)
+        split |= dict.fromkeys(parts if parts and target not in known and known.issuperset(parts) else (target,))
+    return tuple(split)
 
 
-def _targets(found: Sequence[_Found], targets: Sequence[str]) -> Iterator[_Found]:
-    for one in found:
+def _targets(matches: Sequence[_Match], targets: Sequence[str]) -> Iterator[_Match]:
+    for one in matches:
         if any(_is_wanted(module, targets) for module in (*(p.module for p in one.parts), one.whole) if module):
             yield one
 
 
-def _check_found(chosen: Sequence[_Found], found: Sequence[_Found], targets: Sequence[str], *, compared: bool) -> None:
+def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequence[str], *, compared: bool) -> None:
     """Refuse targets that no product is, and modules that several are."""
     last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
-    known = sorted({_last(m) for one in found for m in (*(p.module for p in one.parts), one.whole) if m})
+    known = sorted({_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m})
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
     if missing:
         near = get_close_matches(missing[0], known, 3, 0.5) or known
@@ -235,7 +235,7 @@ def _check_found(chosen: Sequence[_Found], found: Sequence[_Found], targets: Seq
         keys[key] = part.module
 
 
-def _planned(one: _Found, rank: int, targets: Sequence[str], taken: set[str]) -> AdapterProduct:
+def _planned(one: _Match, rank: int, targets: Sequence[str], taken: set[str]) -> AdapterProduct:
     module = one.whole or (
         one.parts[0].module
         if len(one.parts) == 1
@@ -286,10 +286,10 @@ def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: st
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
     flat = product.rows != x  # one axis for sequences and tokens
-    made = []
+    nodes = []
     if flat:
         sizes = numpy_helper.from_array(np.array([-1, product.inputs]), f"{stem}/sizes")
-        made = [
+        nodes = [
             helper.make_node("Constant", [], [f"{stem}/sizes"], f"{stem}/Constant", value=sizes),
             helper.make_node("Shape", [index], [f"{stem}/batch"], f"{stem}/Shape_batch"),
             helper.make_node(
@@ -298,14 +298,14 @@ def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: st
             helper.make_node("Reshape", [x, f"{stem}/by_sequence"], [f"{stem}/x"], f"{stem}/Reshape_x"),
         ]
         x = f"{stem}/x"
-    made += [
+    nodes += [
         helper.make_node("Gather", [planned.a, index], [f"{stem}/a"], f"{stem}/Gather_a", axis=0),
         helper.make_node("Gather", [planned.b, index], [f"{stem}/b"], f"{stem}/Gather_b", axis=0),
         helper.make_node("MatMul", [x, f"{stem}/a"], [low], f"{stem}/MatMul_a"),
         helper.make_node("MatMul", [low, f"{stem}/b"], [change], f"{stem}/MatMul_b"),
     ]
     if flat:
-        made.append(helper.make_node("Shape", [own], [f"{stem}/shape"], f"{stem}/Shape"))
-        made.append(helper.make_node("Reshape", [change, f"{stem}/shape"], [f"{stem}/flat"], f"{stem}/Reshape"))
+        nodes.append(helper.make_node("Shape", [own], [f"{stem}/shape"], f"{stem}/Shape"))
+        nodes.append(helper.make_node("Reshape", [change, f"{stem}/shape"], [f"{stem}/flat"], f"{stem}/Reshape"))
         change = f"{stem}/flat"
-    return [*made, helper.make_node("Add", [own, change], [result], f"{stem}/Add")]
+    return [*nodes, helper.make_node("Add", [own, change], [result], f"{stem}/Add")]

@@ -5,7 +5,7 @@ side. The first numbers of a column find a tensor, and corners of both are compa
 together are not read.
 
 A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. Its rows are near those of the tensor that
-it was made of, but for a number in each block, the zero point: two rows are compared by the angle between them, without
+it comes from, but for a number in each block, the zero point: two rows are compared by the angle between them, without
 the mean of each block.
 """
 
@@ -75,12 +75,12 @@ class Contents:
         self._near: dict[tuple[int, int], Array] = {}
 
     @classmethod
-    def beside(cls, given: str | None, folder: Path) -> Contents | None:
-        """Those of the checkpoint that was given, or that lies in the folder of the model."""
-        if given is not None:
-            return cls(Path(given))
-        found = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
-        return cls(folder) if found else None
+    def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
+        """Those of `checkpoint`, or of the one that lies in the folder of the model."""
+        if checkpoint is not None:
+            return cls(Path(checkpoint))
+        is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
+        return cls(folder) if is_checkpoint else None
 
     def parts_of(
         self, tensor: TensorProto, turned: bool, folder: Path, weights: Mapping[str, TensorProto]
@@ -99,16 +99,16 @@ class Contents:
         data = data.T if turned else data
         outputs = data.shape[1]
         index = self._by_beginning(data.dtype)
-        found: list[tuple[str, int, int]] = []
+        parts: list[tuple[str, int, int]] = []
         at = 0
         while at < outputs:
             fitting = [t for t in index.get(_key(data[:_FEW, at]), ()) if _fits(data, at, t)]
             if len(fitting) != 1:
                 return []
             stop = at + fitting[0].array().shape[1]
-            found.append((fitting[0].module, at, stop))
+            parts.append((fitting[0].module, at, stop))
             at = stop
-        return found
+        return parts
 
     def parts_near(
         self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
@@ -130,7 +130,7 @@ class Contents:
         scale = _array(scales, folder, weights).astype(np.float32)
         candidates = [t for t in self._tensors if t.array().shape[0] == inputs]
         firsts = self._directions(inputs, blocks, candidates)
-        found: list[tuple[str, int, int]] = []
+        parts: list[tuple[str, int, int]] = []
         at = 0
         while at < outputs and len(firsts):
             near = firsts @ _direction(_numbers(data[at], tensor.data_type), scale[at])
@@ -143,26 +143,26 @@ class Contents:
             end = _direction(_numbers(data[stop - 1], tensor.data_type), scale[stop - 1])
             if end @ _direction(last, np.ones(blocks, np.float32)) < _NEAR:
                 return []
-            found.append((candidates[best].module, at, stop))
+            parts.append((candidates[best].module, at, stop))
             at = stop
-        return found
+        return parts
 
     def _directions(self, inputs: int, blocks: int, candidates: list[_Tensor]) -> Array:
         """Those of the first columns of tensors, ``[n, inputs]``."""
         key = inputs, blocks
         if key not in self._near:
             ones = np.ones(blocks, np.float32)
-            made = [_direction(t.array()[:, 0].astype(np.float32), ones) for t in candidates]
-            self._near[key] = np.stack(made) if made else np.zeros((0, inputs), np.float32)
+            directions = [_direction(t.array()[:, 0].astype(np.float32), ones) for t in candidates]
+            self._near[key] = np.stack(directions) if directions else np.zeros((0, inputs), np.float32)
         return self._near[key]
 
     def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
         """The tensors by their first numbers in this type."""
         if dtype not in self._index:
-            made: dict[bytes, list[_Tensor]] = {}
+            index: dict[bytes, list[_Tensor]] = {}
             for tensor in self._tensors:
-                made.setdefault(_key(_cast(tensor.array()[:_FEW, 0], dtype)), []).append(tensor)
-            self._index[dtype] = made
+                index.setdefault(_key(_cast(tensor.array()[:_FEW, 0], dtype)), []).append(tensor)
+            self._index[dtype] = index
         return self._index[dtype]
 
 
@@ -209,8 +209,8 @@ def _direction(row: Array, scales: Array) -> Array:
     """A row ``[inputs]`` with a scale for each block, less the mean of each block, of length 1."""
     blocks = row.reshape(len(scales), -1)
     flat = ((blocks - blocks.mean(1, keepdims=True)) * scales[:, None]).reshape(-1)
-    made: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)
-    return made
+    unit: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)
+    return unit
 
 
 def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:

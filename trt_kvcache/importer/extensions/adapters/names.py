@@ -63,4 +63,4 @@ def _in_scopes(text: str) -> str | None:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
     names = [scope for scope in scopes if isinstance(scope, str)] if isinstance(scopes, list) else []
-    return next((found for name in reversed(names[:-1]) if (found := _module(name)) is not None), None)
+    return next((module for name in reversed(names[:-1]) if (module := _module(name)) is not None), None)

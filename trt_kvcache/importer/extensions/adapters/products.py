@@ -28,8 +28,8 @@ class Product:
     """A product with a weight.
 
     Attributes:
-        rows: what is multiplied, ``[B, S, inputs]``, or what it was made of, where it has one axis for the first two.
-        root: the initializer that its weight is made of.
+        rows: what is multiplied, ``[B, S, inputs]``, or its source, where it has one axis for the first two.
+        root: the initializer of its weight.
         turned: the initializer is ``[outputs, inputs]``.
         scales: the initializer ``[outputs, blocks]`` that a quantized weight ``[outputs, inputs]`` is scaled with.
     """
@@ -90,7 +90,7 @@ class ProductGraph:
                 yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
 
     def _root(self, name: str) -> tuple[str | None, bool, str | None]:
-        """The initializer that a weight is made of, whether it was turned, and its scales; None: it is no weight."""
+        """The initializer of a weight, whether it was turned, and its scales; None: it is no weight."""
         turned, scales = False, None
         while name not in self.constants:
             node = self._makes.get(name)
@@ -131,7 +131,7 @@ class ProductGraph:
             if shape is not None and len(shape) > 2 and shape[0] == self.batch:
                 return True
             node = self._makes.get(name)
-            if node is None or not (node.op_type in _KEEPS_ROWS or self._is_cut_elsewhere(node)):
+            if node is None or not (node.op_type in _KEEPS_ROWS or self._slices_other_axes(node)):
                 continue
             operands = node.input[:1] if node.op_type in ("MatMul", "ReduceMean", "Slice") else node.input
             new = [o for o in operands if o not in seen and len(self.shapes.get(o) or ()) == len(shape or ())]
@@ -139,7 +139,7 @@ class ProductGraph:
             seen.update(new)
         return False
 
-    def _is_cut_elsewhere(self, node: NodeProto) -> bool:
+    def _slices_other_axes(self, node: NodeProto) -> bool:
         """True for a Slice of other axes than the first."""
         axes = self.constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) > 3 else None
         return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0

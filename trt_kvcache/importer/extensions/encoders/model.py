@@ -26,9 +26,9 @@ from trt_kvcache.importer.extensions.encoders.outputs import (
     IDS,
     MASK,
     EncoderParts,
-    cut_to,
     find_later,
     find_parts,
+    keep_outputs,
     part_outputs,
     take_first_branch,
 )
@@ -55,7 +55,7 @@ class EncoderModel:
     """An encoder that gives what its decoder takes.
 
     Attributes:
-        sources: the files that it is made of.
+        sources: its files.
         plan: of attention, inputs and outputs; there are no caches. Of an input, the axis ``"encoder"`` is as long as
             what the encoder gives.
         model: what TensorRT builds; external data are relative to the folder of the first of `sources`.
@@ -91,26 +91,26 @@ def import_encoder(
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
     length = _length(source.proto.graph, parts, constants)
     model, weights, notes = _standard(source.proto)
-    sources, given = [source], dict(parts.own)
+    sources, outputs = [source], dict(parts.own)
     if parts.rest:
         step = load_source(first_step, first_step=True) if first_step is not None else None
-        made = [v.name for v in step.proto.graph.output] if step is not None else []
-        later = find_later(parts.rest, made, source.path, first_step)
+        names = [v.name for v in step.proto.graph.output] if step is not None else []
+        later = find_later(parts.rest, names, source.path, first_step)
         assert step is not None
         _check_folder(source, step)
         take_first_branch(step.proto.graph)
-        cut_to(step.proto.graph, later.values())
+        keep_outputs(step.proto.graph, later.values())
         inputs = _check_inputs(step)
         onnx.compose.add_prefix(step.proto, _STEP, inplace=True)
         second, more, said = _standard(step.proto)
-        _set_apart(second.graph)
+        _prefix_added(second.graph)
         notes = notes or said
         _append(model, second, inputs, parts.hidden)
         weights |= more
         sources.append(step)
-        given |= {name: _STEP + output for name, output in later.items()}
+        outputs |= {name: _STEP + output for name, output in later.items()}
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
-    _give(graph, [t for t in constants if t not in parts.masks], given)
+    _give(graph, [t for t in constants if t not in parts.masks], outputs)
     for tensor in graph.inputs:
         tensor.shape = [1, *(tensor.shape or [])[1:]]
     model = export_inferred(graph.cleanup(remove_unused_graph_inputs=True).toposort())
@@ -179,7 +179,7 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
     return inputs
 
 
-def _set_apart(step: onnx.GraphProto) -> None:
+def _prefix_added(step: onnx.GraphProto) -> None:
     """Give, in place, what standard operators added to a first step names that the encoder does not have."""
 
     def own(names: Iterable[str]) -> list[str]:
@@ -235,22 +235,22 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
         for n in _LENGTHS
     ]
     for node in alone:
-        found = [value for probe in probes if (value := probe.value(node.output[0])) is not None]
-        if len(found) >= _ENOUGH and all(np.array_equal(found[0], value) for value in found):
-            graph.initializer.append(numpy_helper.from_array(found[0], node.output[0]))
+        values = [value for probe in probes if (value := probe.value(node.output[0])) is not None]
+        if len(values) >= _ENOUGH and all(np.array_equal(values[0], value) for value in values):
+            graph.initializer.append(numpy_helper.from_array(values[0], node.output[0]))
             graph.node.remove(node)
 
 
-def _give(graph: gs.Graph, constants: Sequence[TensorRole], given: dict[str, str]) -> None:
+def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
     """Let the graph give the constants, by their names and in their types."""
     emitter, tensors = Emitter(graph), graph.tensors()
-    made = {constant.name: tensors[given[constant.name]] for constant in constants}
-    for name in made:
+    sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
+    for name in sources:
         if name in tensors:
             tensors[name].name = emitter.name(name)
     graph.outputs.clear()
     for constant in constants:
-        source = made[constant.name]
+        source = sources[constant.name]
         dtype = onnx.TensorProto.DataType.Value(constant.dtype.upper())
         attrs = {"to": dtype} if elem_type(source) != dtype else {}
         tensor = emitter.op("Cast" if attrs else "Identity", [source], "constant", dtype, **attrs)

@@ -26,9 +26,9 @@ __all__ = [
     "IDS",
     "MASK",
     "EncoderParts",
-    "cut_to",
     "find_later",
     "find_parts",
+    "keep_outputs",
     "part_outputs",
     "present_names",
     "take_first_branch",
@@ -58,28 +58,28 @@ class EncoderParts:
     rest: tuple[TensorRole, ...]
 
 
-def find_parts(constants: Sequence[TensorRole], made: Mapping[str, int], path: Path) -> EncoderParts:
+def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path: Path) -> EncoderParts:
     """Read off an encoder's outputs what they are to the decoder.
 
     Raises:
         UnsupportedModelError: nothing tells which output is the encoder's.
     """
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
-    own = {t.name: name for t in constants if (name := _among(made, t.name))}
+    own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
     rest = [t for t in constants if t not in masks and t.name not in own]
     hidden = [t for t in rest if t.name == HIDDEN or len(t.shape) == 3]  # keys and values have heads
     rest = [t for t in rest if t not in hidden]
-    output = _find_hidden(made, path) if hidden or rest or masks else ""
+    output = _find_hidden(outputs, path) if hidden or rest or masks else ""
     return EncoderParts(own | {t.name: output for t in hidden}, output, masks, tuple(rest))
 
 
-def find_later(rest: Sequence[TensorRole], made: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
+def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
     """The outputs of the first step, by the names of the inputs that they give.
 
     Raises:
         UnsupportedModelError: nobody gives one.
     """
-    later = {t.name: name for t in rest if (name := _among(made, t.name))}
+    later = {t.name: name for t in rest if (name := _among(names, t.name))}
     if lacking := [t.name for t in rest if t.name not in later]:
         others = "and there is no decoder_model.onnx beside it" if first is None else f"nor does {first}"
         raise UnsupportedModelError(
@@ -95,7 +95,7 @@ def present_names(constant: str) -> tuple[str, ...]:
 
 
 def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
-    """Take apart, in place, outputs of an encoder that hold several constants as the decoder's inputs do."""
+    """Divide, in place, outputs of an encoder that hold several constants as the decoder's inputs do."""
     wholes = {stack.name: stack for stack in stacks if stack.io == "input"}
     for value in [v for v in graph.output if v.name in wholes]:
         stack, shape = wholes[value.name], shape_of(value) or ()
@@ -108,7 +108,7 @@ def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
             graph.output.append(helper.make_tensor_value_info(part.name, elem_type_of(value), own))
 
 
-def cut_to(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
+def keep_outputs(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
     """Leave the nodes of the wanted outputs; returns those that are there. `graph` is changed."""
     replace_field(graph.output, [v for v in graph.output if v.name in wanted])
     drop_dead(graph)
@@ -118,16 +118,16 @@ def cut_to(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
     return [v.name for v in graph.output]
 
 
-def _find_hidden(made: Mapping[str, int], path: Path) -> str:
+def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
     """The encoder's output ``[B, S_enc, H]``, by name if there are several."""
-    found = [name for name, rank in made.items() if rank == 3]
-    named = [name for name in found if name in _HIDDEN_NAMES] or found
+    candidates = [name for name, rank in outputs.items() if rank == 3]
+    named = [name for name in candidates if name in _HIDDEN_NAMES] or candidates
     if len(named) != 1:
-        given = ", ".join(f"'{name}' of rank {rank}" for name, rank in made.items())
-        raise UnsupportedModelError(f"{path}: an encoder gives float [batch, length, width]; it gives {given}")
+        shown = ", ".join(f"'{name}' of rank {rank}" for name, rank in outputs.items())
+        raise UnsupportedModelError(f"{path}: an encoder gives float [batch, length, width]; it gives {shown}")
     return named[0]
 
 
-def _among(made: Collection[str], constant: str) -> str | None:
+def _among(outputs: Collection[str], constant: str) -> str | None:
     """The output that gives a constant."""
-    return next((name for name in present_names(constant) if name in made), None)
+    return next((name for name in present_names(constant) if name in outputs), None)

@@ -17,7 +17,7 @@ from trt_kvcache.importer.planning.index_limits import table_rows
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import int_attribute, is_op, shape_of
 
-__all__ = ["check_positions", "most_ids", "positions_made"]
+__all__ = ["check_positions", "count_positions", "most_ids"]
 
 _IDS = (0, 1, 2, 3)
 """Ids of a whole source: exporters pad with one of the first, which has a place of its own."""
@@ -32,14 +32,14 @@ def most_ids(model: onnx.ModelProto) -> int | None:
     return min((n for n in rows if n is not None), default=None)
 
 
-def positions_made(
+def count_positions(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
     """The number of positions that an encoder makes of a source; None: its outputs do not say."""
     shell, weights = detach_weights(model)
     probe = Probe(Blueprint(shell, weights), shapes, {})
-    made = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
-    return max(made, default=None)
+    counts = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
+    return max(counts, default=None)
 
 
 def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -66,10 +66,10 @@ def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
             count = prod(probe.shape(index) or (0,))
             if count > _PAIRS and token != _IDS[0]:
                 continue
-            found = probe.value(index) if count <= _LARGEST else None
-            if count <= _LARGEST and (found is None or not found.size or int(found.max()) < tables[table][axis]):
+            rows = probe.value(index) if count <= _LARGEST else None
+            if count <= _LARGEST and (rows is None or not rows.size or int(rows.max()) < tables[table][axis]):
                 continue
-            takes = f"takes {count} rows, too many to look at," if found is None else f"takes row {int(found.max())}"
+            takes = f"takes {count} rows, too many to look at," if rows is None else f"takes row {int(rows.max())}"
             sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
             raise OptionError(
                 f"a source of {sizes} {takes} of '{table}', which has {tables[table][axis]}: allow shorter ones "

@@ -1,9 +1,9 @@
 """Attention over keys and values that a graph computes from its caches row by row, and rotary factors made likewise.
 
     latents in the caches (MLA)     DeepSeek V3, MiniCPM3, GLM-4 MoE Lite, Youtu, Mistral 4
-    factors made of positions       Llama, Falcon, GPT-NeoX of older transformers: `rotary`
+    factors of positions            Llama, Falcon, GPT-NeoX of older transformers: `rotary`
 
-    rows                                    tensors that are functions of each row, found and computed again
+    rows                                    tensors that are functions of each row, computed again
     computed                                keys and values that are such functions
     absorbed                                queries that go to the latents instead
 

@@ -65,14 +65,14 @@ class _Weight:
         One product for each head, over the rows of all sequences: where the batch is an axis beside the heads, TensorRT
         for RTX 1.7.1 copies the weight for each sequence in each step.
         """
-        size, made = (self.count, self.rows) if transposed else (self.rows, self.count)
+        size, width = (self.count, self.rows) if transposed else (self.rows, self.count)
         heads = emit.op("Transpose", [tensor], "heads_first", kind, perm=[1, 0, 2, 3])
         rows = emit.op("Reshape", [heads, emit.ints([0, -1, size])], "head_rows", kind)
         product = emit.op("MatMul", [rows, self._emit(emit, transposed=transposed)], "per_head", kind)
         sizes = emit.op("Shape", [heads], "head_sizes", INT64, start=0, end=3)
-        whole = emit.op("Concat", [sizes, emit.ints([made])], "head_sizes", INT64, axis=0)
-        apart = emit.op("Reshape", [product, whole], "per_head", kind)
-        return emit.op("Transpose", [apart], "per_head", kind, perm=[1, 0, 2, 3])
+        whole = emit.op("Concat", [sizes, emit.ints([width])], "head_sizes", INT64, axis=0)
+        by_head = emit.op("Reshape", [product, whole], "per_head", kind)
+        return emit.op("Transpose", [by_head], "per_head", kind, perm=[1, 0, 2, 3])
 
     def _emit(self, emit: Emitter, *, transposed: bool) -> gs.Tensor:
         """As ``[N, R, count]``, or `transposed` as ``[N, count, R]``."""
@@ -85,7 +85,7 @@ class _Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Columns of the keys or values of all heads, and what they are made of.
+    """Columns of the keys or values of all heads, and their source.
 
     Attributes:
         source: the same for all heads; its rows are multiplied with `weight`, if there is one.
@@ -119,9 +119,9 @@ class Absorbed:
                 f"{dtype_name(core.key.present)}; over latents one type is supported: keep both (--latent-attention "
                 "expanded), or export the attention in the type of the cache"
             )
-        made: dict[str, gs.Tensor] = {}
-        rows = [self._row(part, computed, made, canonical) for part in self.keys]
-        values = self._row(self.value, computed, made, canonical)
+        emitted: dict[str, gs.Tensor] = {}
+        rows = [self._row(part, computed, emitted, canonical) for part in self.keys]
+        values = self._row(self.value, computed, emitted, canonical)
         keys = rows[0] if len(rows) == 1 else emit.op("Concat", rows, "latent_keys", key_type, axis=3)
         query = self._query(core, key_type, emit)
         size, value_size = sum(part.count for part in self.keys), self.value.count
@@ -158,17 +158,17 @@ class Absorbed:
             parts.append(some)
         return parts[0] if len(parts) == 1 else emit.op("Concat", parts, "latent_queries", kind, axis=3)
 
-    def _row(self, part: _Part, computed: Computed, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
+    def _row(self, part: _Part, computed: Computed, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
         """The source of a part, as one head ``[B, 1, rows, count]``."""
         emit, function = canonical.emit, part.source
         name = str(function.tensor.name)
-        tensor = computed.emit(name, made, canonical)
+        tensor = computed.emit(name, emitted, canonical)
         shape = self.sample.probe.shape(name) or ()
         width = _features(shape, function)
         if len(shape) != 4 or function.axes != (0, 2) or shape[1] != 1:
-            if (alone := f"{name} as one head") not in made:
-                made[alone] = emit.op("Reshape", [tensor, emit.ints([0, 1, -1, width])], "row", tensor.dtype)
-            tensor = made[alone]
+            if (alone := f"{name} as one head") not in emitted:
+                emitted[alone] = emit.op("Reshape", [tensor, emit.ints([0, 1, -1, width])], "row", tensor.dtype)
+            tensor = emitted[alone]
         return _some(emit, tensor, 3, part.first, part.count, width)
 
     @property
@@ -201,7 +201,7 @@ def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -
     """
     sample = smallest(samples)
     finder = _Finder(computed, sample)
-    found: dict[str, Absorbed] = {}
+    absorbed: dict[str, Absorbed] = {}
     for core in cores:
         if core.rounded_scores or core.rounded_weights:  # over latents, these would be other numbers
             continue
@@ -210,8 +210,8 @@ def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -
         keys = finder.parts(core.key, core.heads, core.head_size)
         values = finder.parts(core.value, core.heads, core.value_size)
         if keys and len(values) == 1 and any(part.weight is not None for part in keys + values):
-            found[core.node] = Absorbed(keys, values[0], sample)
-    return found
+            absorbed[core.node] = Absorbed(keys, values[0], sample)
+    return absorbed
 
 
 class _Finder:
@@ -246,7 +246,7 @@ class _Finder:
         if shape is None or len(shape) != 4 or shape[3] != size:
             return None
         rows = shape[0] * shape[2]
-        given: dict[str, Array] = {}
+        feeds: dict[str, Array] = {}
         owners: list[Array] = []
         begin = 0
         for index, leaf in enumerate(leaves):
@@ -256,33 +256,33 @@ class _Finder:
             width = _features(whole, leaf)
             numbers = (begin + np.arange(width)) * rows + np.arange(rows).reshape(shape[0], shape[2], 1)
             others = [d for axis, d in enumerate(whole) if axis not in leaf.axes]
-            given[leaf.tensor.name] = np.moveaxis(numbers.reshape(shape[0], shape[2], *others), (0, 1), leaf.axes)
+            feeds[leaf.tensor.name] = np.moveaxis(numbers.reshape(shape[0], shape[2], *others), (0, 1), leaf.axes)
             owners.append(np.stack([np.full(width, index), np.arange(width)], axis=1))
             begin += width
-        made = self._sample.probe.given(given).value(name)
-        if made is None or made.shape != shape:
+        moved = self._sample.probe.given(feeds).value(name)
+        if moved is None or moved.shape != shape:
             return None
-        columns, row = np.divmod(made, rows)
+        columns, row = np.divmod(moved, rows)
         if (row != np.arange(rows).reshape(shape[0], 1, shape[2], 1)).any() or (columns != columns[:1, :, :1]).any():
             return None
         return leaves, np.concatenate(owners)[columns[0, :, 0]]
 
     def _leaves(self, name: str) -> list[RowFunction] | None:
         """The row functions that a tensor is put together of, as they are."""
-        found: dict[str, RowFunction] = {}
+        leaves: dict[str, RowFunction] = {}
         pending, seen = [name], set[str]()
         while pending:
-            function = self._functions.found.get(current := pending.pop())
+            function = self._functions.known.get(current := pending.pop())
             if function is None:
                 return None
             if current in seen:
                 continue
             seen.add(current)
             if function.node is not None and is_op(function.node, *MOVES, *_JOINS):
-                pending += [t.name for t in function.node.inputs if t.name in self._functions.found]
+                pending += [t.name for t in function.node.inputs if t.name in self._functions.known]
             else:
-                found[current] = function
-        return list(found.values())
+                leaves[current] = function
+        return list(leaves.values())
 
     def _part(self, leaf: RowFunction, numbers: Array, start: int) -> _Part | None:
         """The part of columns from `start` on, which are moved from `leaf`.
@@ -299,7 +299,7 @@ class _Finder:
         node = leaf.node
         if node is None or not is_op(node, "MatMul"):
             return None
-        source = self._functions.found.get(node.inputs[0].name)
+        source = self._functions.known.get(node.inputs[0].name)
         shape = self._sample.probe.shape(node.inputs[1].name)
         if source is None or not self._is_flat(source) or shape is None or not _is_weight(node.inputs[1]):
             return None

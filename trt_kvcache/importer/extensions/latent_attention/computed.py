@@ -31,7 +31,7 @@ class Computed:
     """Tensors that may be keys and values, computed from caches.
 
     Attributes:
-        functions: all tensors made of caches row by row.
+        functions: all tensors computed from caches row by row.
         writes: a stand-in for each that may be keys or values: it is not written, but it is read like a cache.
         heads: of each of these, by name.
     """
@@ -40,9 +40,9 @@ class Computed:
     writes: tuple[Write, ...]
     heads: Mapping[str, int]
 
-    def emit(self, name: str, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
-        """Compute a row function from the canonical caches; `made` gets what was computed so far for one attention."""
-        return self.functions.emit(name, made, canonical, lambda leaf: _rows_in_use(leaf, canonical))
+    def emit(self, name: str, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
+        """Compute a row function from the canonical caches; `emitted` gets the tensors of one attention so far."""
+        return self.functions.emit(name, emitted, canonical, lambda leaf: _rows_in_use(leaf, canonical))
 
     def place(self, core: Core, canonical: Canonical) -> Core:
         """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
@@ -57,13 +57,13 @@ class Computed:
                 f"'{core.node}' attends to {heads[0]} heads of keys and {heads[1]} of values, and some are computed "
                 "from a cache; supported are as many of both: repeat heads after they are computed"
             )
-        made: dict[str, gs.Tensor] = {}
+        emitted: dict[str, gs.Tensor] = {}
 
         def placed(write: Write, size: int) -> Write:
             name = str(write.present.name)
             if name not in self.heads:
                 return write
-            tensor = self.emit(name, made, canonical)
+            tensor = self.emit(name, emitted, canonical)
             shape = (canonical.batch, self.heads[name], canonical.capacity, size)
             canonical.known[tensor.name] = (elem_type(write.present) or 0, shape)
             return replace(write, present=tensor, axis=2)
@@ -84,10 +84,10 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
     Where heads are only repeated, it is the tensor before that.
     """
     functions = Rows(graph, writes, samples)
-    found: dict[str, Write] = {}
+    stand_ins: dict[str, Write] = {}
     heads: dict[str, int] = {}
     roots: dict[str, str] = {}  # what a tensor is moved from
-    for name, function in functions.found.items():
+    for name, function in functions.known.items():
         node = function.node
         if node is None or function.is_moved or not function.writes:
             continue
@@ -100,8 +100,8 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
         heads[name] = count
         tensor, leaf = function.tensor, function.writes[0]
         tensor.dtype = samples.plain[0].probe.elem_type(name)  # shape inference may not have found it
-        found[name] = Write(leaf.idiom, tensor, tensor, tensor, str(node.name), axis=2, growing=leaf.growing)
-    return Computed(functions, tuple(found.values()), heads)
+        stand_ins[name] = Write(leaf.idiom, tensor, tensor, tensor, str(node.name), axis=2, growing=leaf.growing)
+    return Computed(functions, tuple(stand_ins.values()), heads)
 
 
 def _repeats(root: str, name: str, samples: Samples) -> bool:
@@ -111,8 +111,8 @@ def _repeats(root: str, name: str, samples: Samples) -> bool:
     if shape is None or other is None or other[1] % shape[1]:
         return False
     numbers = np.arange(prod(shape), dtype=np.float32).reshape(shape)
-    made = probe.given({root: numbers}).value(name)
-    return made is not None and np.array_equal(made, np.repeat(numbers, other[1] // shape[1], axis=1))
+    moved = probe.given({root: numbers}).value(name)
+    return moved is not None and np.array_equal(moved, np.repeat(numbers, other[1] // shape[1], axis=1))
 
 
 def _heads(function: RowFunction, samples: Samples) -> int | None:

@@ -32,11 +32,11 @@ class Positioned:
     def __init__(self, graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
         self._canonical = canonical
         self._samples = samples
-        self._given = {str(t.name) for t in interface.of(OriginalRole.POSITIONS)}  # and what is made of these
+        self._fed = {str(t.name) for t in interface.of(OriginalRole.POSITIONS)}  # and what is computed from these
         for node in graph.nodes:
-            if any(t.name in self._given for t in node.inputs):
-                self._given.update(str(t.name) for t in node.outputs)
-        self._rows = Rows(graph, (), samples, self._given)
+            if any(t.name in self._fed for t in node.inputs):
+                self._fed.update(str(t.name) for t in node.outputs)
+        self._rows = Rows(graph, (), samples, self._fed)
         self._new: dict[str, gs.Tensor] = {}
         self._all: dict[str, gs.Tensor] = {}
 
@@ -46,17 +46,17 @@ class Positioned:
         Returns:
             True if it was done.
         """
-        found = [(i, f) for i, t in enumerate(node.inputs) if (f := self._rows.found.get(t.name)) and f.is_new]
+        operands = [(i, f) for i, t in enumerate(node.inputs) if (f := self._rows.known.get(t.name)) and f.is_new]
         if is_op(node, "RotaryEmbedding"):
-            found = [(i, f) for i in (1, 2) if (f := self._tables(node.inputs[i])) is not None]
-            if len(found) != 2 or input_or_none(node, 3) is not None:
+            operands = [(i, f) for i in (1, 2) if (f := self._tables(node.inputs[i])) is not None]
+            if len(operands) != 2 or input_or_none(node, 3) is not None:
                 return False
-        elif not is_op(node, *_ELEMENTWISE) or len(found) != 1:
+        elif not is_op(node, *_ELEMENTWISE) or len(operands) != 1:
             return False
-        shapes = [self._shape(node, function) for _, function in found]
+        shapes = [self._shape(node, function) for _, function in operands]
         if None in shapes:
             return False
-        for (place, function), shape in zip(found, shapes, strict=True):
+        for (place, function), shape in zip(operands, shapes, strict=True):
             if shape is not None:
                 node.inputs[place] = self._placed(function, *shape)
         return True
@@ -64,7 +64,7 @@ class Positioned:
     def _tables(self, tensor: gs.Tensor) -> RowFunction | None:
         """The rows that a rotary operator reads, before they are repeated for each sequence."""
         node = producer(tensor)
-        function = self._rows.found.get((node.inputs[0] if node is not None and is_op(node, "Expand") else tensor).name)
+        function = self._rows.known.get((node.inputs[0] if node is not None and is_op(node, "Expand") else tensor).name)
         return function if function is not None and function.is_new else None
 
     def _placed(self, function: RowFunction, before: tuple[int, ...], after: tuple[int, ...]) -> gs.Tensor:
@@ -74,18 +74,18 @@ class Positioned:
             "flat positions",
             lambda: emit.op("Reshape", [self._canonical.positions(), emit.ints([-1])], "flat_positions"),
         )
-        made = self._emit(function, flat, self._new)
+        values = self._emit(function, flat, self._new)
         sizes = [emit.once((tokens.name, i), partial(_size, emit, tokens, i)) for i in (0, 1)]
         parts = [sizes[0], emit.ints(list(before)), sizes[1], emit.ints(list(after))]
         whole = emit.op("Concat", [p for p in parts if p.shape != [0]], "rows_shape", INT64, axis=0)
         rows: gs.Tensor = emit.once(
-            ("rows", function.tensor.name, before, after), lambda: emit.op("Reshape", [made, whole], "rows")
+            ("rows", function.tensor.name, before, after), lambda: emit.op("Reshape", [values, whole], "rows")
         )
         return rows
 
     def holds(self, tensor: gs.Tensor) -> bool:
-        """True if a tensor is made of positions, row by row."""
-        return tensor.name in self._rows.found
+        """True if a tensor is computed from positions, row by row."""
+        return tensor.name in self._rows.known
 
     def is_looked_up(self, node: gs.Node) -> bool:
         """Let a Gather take rows of a table of all positions, if it takes them of one that is as long as the text.
@@ -93,8 +93,8 @@ class Positioned:
         Returns:
             True if it was done.
         """
-        function = self._rows.found.get(node.inputs[0].name) if is_op(node, "Gather") else None
-        if function is None or function.is_new or node.inputs[1].name not in self._given:
+        function = self._rows.known.get(node.inputs[0].name) if is_op(node, "Gather") else None
+        if function is None or function.is_new or node.inputs[1].name not in self._fed:
             return False
         every = self._canonical.emit.ints(range(self._canonical.capacity))
         node.inputs = [self._emit(function, every, self._all), node.inputs[1]]
@@ -102,7 +102,7 @@ class Positioned:
 
     def _shape(self, node: gs.Node, function: RowFunction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The sizes between batch and tokens, and after these, of rows as `node` takes them; None: they do not fit."""
-        found = set()
+        shapes = set()
         for sample in (*self._samples.plain, *self._samples.twins):
             rows, whole = (sample.probe.shape(t.name) for t in (function.tensor, node.outputs[0]))
             if whole is not None and is_op(node, "RotaryEmbedding"):  # its tables have no heads
@@ -113,17 +113,17 @@ class Positioned:
             front, place = (*[1] * (len(whole) - len(rows)), *rows[:axis]), axis + len(whole) - len(rows)
             if place < 1 or any(d != 1 for d in front) or whole[0] != sample.batch or whole[place] != sample.length:
                 return None
-            found.add((front[1:], rows[axis + 1 :]))
-        return found.pop() if len(found) == 1 else None
+            shapes.add((front[1:], rows[axis + 1 :]))
+        return shapes.pop() if len(shapes) == 1 else None
 
-    def _emit(self, function: RowFunction, positions: gs.Tensor, made: dict[str, gs.Tensor]) -> gs.Tensor:
+    def _emit(self, function: RowFunction, positions: gs.Tensor, emitted: dict[str, gs.Tensor]) -> gs.Tensor:
         canonical = self._canonical
 
         def leaf(source: RowFunction) -> gs.Tensor:
             assert source.positions is not None
             return source.positions.emit(canonical, positions)
 
-        return self._rows.emit(str(function.tensor.name), made, canonical, leaf)
+        return self._rows.emit(str(function.tensor.name), emitted, canonical, leaf)
 
 
 def _size(emit: Emitter, tensor: gs.Tensor, axis: int) -> gs.Variable:

@@ -86,14 +86,14 @@ class RowFunction:
 
     Attributes:
         tensor: as exported.
-        axes: of the batch and of the rows; of the rows alone where they are made of positions and constants.
-        writes: of the caches that it is made of.
+        axes: of the batch and of the rows; of the rows alone where they come from positions and constants.
+        writes: of its caches.
         node: the node that makes it; None: it is a cache, or `positions`.
         shape: the operand of a Reshape or Expand, with 0 and -1 as Reshape has them; None: there is none.
         is_moved: it is one cache, moved, repeated and scaled.
         is_new: the rows are those of the new tokens, not of all.
         takes: `node` takes the rows of the new tokens out of those of all.
-        positions: the rows, where they are not made of anything else.
+        positions: the rows, where they are not computed from anything else.
     """
 
     tensor: gs.Tensor
@@ -110,17 +110,17 @@ class RowFunction:
 class Rows:
     """All tensors of a model as exported that are computed row by row.
 
-    With `writes`, those computed from caches, else those made of positions. Nodes are left out that read a tensor of
-    `given`: names of the caller's positions, and of what is made of these.
+    With `writes`, those computed from caches, else those computed from positions. Nodes are left out that read a tensor
+    of `fed`: names of the caller's positions, and of what is computed from these.
 
     Attributes:
-        found: by name of the tensor.
+        known: by name of the tensor.
         reasons: by name of a cache, why the first operator over it works on more than a row.
         broken: the same of what is computed from a cache; empty: every operator works on single rows.
     """
 
-    def __init__(self, graph: gs.Graph, writes: Sequence[Write], samples: Samples, given: Collection[str] = ()) -> None:
-        self.found: dict[str, RowFunction] = {}
+    def __init__(self, graph: gs.Graph, writes: Sequence[Write], samples: Samples, fed: Collection[str] = ()) -> None:
+        self.known: dict[str, RowFunction] = {}
         self.reasons: dict[str, str] = {}
         self.broken = ""
         self._fixed: dict[str, Array] = {}  # integers that are computed, and the same in all samples
@@ -130,70 +130,70 @@ class Rows:
         for write in writes if self._samples else ():
             if write.kept is None and not write.circular:
                 for tensor in (write.present, *write.aliases):
-                    self.found[tensor.name] = RowFunction(tensor, (0, write.axis), (write,))
+                    self.known[tensor.name] = RowFunction(tensor, (0, write.axis), (write,))
         for node in graph.nodes if self._samples else ():
-            if is_op(node, *_OTHERS) or not node.outputs or all(t.name in self.found for t in node.outputs):
+            if is_op(node, *_OTHERS) or not node.outputs or all(t.name in self.known for t in node.outputs):
                 continue
-            if any(t.name in given for t in node.inputs):
+            if any(t.name in fed for t in node.inputs):
                 continue
-            if any(t.name in self.found for t in node.inputs):
+            if any(t.name in self.known for t in node.inputs):
                 self._follow(node)
-            if writes or node.outputs[0].name in self.found:
+            if writes or node.outputs[0].name in self.known:
                 continue
-            if (made := self._positions(node)) is not None:
-                self.found[node.outputs[0].name] = made
+            if (function := self._positions(node)) is not None:
+                self.known[node.outputs[0].name] = function
 
     def emit(
         self,
         name: str,
-        made: dict[str, gs.Tensor],
+        emitted: dict[str, gs.Tensor],
         canonical: Canonical,
         leaf: Callable[[RowFunction], gs.Tensor],
     ) -> gs.Tensor:
-        """Compute a tensor from other rows, which `leaf` gives; `made` has those computed so far of the same rows."""
-        if name not in made:
-            function, emit = self.found[name], canonical.emit
+        """Compute a tensor from other rows, which `leaf` gives; `emitted` has those so far of the same rows."""
+        if name not in emitted:
+            function, emit = self.known[name], canonical.emit
             node = function.node
             if node is None:
-                made[name] = leaf(function)
-                return made[name]
+                emitted[name] = leaf(function)
+                return emitted[name]
             read = node.inputs[:1] if function.takes or function.shape is not None else node.inputs
-            inputs = [self._operand(t, made, canonical, leaf) for t in read]
+            inputs = [self._operand(t, emitted, canonical, leaf) for t in read]
             if function.shape is not None:
                 op, kind = "Expand" if is_op(node, "Expand") else "Reshape", elem_type(function.tensor)
-                made[name] = emit.op(op, [inputs[0], emit.ints(list(function.shape))], "row", kind)
+                emitted[name] = emit.op(op, [inputs[0], emit.ints(list(function.shape))], "row", kind)
             elif function.takes:
-                made[name] = inputs[0]  # of the new tokens already
+                emitted[name] = inputs[0]  # of the new tokens already
             else:
                 outputs = [t if t.is_empty() else gs.Variable(emit.name("row"), dtype=t.dtype) for t in node.outputs]
                 copy = gs.Node(node.op, emit.name(f"row:{node.op}"), dict(node.attrs), inputs, outputs)
                 canonical.graph.nodes.append(copy)
-                made |= {old.name: new for old, new in zip(node.outputs, outputs, strict=True) if not old.is_empty()}
-        return made[name]
+                emitted |= {old.name: new for old, new in zip(node.outputs, outputs, strict=True) if not old.is_empty()}
+        return emitted[name]
 
     def _operand(
         self,
         tensor: gs.Tensor,
-        made: dict[str, gs.Tensor],
+        emitted: dict[str, gs.Tensor],
         canonical: Canonical,
         leaf: Callable[[RowFunction], gs.Tensor],
     ) -> gs.Tensor:
-        if tensor.name in self.found:
-            return self.emit(tensor.name, made, canonical, leaf)
+        if tensor.name in self.known:
+            return self.emit(tensor.name, emitted, canonical, leaf)
         return canonical.emit.constant(self._fixed[tensor.name]) if tensor.name in self._fixed else tensor
 
     def _follow(self, node: gs.Node) -> None:
-        sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
+        sources = [self.known[t.name] for t in node.inputs if t.name in self.known]
         try:
-            for function in self._made(node, sources):
-                self.found.setdefault(function.tensor.name, function)
+            for function in self._functions(node, sources):
+                self.known.setdefault(function.tensor.name, function)
         except MixedError as error:
             for write in (w for source in sources for w in source.writes if str(error)):
                 self.reasons.setdefault(write.past.name, str(error))
                 if not all(source.is_moved for source in sources):
                     self.broken = self.broken or str(error)
 
-    def _made(self, node: gs.Node, sources: Sequence[RowFunction]) -> list[RowFunction]:
+    def _functions(self, node: gs.Node, sources: Sequence[RowFunction]) -> list[RowFunction]:
         """The row functions that a node makes of others.
 
         Raises:
@@ -202,14 +202,14 @@ class Rows:
         first, output = sources[0], node.outputs[0]
         if is_op(node, "Slice", "Gather") and not first.writes and not first.is_new and first.tensor is node.inputs[0]:
             axes = self._axes(node, output, first, is_new=True)
-            made, before = self._shapes(output)[0], self._shapes(first.tensor)[0]
-            shape = tuple(-1 if i == axes[0] else d for i, d in enumerate(made)) if len(made) != len(before) else None
+            after, before = self._shapes(output)[0], self._shapes(first.tensor)[0]
+            shape = tuple(-1 if i == axes[0] else d for i, d in enumerate(after)) if len(after) != len(before) else None
             return [RowFunction(output, axes, node=node, shape=shape, is_moved=False, is_new=True, takes=True)]
         if len({source.is_new for source in sources}) > 1:
             raise MixedError(f"{node.op} '{node.name}' brings the new tokens' rows and those of all together")
         shaped = is_op(node, "Reshape", "Expand")
         for tensor in node.inputs[:1] if shaped else node.inputs:
-            if not (tensor.name in self.found or tensor.is_empty() or self._is_constant(tensor)):
+            if not (tensor.name in self.known or tensor.is_empty() or self._is_constant(tensor)):
                 # Of a MatMul: queries, or what a softmax makes of their scores.
                 words = f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant"
                 raise MixedError("" if is_op(node, "MatMul") else words)
@@ -227,8 +227,8 @@ class Rows:
         tensor, samples = node.outputs[0], self._every
         if is_op(node, "Slice") and made_of_constants(node.inputs[0]):
             bounds = [[s.probe.value(t.name) for t in node.inputs[1:4]] for s in samples]
-            ends = [[int(v.flat[0]) for v in found if v is not None and v.size == 1] for found in bounds]
-            if any(len(found) != 3 for found in ends):
+            ends = [[int(v.flat[0]) for v in bound if v is not None and v.size == 1] for bound in bounds]
+            if any(len(bound) != 3 for bound in ends):
                 return None
             rows = [np.arange(first, min(last, s.total)) for s, (first, last, _) in zip(samples, ends, strict=True)]
             table = node.inputs[0]
@@ -246,8 +246,8 @@ class Rows:
             offset = int(rows[0][0]) - starts[0] if rows[0].size else -1
             wanted = [np.arange(first, s.total) + offset for first, s in zip(starts, samples, strict=True)]
             if offset >= 0 and all(map(np.array_equal, rows, wanted)):
-                held = Positions(tensor, axis, offset, table)
-                return RowFunction(tensor, (axis,), is_moved=False, is_new=is_new, positions=held)
+                positions = Positions(tensor, axis, offset, table)
+                return RowFunction(tensor, (axis,), is_moved=False, is_new=is_new, positions=positions)
         return None
 
     def _is_constant(self, tensor: gs.Tensor) -> bool:
@@ -284,21 +284,21 @@ class Rows:
 
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
         """The shape that a Reshape or Expand gives, for every batch and length."""
-        made = list(self._shapes(tensor)[0])
+        shape = list(self._shapes(tensor)[0])
         same = [i for i in range(len(after) - 1) if before[i] == after[i]]
         for i, axis in enumerate(after):  # 0 is the same size as before, along the same axis
             if is_op(node, "Expand"):
-                made[axis] = 1
+                shape[axis] = 1
             else:
-                made[axis] = -1 if i == (len(after) - 1 if same or len(after) == 1 else 0) else 0
-        return tuple(made)
+                shape[axis] = -1 if i == (len(after) - 1 if same or len(after) == 1 else 0) else 0
+        return tuple(shape)
 
     def _moves(self, node: gs.Node, sources: Sequence[RowFunction]) -> bool:
         """True if one cache is only moved, repeated as a whole, or scaled by one number."""
         if len(sources) != 1 or not sources[0].is_moved:
             return False
         if is_op(node, "Mul", "Div"):
-            other = node.inputs[1] if node.inputs[0].name in self.found else node.inputs[0]
+            other = node.inputs[1] if node.inputs[0].name in self.known else node.inputs[0]
             return prod(self._shapes(other)[0]) == 1 and (is_op(node, "Mul") or other is node.inputs[1])
         if is_op(node, "Slice"):
             return self._shapes(node.inputs[0])[0][-1] == self._shapes(node.outputs[0])[0][-1]

@@ -100,46 +100,46 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
     if not any(unknown):
         return model, None
-    made = copied(model)
-    del made.graph.node[:]
+    copy = copied(model)
+    del copy.graph.node[:]
     types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
     caches: dict[str, set[int]] = {}
     operators: dict[str, Operator] = {}
     for node, is_unknown in zip(model.graph.node, unknown, strict=True):
         if is_unknown:
-            node = _with_indices(made.graph, node)
+            node = _with_indices(copy.graph, node)
             operators[node.op_type] = OPERATORS.get(node.op_type) or _tensorrt_operator(node)
             caches.setdefault(node.op_type, set()).add(types.get(node.input[0], 0))
-        made.graph.node.append(node)
+        copy.graph.node.append(node)
     opset = opset_version(model) or OPSET
-    if not any(o.domain == NAMESPACE for o in made.opset_import):
-        made.opset_import.append(helper.make_opsetid(NAMESPACE, 1))
+    if not any(o.domain == NAMESPACE for o in copy.opset_import):
+        copy.opset_import.append(helper.make_opsetid(NAMESPACE, 1))
     for name, operator in operators.items():
         function = operator_function(operator, opset, through_float=bool(caches[name] & _THROUGH_FLOAT))
         if name == TENSORRT_UPDATE:
             function.name, function.attribute[:] = name, ["update_form", "mode"]
-        made.functions.append(function)
-    return made, None
+        copy.functions.append(function)
+    return copy, None
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
     """The plugin's operator that does the same as TensorRT's own update."""
-    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    form = UpdateForm.PACKED_NHD if "update_form" in given else UpdateForm.PADDED
-    return Operator(form, UpdateMode(given.get("mode", b"linear").decode()))
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    form = UpdateForm.PACKED_NHD if "update_form" in attributes else UpdateForm.PADDED
+    return Operator(form, UpdateMode(attributes.get("mode", b"linear").decode()))
 
 
 def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProto:
     """The node in this project's domain; without write indices it writes from row 0 on."""
-    made = copied(node)
-    made.domain = NAMESPACE
+    copy = copied(node)
+    copy.domain = NAMESPACE
     if len(node.input) < 3 or not node.input[2]:
         batch, first = f"{node.output[0]}/batch", f"{node.output[0]}/first"
         zero = helper.make_tensor("zero", onnx.TensorProto.INT64, [1], [0])
         graph.node.append(helper.make_node("Shape", [node.input[0]], [batch], start=0, end=1))
         graph.node.append(helper.make_node("ConstantOfShape", [batch], [first], value=zero))
-        made.input[:] = [*node.input[:2], first, *node.input[3:]]
-    return made
+        copy.input[:] = [*node.input[:2], first, *node.input[3:]]
+    return copy
 
 
 def _check_types(graph: gs.Graph) -> None:
@@ -148,9 +148,9 @@ def _check_types(graph: gs.Graph) -> None:
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
             types.setdefault(node.op, set()).add(elem_type(node.inputs[0]) or 0)
-    for found in types.values():
-        if found & _THROUGH_FLOAT and found & {INT32, INT64}:
-            names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in found))
+    for kinds in types.values():
+        if kinds & _THROUGH_FLOAT and kinds & {INT32, INT64}:
+            names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in kinds))
             raise UnsupportedModelError(
                 f"the model has caches of types {names} that are updated in one way, which the definition of the "
                 "plugin's node in ONNX cannot cover at once: export all caches in one type"

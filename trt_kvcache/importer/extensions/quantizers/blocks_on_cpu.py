@@ -40,9 +40,9 @@ def with_plain_blocks(model: ModelProto) -> ModelProto:
     """
     if (opset_version(model) or 0) < _BLOCKS_OPSET:
         model = raise_opset(model)
-    made = shape_inference.infer_shapes(model)
-    _Editor(made).edit()
-    return made
+    inferred = shape_inference.infer_shapes(model)
+    _Editor(inferred).edit()
+    return inferred
 
 
 class _Editor:
@@ -53,9 +53,9 @@ class _Editor:
         self._weights = {t.name: t for t in model.graph.initializer}
         self._types = {v.name: elem_type_of(v) for v in (*model.graph.value_info, *model.graph.output)}
         self._write = Writer(model.graph, "blocks")
-        self._plain: dict[str, str] = {}  # numbers, and what they were made of
+        self._plain: dict[str, str] = {}  # numbers, and their sources
         self._gone: set[str] = set()  # what only scales of numbers that are not rounded go through
-        self._made: dict[str, str] = {}  # doubles of weights and halves of scales, by their names
+        self._scaled: dict[str, str] = {}  # doubles of weights and halves of scales, by their names
 
     def edit(self) -> None:
         for node in self._graph.node:
@@ -101,15 +101,15 @@ class _Editor:
     def _doubles(self, weight: TensorProto) -> str:
         """A weight of float4, doubled, in int8."""
         write, name = self._write, weight.name
-        if name not in self._made:
+        if name not in self._scaled:
             bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)
             self._graph.initializer.append(bits)
             index = write.op("Cast", [bits.name], to=TensorProto.INT32)
-            self._made[name] = write.op("Gather", [write.constant(_DOUBLED), index])
-        return self._made[name]
+            self._scaled[name] = write.op("Gather", [write.constant(_DOUBLED), index])
+        return self._scaled[name]
 
     def _halved(self, scales: str) -> str:
-        if scales not in self._made:
+        if scales not in self._scaled:
             half = self._write.op("CastLike", [self._write.constant(np.float32(0.5)), scales])
-            self._made[scales] = self._write.op("Mul", [scales, half])
-        return self._made[scales]
+            self._scaled[scales] = self._write.op("Mul", [scales, half])
+        return self._scaled[scales]

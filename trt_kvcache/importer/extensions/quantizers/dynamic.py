@@ -66,8 +66,8 @@ def refuse_integers(model: ModelProto) -> None:
     Raises:
         UnsupportedModelError: naming the first.
     """
-    found = [node for scope in iter_scopes(model) for node in scope.node if _is_integer(node)]
-    for node in sorted(found, key=lambda node: node.op_type == "DynamicQuantizeLinear"):  # what reads it says more
+    nodes = [node for scope in iter_scopes(model) for node in scope.node if _is_integer(node)]
+    for node in sorted(nodes, key=lambda node: node.op_type == "DynamicQuantizeLinear"):  # what reads it says more
         raise UnsupportedModelError(
             f"{describe(node)} computes with integers of 8 bits, which TensorRT has no operator for; supported are "
             "MatMulInteger with one weight [K, N], as quantize_dynamic writes it, and weights in DequantizeLinear or "
@@ -77,8 +77,8 @@ def refuse_integers(model: ModelProto) -> None:
 
 
 def _is_integer(node: NodeProto) -> bool:
-    found = node.op_type in (*QUANTIZES, *INTEGER_PRODUCTS) or node.op_type.startswith("QLinear")
-    return found and node.domain in (*DEFAULT_DOMAINS, _CONTRIB)
+    by_type = node.op_type in (*QUANTIZES, *INTEGER_PRODUCTS) or node.op_type.startswith("QLinear")
+    return by_type and node.domain in (*DEFAULT_DOMAINS, _CONTRIB)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Weight:
 
 
 class _Editor:
-    """Edits the scopes of one model; `products` are the products that it found."""
+    """Edits the scopes of one model; `products` are its products so far."""
 
     def __init__(self, model: ModelProto) -> None:
         self._write = Writer(model.graph, "product")
@@ -124,7 +124,7 @@ class _Editor:
 
     def _replaces(self, node: NodeProto) -> bool:
         """Write nodes in the place of a node, if it is one of these."""
-        given = [*node.input, *[""] * 7]
+        inputs = [*node.input, *[""] * 7]
         if is_op(node, "Mul"):
             return self._spelled(node)
         if is_op(node, "DequantizeLinear"):
@@ -132,9 +132,9 @@ class _Editor:
         if is_op(node, "Gather"):
             return self._taken(node)
         if node.domain == _CONTRIB and node.op_type == "MatMulIntegerToFloat":
-            return self._product(node, given[:6], given[6])
+            return self._product(node, inputs[:6], inputs[6])
         if node.domain == _CONTRIB and node.op_type == "DynamicQuantizeMatMul":
-            return self._weighted(node, given[0], self._weight(given[1], given[2], given[3], 2), given[4])
+            return self._weighted(node, inputs[0], self._weight(inputs[1], inputs[2], inputs[3], 2), inputs[4])
         return False
 
     def _maker(self, name: str, op: str) -> NodeProto | None:
@@ -211,15 +211,15 @@ class _Editor:
         With a zero point, or no weight of a product: TensorRT takes no quantized scalar (1.7.1).
         """
         tensors = [self._weights.get(name) for name in node.input]
-        found = [t for t in tensors if t is not None and t.data_location != TensorProto.EXTERNAL]
-        if len(found) < max(2, len(node.input)) or any(math.prod(t.dims) != 1 for t in found[1:]):
+        stored = [t for t in tensors if t is not None and t.data_location != TensorProto.EXTERNAL]
+        if len(stored) < max(2, len(node.input)) or any(math.prod(t.dims) != 1 for t in stored[1:]):
             return False
-        numbers, scale, zero = (numpy_helper.to_array(t).astype(np.float32) for t in (*found, _NONE)[:3])
-        if found[0].data_type not in _MIDDLES or math.prod(found[0].dims) > _SMALL:
+        numbers, scale, zero = (numpy_helper.to_array(t).astype(np.float32) for t in (*stored, _NONE)[:3])
+        if stored[0].data_type not in _MIDDLES or math.prod(stored[0].dims) > _SMALL:
             return False
-        if zero.item() == _MIDDLES[found[0].data_type] and len(found[0].dims) > 1:
+        if zero.item() == _MIDDLES[stored[0].data_type] and len(stored[0].dims) > 1:
             return False
-        floats = self._write.constant((numbers - zero.item()) * scale.item(), found[1].data_type)
+        floats = self._write.constant((numbers - zero.item()) * scale.item(), stored[1].data_type)
         self._write.op("Identity", [floats], node.output[0], node.name)
         return True
 

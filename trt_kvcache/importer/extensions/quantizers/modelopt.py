@@ -14,7 +14,7 @@ operators of its exports from torch into ONNX's. Operators that quantize in bloc
     q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
     y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         of weights as well
 
-ONNX has no operator that chooses scales while it runs, and none of exponents kept in uint8. TensorRT's parser knows
+ONNX has no operator that chooses scales while it runs, and none of exponents in uint8. TensorRT's parser knows
 them (measured on TensorRT for RTX 1.7.1). Importing this registers them with ONNX, which then infers the shapes of
 what they make; their kernels are in no package that runs without a GPU.
 """
@@ -56,9 +56,9 @@ def write_as_onnx(model: ModelProto) -> bool:
     Raises:
         UnsupportedModelError: the model's opset lacks the operator of ONNX, or a scale is no single number.
     """
-    found = [(s, n) for s in iter_scopes(model) for n in s.node if n.domain == DOMAIN and n.op_type in _NAMES]
+    operators = [(s, n) for s in iter_scopes(model) for n in s.node if n.domain == DOMAIN and n.op_type in _NAMES]
     version = opset_version(model) or 0
-    for scope, node in found:
+    for scope, node in operators:
         needed = _BLOCKS_OPSET if any(a.name == "block_size" for a in node.attribute) else _FLOAT8_OPSET
         if version < needed:
             raise UnsupportedModelError(
@@ -68,9 +68,9 @@ def write_as_onnx(model: ModelProto) -> bool:
             _check_scale(scope, node)
             node.input.append(_ZERO)
         node.op_type, node.domain = _NAMES[node.op_type], ""
-    if any(_ZERO in node.input for _, node in found):
+    if any(_ZERO in node.input for _, node in operators):
         model.graph.initializer.append(helper.make_tensor(_ZERO, TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True))
-    return bool(found)
+    return bool(operators)
 
 
 def _check_scale(scope: Scope, node: NodeProto) -> None:
@@ -108,17 +108,17 @@ def _register() -> None:
 
 def _infer_blocks(numbers: int, scales: int, block: int, context: InferenceContext) -> None:
     """Numbers have the shape of what is quantized, scales the same but for the axis of the blocks."""
-    given = context.get_input_type(0)
-    context.set_output_type(0, _of(given, numbers))
-    made = _of(given, scales)
-    dims = made.tensor_type.shape.dim
+    source = context.get_input_type(0)
+    context.set_output_type(0, _of(source, numbers))
+    result = _of(source, scales)
+    dims = result.tensor_type.shape.dim
     axis, size = _attribute(context, "axis", -1), _attribute(context, "block_size", block)
     if dims and -len(dims) <= axis < len(dims) and size > 0:
         width = dims[axis].dim_value
         dims[axis].Clear()
         if width:
             dims[axis].dim_value = -(-width // size)
-    context.set_output_type(1, made)
+    context.set_output_type(1, result)
 
 
 def _infer_dequantized(context: InferenceContext) -> None:
@@ -126,18 +126,18 @@ def _infer_dequantized(context: InferenceContext) -> None:
     context.set_output_type(0, _of(context.get_input_type(0), kind))
 
 
-def _of(given: TypeProto | None, kind: int) -> TypeProto:
+def _of(source: TypeProto | None, kind: int) -> TypeProto:
     """The same shape, if any, of another type; what operators without inference make has none."""
-    made = TypeProto()
-    if given is not None:
-        made.CopyFrom(given)
-    made.tensor_type.elem_type = kind
-    return made
+    result = TypeProto()
+    if source is not None:
+        result.CopyFrom(source)
+    result.tensor_type.elem_type = kind
+    return result
 
 
 def _attribute(context: InferenceContext, name: str, default: int) -> int:
-    found = context.get_attribute(name)
-    return default if found is None else int(found.i)
+    attribute = context.get_attribute(name)
+    return default if attribute is None else int(attribute.i)
 
 
 _OPERATORS: dict[str, tuple[int, int, Callable[[InferenceContext], None]]] = {

@@ -111,18 +111,18 @@ def spell_roundings(model: ModelProto, folder: Path) -> None:
         UnsupportedModelError: something else than DequantizeLinear reads what is rounded so, or there are many scales.
     """
     write, spelled = Writer(model.graph, "rounding"), dict[int, list[NodeProto]]()
-    found = list(_roundings(model, folder))  # as long as it holds the nodes, they keep their ids
-    for rounding in found:
+    roundings = list(_roundings(model, folder))  # as long as it holds the nodes, they keep their ids
+    for rounding in roundings:
         if rounding.is_signed:
             for node, numbers in rounding.each:
                 node.input[2] = write.constant(np.zeros(numbers.zeros.shape, np.int8))
-            kept = [a for a in rounding.node.attribute if a.name != "output_dtype"]
-            replace_field(rounding.node.attribute, kept)
+            attributes = [a for a in rounding.node.attribute if a.name != "output_dtype"]
+            replace_field(rounding.node.attribute, attributes)
             continue
         spelled[id(rounding.node)] = _quantized(rounding, write)
         spelled |= {id(node): _dequantized(node, numbers, write) for node, numbers in rounding.readers}
     for scope in nested_scopes(model.graph):
-        replace_field(scope.node, [made for node in scope.node for made in spelled.get(id(node), [node])])
+        replace_field(scope.node, [other for node in scope.node for other in spelled.get(id(node), [node])])
     drop_dead(model.graph)  # zero points: TensorRT reads all initializers, those of 16 bits too
 
 
@@ -160,60 +160,60 @@ def _roundings(model: ModelProto, folder: Path) -> Iterator[_Rounding]:
     scopes = [scope for scope in nested_scopes(model.graph) if isinstance(scope, GraphProto)]
     tensors = {name: tensor for scope in scopes for name, tensor in constants_of(scope).items()}
     readers = readers_of(all_nodes(model.graph))
-    kept = {value.name for scope in scopes for value in scope.output}
+    outputs = {value.name for scope in scopes for value in scope.output}
     for node in all_nodes(model.graph):
         if not is_op(node, "QuantizeLinear"):
             continue
         name, after = node.output[0], readers.get(node.output[0], [])
         zero = tensors.get(node.input[2]) if len(node.input) > 2 else None
         kind = int(zero.data_type) if zero is not None else int_attribute(node, "output_dtype") or TensorProto.UINT8
-        is_pair = name not in kept and all(is_op(n, "DequantizeLinear") and name not in n.input[1:] for n in after)
+        is_pair = name not in outputs and all(is_op(n, "DequantizeLinear") and name not in n.input[1:] for n in after)
         each = [_numbers(n, tensors, folder) for n in (node, *(after if is_pair else ()))]
-        numbers = [found for found in each if found is not None]
+        numbers = [entry for entry in each if entry is not None]
         if kind not in _LIMITS or len(numbers) < len(each) or (zero is None and len(node.input) > 2):
             continue  # TensorRT takes it, or wants constants and says so
-        if kind in _TAKEN and not any(np.any(found.zeros) for found in numbers):
+        if kind in _TAKEN and not any(np.any(entry.zeros) for entry in numbers):
             continue
-        made = _Rounding(node, kind, numbers[0], list(zip(after, numbers[1:], strict=False)))
-        is_one = all(n.size == 1 for found in numbers for n in (found.scale, found.zeros))
-        if not is_pair or not (made.is_signed or is_one):
+        rounding = _Rounding(node, kind, numbers[0], list(zip(after, numbers[1:], strict=False)))
+        is_one = all(n.size == 1 for entry in numbers for n in (entry.scale, entry.zeros))
+        if not is_pair or not (rounding.is_signed or is_one):
             what = "with a scale for each channel" if is_pair else "and something else than DequantizeLinear reads it"
             raise UnsupportedModelError(
                 f"{describe(node)} rounds to {dtype_name(kind)}, {what}; TensorRT rounds to int8 around 0, and "
                 f"supported beside that is one scale, and DequantizeLinear after it: {_ADVICE}"
             )
-        yield made
+        yield rounding
 
 
 def _numbers(node: NodeProto, tensors: Mapping[str, TensorProto], folder: Path) -> _Numbers | None:
     """Scale and zero point of a node; None where they are no constants, or not at hand."""
     names = [name for name in node.input[1:3] if name]
-    found = [tensor for name in names if (tensor := tensors.get(name)) is not None and not is_stand_in(tensor)]
-    if not found or len(found) < len(names):
+    known = [tensor for name in names if (tensor := tensors.get(name)) is not None and not is_stand_in(tensor)]
+    if not known or len(known) < len(names):
         return None
-    values = [np.asarray(numpy_helper.to_array(tensor, base_dir=str(folder))) for tensor in found]
+    values = [np.asarray(numpy_helper.to_array(tensor, base_dir=str(folder))) for tensor in known]
     return _Numbers(
-        values[0].astype(np.float32), found[0].data_type, values[1] if len(values) > 1 else np.zeros((), np.float32)
+        values[0].astype(np.float32), known[0].data_type, values[1] if len(values) > 1 else np.zeros((), np.float32)
     )
 
 
 def _quantized(rounding: _Rounding, write: Writer) -> list[NodeProto]:
-    """Numbers rounded to are kept in float32, which holds all of 16 bits."""
+    """Rounded numbers stay in float32, which holds all of 16 bits."""
     node, zero = rounding.node, rounding.numbers.zeros.astype(np.float32).reshape(())
-    made = write.op("Cast", [node.input[0]], to=TensorProto.FLOAT)
-    made = write.op("Div", [made, write.constant(rounding.numbers.scale.reshape(()))])
-    made = write.op("Round", [made])
+    value = write.op("Cast", [node.input[0]], to=TensorProto.FLOAT)
+    value = write.op("Div", [value, write.constant(rounding.numbers.scale.reshape(()))])
+    value = write.op("Round", [value])
     if zero:
-        made = write.op("Add", [made, write.constant(zero)])
+        value = write.op("Add", [value, write.constant(zero)])
     limits = [write.constant(np.array(limit, np.float32)) for limit in _LIMITS[rounding.kind]]
-    write.op("Clip", [made, *limits], node.output[0])
+    write.op("Clip", [value, *limits], node.output[0])
     return write.taken()
 
 
 def _dequantized(node: NodeProto, numbers: _Numbers, write: Writer) -> list[NodeProto]:
-    made, zero = node.input[0], numbers.zeros.astype(np.float32).reshape(())
+    value, zero = node.input[0], numbers.zeros.astype(np.float32).reshape(())
     if zero:
-        made = write.op("Sub", [made, write.constant(zero)])
-    made = write.op("Mul", [made, write.constant(numbers.scale.reshape(()))])
-    write.op("Cast", [made], node.output[0], to=int_attribute(node, "output_dtype") or numbers.wide)
+        value = write.op("Sub", [value, write.constant(zero)])
+    value = write.op("Mul", [value, write.constant(numbers.scale.reshape(()))])
+    write.op("Cast", [value], node.output[0], to=int_attribute(node, "output_dtype") or numbers.wide)
     return write.taken()

@@ -25,7 +25,7 @@ Step = tuple[float, float, int]
 
 
 def unround(model: ModelProto) -> tuple[ModelProto, Counter[Step]]:
-    """The model without rounding to 8 bits of what it computes: numbers are cut to the limits of their type.
+    """The model without rounding to 8 bits of what it computes: numbers are clipped to the limits of their type.
 
     Args:
         model: of float32, if it is to run.
@@ -59,16 +59,16 @@ def unround(model: ModelProto) -> tuple[ModelProto, Counter[Step]]:
 def _pairs(graph: GraphProto) -> list[tuple[Step, NodeProto, list[NodeProto]]]:
     """QuantizeLinear of tensors that are no weights, with one scale, and all its readers: DequantizeLinear."""
     weights, readers = constants_of(graph), readers_of(graph.node)
-    kept = {value.name for value in graph.output}
-    found = []
+    outputs = {value.name for value in graph.output}
+    pairs = []
     for node in graph.node:
-        if not is_op(node, "QuantizeLinear") or node.input[0] in weights or node.output[0] in kept:
+        if not is_op(node, "QuantizeLinear") or node.input[0] in weights or node.output[0] in outputs:
             continue
         behind = readers.get(node.output[0], [])
         step = _step(node, weights)
         if step is not None and all(is_op(n, "DequantizeLinear") and _step(n, weights, step) == step for n in behind):
-            found.append((step, node, behind))
-    return found
+            pairs.append((step, node, behind))
+    return pairs
 
 
 def _step(node: NodeProto, weights: dict[str, TensorProto], like: Step | None = None) -> Step | None:

@@ -14,16 +14,16 @@ class Writer:
 
     def __init__(self, graph: GraphProto, prefix: str) -> None:
         self.nodes: list[NodeProto] = []
-        self._graph, self._prefix, self._made = graph, prefix, 0
+        self._graph, self._prefix, self._count = graph, prefix, 0
 
     def op(self, op: str, inputs: Sequence[str], output: str = "", name: str = "", **attributes: Any) -> str:
-        """Adds a node; returns its output, which has a new name unless it is given."""
+        """Adds a node; returns its output, which is `output` or has a new name."""
         output = output or self.name(op.lower())
         self.nodes.append(helper.make_node(op, inputs, [output], name or output, **attributes))
         return output
 
     def constant(self, value: Any, kind: int | None = None) -> str:
-        """A constant, of the ONNX element type `kind` if it is given."""
+        """A constant, of the ONNX element type `kind`, or of its array's."""
         name = self.name("constant")
         array = np.asarray(value)
         self._graph.initializer.append(
@@ -35,8 +35,8 @@ class Writer:
 
     def name(self, hint: str) -> str:
         """A new name."""
-        self._made += 1
-        return f"trt_kvcache/{self._prefix}_{hint}_{self._made}"
+        self._count += 1
+        return f"trt_kvcache/{self._prefix}_{hint}_{self._count}"
 
     def taken(self) -> list[NodeProto]:
         """The nodes, which others follow."""

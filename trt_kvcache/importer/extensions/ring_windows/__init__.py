@@ -1,4 +1,4 @@
-"""Windows held as circular buffers (``--sliding circular``); circular caches that models write (`written`, `shifted`).
+"""Windows as circular buffers (``--sliding circular``); circular caches that models write (`written`, `shifted`).
 
     present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
     output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
@@ -96,10 +96,10 @@ def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onn
     findings = Findings(idioms, notes=rings.notes, longest=rings.longest, capacity=None if fixed else capacity)
     if not rings.longest:
         return model, findings
-    made: onnx.ModelProto = gs.export_onnx(graph.cleanup(remove_unused_graph_inputs=False).toposort())
-    del made.graph.value_info[:]
-    made.ir_version = max(model.ir_version, 10)
-    return made, findings
+    exported: onnx.ModelProto = gs.export_onnx(graph.cleanup(remove_unused_graph_inputs=False).toposort())
+    del exported.graph.value_info[:]
+    exported.ir_version = max(model.ir_version, 10)
+    return exported, findings
 
 
 def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, idle: bool = False) -> Rings:
@@ -150,7 +150,7 @@ def _rows(update: gs.Node, capacity: int) -> int:
 def _find(graph: gs.Graph) -> list[_Windowed]:
     updates = {n.outputs[0].name: n for n in graph.nodes if is_op(n, "TensorScatter") and _plain(graph, n)}
     readers: dict[str, list[gs.Node]] = {name: _readers(n.outputs[0]) for name, n in updates.items()}
-    found = []
+    pairs = []
     done: set[str] = set()
     for name, nodes in readers.items():
         windows = {int(n.attrs.get("left_window_size", -1)) if _windowed(graph, n) else -1 for n in nodes}
@@ -166,8 +166,8 @@ def _find(graph: gs.Graph) -> list[_Windowed]:
             continue
         done |= set(names)
         keys, values = (updates[name] for name in names[:2])
-        found.append(_Windowed(keys, values, tuple(nodes), windows.pop() + 1))
-    return found
+        pairs.append(_Windowed(keys, values, tuple(nodes), windows.pop() + 1))
+    return pairs
 
 
 def _plain(graph: gs.Graph, update: gs.Node) -> bool:
@@ -186,13 +186,13 @@ def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
 
 def _readers(present: gs.Tensor) -> list[gs.Node]:
     """The nodes that read a cache, through views of it."""
-    found: dict[int, gs.Node] = {}
+    readers: dict[int, gs.Node] = {}
     for node in consumers(present):
         if is_op(node, *VIEWS) and node.inputs[0] is present:
-            found |= {id(n): n for n in _readers(node.outputs[0])}
+            readers |= {id(n): n for n in _readers(node.outputs[0])}
         elif not is_op(node, "Shape"):
-            found[id(node)] = node
-    return list(found.values())
+            readers[id(node)] = node
+    return list(readers.values())
 
 
 def _cache_of(tensor: gs.Tensor, updates: dict[str, gs.Node]) -> gs.Node | None:
@@ -226,7 +226,7 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
 def emit_visible(
     emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
 ) -> gs.Variable:
-    """The rows of a ring that queries see: bool ``[B, 1, S, R]``, made once for all attentions alike.
+    """The rows of a ring that queries see: bool ``[B, 1, S, R]``, emitted once for all attentions alike.
 
     Args:
         emit: of the graph.

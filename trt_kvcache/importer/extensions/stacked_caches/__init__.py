@@ -1,4 +1,4 @@
-"""Caches of several layers in one tensor, taken apart before anything else looks at them.
+"""Caches of several layers in one tensor, divided before anything else looks at them.
 
     past [L, 2, B, N, P, H] -- Gather(i) -- Gather(0) -- Concat -- Unsqueeze, Concat -> present [L, 2, B, N, P + S, H]
 
@@ -11,7 +11,7 @@
 Written by ONNX Runtime's converter of GPT-2 (keys and values of a layer in one tensor) and by sherpa-onnx' Whisper (the
 layers in one tensor, each written in place). `apart` is the model as exported in `verify` and in the check.
 
-Inputs are taken apart if constants choose every place of them along one axis and nothing else reads them, outputs if
+Inputs are divided if constants choose every place of them along one axis and nothing else reads them, outputs if
 they are joined of such places; then the same again, along the next axis. Later stages see each cache by itself.
 """
 
@@ -58,11 +58,11 @@ _ADVICE = (
     "one output for each cache"
 )
 Split = dict[str, tuple[int, list[str]]]
-"""By name of a tensor that was taken apart: the axis, and the names of the places along it."""
+"""By name of a tensor that was divided: the axis, and the names of the places along it."""
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Take apart the inputs and outputs that hold several caches; see `trt_kvcache.importer.extensions`.
+    """Divide the inputs and outputs that hold several caches; see `trt_kvcache.importer.extensions`.
 
     Raises:
         UnsupportedModelError: something reads such a tensor as a whole, or a cache comes back in another place.
@@ -72,14 +72,14 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     graph: gs.Graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)
     emit = Emitter(graph)
-    while made := _split(graph.toposort(), emit):
+    while split := _split(graph.toposort(), emit):
         graph.cleanup(remove_unused_graph_inputs=False)
-        for name, held in parts.items():
-            parts[name] = [part for old in held for part in _refined(old, made)]
+        for name, pieces in parts.items():
+            parts[name] = [part for old in pieces for part in _refined(old, split)]
     stacks = tuple(
-        Stack(name, whole[name][0], tuple(shape_of(whole[name][1]) or ()), tuple(held))
-        for name, held in parts.items()
-        if held[0].name != name
+        Stack(name, whole[name][0], tuple(shape_of(whole[name][1]) or ()), tuple(pieces))
+        for name, pieces in parts.items()
+        if pieces[0].name != name
     )
     if not stacks:
         return model, None
@@ -90,18 +90,18 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     return exported, partial(finish, stacks)
 
 
-def _refined(old: StackPart, made: Split) -> Iterator[StackPart]:
-    if old.name not in made:
+def _refined(old: StackPart, split: Split) -> Iterator[StackPart]:
+    if old.name not in split:
         yield old
         return
-    axis, names = made[old.name]
+    axis, names = split[old.name]
     place = [i for i, at in enumerate(old.place) if at is None][axis]
     for number, name in enumerate(names):
         yield StackPart(name, (*old.place[:place], number, *old.place[place + 1 :]))
 
 
 def _split(graph: gs.Graph, emit: Emitter) -> Split:
-    """Take one axis of every stacked tensor apart, in place; empty: there is none.
+    """Divide every stacked tensor along one axis, in place; empty: there is none.
 
     Raises:
         UnsupportedModelError: something reads such a tensor as a whole.
@@ -113,8 +113,8 @@ def _split(graph: gs.Graph, emit: Emitter) -> Split:
     sizes = {(r.axis, r.count) for r in written.values()} | {(axis, len(parts)) for axis, parts in joined.values()}
     taken = [r for r in inputs.values() if (r.axis, r.count) in sizes]
     alike = {(r.axis, r.count) for r in taken}
-    made: Split = {}
-    held: dict[int, list[gs.Tensor]] = {}
+    split: Split = {}
+    by_tensor: dict[int, list[gs.Tensor]] = {}
     for reads in taken:
         if reads.others and (reads.rank >= _SURELY or reads.writes):
             node = reads.others[0]
@@ -122,16 +122,16 @@ def _split(graph: gs.Graph, emit: Emitter) -> Split:
                 f"'{reads.whole.name}' holds several caches, and {node.op} '{node.name}' reads it as a whole; {_ADVICE}"
             )
         if not reads.others:
-            made[reads.whole.name] = (reads.axis, _take_input(graph, emit, reads, held))
+            split[reads.whole.name] = (reads.axis, _take_input(graph, emit, reads, by_tensor))
     for tensor in list(graph.outputs):
-        if tensor.name in written and id(tensor) in held:
-            axis, pieces = written[tensor.name].axis, held[id(tensor)]
-        elif (found := joined.get(tensor.name)) is not None and (found[0], len(found[1])) in alike:
-            axis, pieces = found
+        if tensor.name in written and id(tensor) in by_tensor:
+            axis, pieces = written[tensor.name].axis, by_tensor[id(tensor)]
+        elif (join := joined.get(tensor.name)) is not None and (join[0], len(join[1])) in alike:
+            axis, pieces = join
         else:
             continue
-        made[tensor.name] = (axis, _give_outputs(graph, tensor, axis, pieces))
-    return made
+        split[tensor.name] = (axis, _give_outputs(graph, tensor, axis, pieces))
+    return split
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ def _read(whole: gs.Tensor, order: Mapping[int, int]) -> _Reads | None:
             if is_op(node, "Cast") or (is_op(node, "ScatterND") and node.inputs[0] is tensor):
                 wholes += node.outputs
     chosen = {id(node): _chosen(node, len(whole.shape)) for node in nodes}
-    places = {place for found in chosen.values() for place in found}
+    places = {place for choice in chosen.values() for place in choice}
     axis = next((axis for axis, _ in places), 0)
     count = whole.shape[axis]
     moves = ("Shape", "Cast", "ScatterND")
@@ -206,20 +206,20 @@ def _chosen(node: gs.Node, rank: int) -> list[tuple[int, int]]:
     return []
 
 
-def _take_input(graph: gs.Graph, emit: Emitter, reads: _Reads, held: dict[int, list[gs.Tensor]]) -> list[str]:
-    """Put an input for each place in the place of one for all; `held` gets the places of all that it becomes."""
+def _take_input(graph: gs.Graph, emit: Emitter, reads: _Reads, by_tensor: dict[int, list[gs.Tensor]]) -> list[str]:
+    """Put an input for each place in the place of one for all; `by_tensor` gets the places of all that it becomes."""
     whole, axis = reads.whole, reads.axis
     rest = [size for a, size in enumerate(whole.shape) if a != axis]
     names = _free_names(graph, whole.name, reads.count)
     pieces: list[gs.Tensor] = [gs.Variable(name, whole.dtype, list(rest)) for name in names]
     graph.inputs = [p for t in graph.inputs for p in (pieces if t is whole else [t])]
-    held[id(whole)] = pieces
+    by_tensor[id(whole)] = pieces
     for node in reads.nodes:
-        pieces = held[id(node.inputs[0])]
+        pieces = by_tensor[id(node.inputs[0])]
         if is_op(node, "Cast"):
-            held[id(node.outputs[0])] = [emit.op("Cast", [p], "piece", **node.attrs) for p in pieces]
+            by_tensor[id(node.outputs[0])] = [emit.op("Cast", [p], "piece", **node.attrs) for p in pieces]
         elif is_op(node, "ScatterND"):
-            held[id(node.outputs[0])] = _written(emit, node, axis, pieces)
+            by_tensor[id(node.outputs[0])] = _written(emit, node, axis, pieces)
         elif is_op(node, "Shape"):
             replace_uses(node.outputs[0], _shape(emit, node, axis, pieces))
         else:
@@ -242,8 +242,8 @@ def _written(emit: Emitter, node: gs.Node, axis: int, pieces: Sequence[gs.Tensor
         UnsupportedModelError: no constant says which one it writes.
     """
     _, index, updates = node.inputs
-    known, made = small_constant(index), producer(index)
-    columns = made.inputs if known is None and made is not None and is_op(made, "Concat") else []
+    known, maker = small_constant(index), producer(index)
+    columns = maker.inputs if known is None and maker is not None and is_op(maker, "Concat") else []
     number = _uniform(columns[axis]) if axis < len(columns) else None
     rest: list[gs.Tensor] = []
     if known is not None and axis < known.shape[-1]:
@@ -282,11 +282,11 @@ def _shape(emit: Emitter, node: gs.Node, axis: int, pieces: Sequence[gs.Tensor])
     """The result of a Shape of the whole."""
     before = emit.op("Shape", [pieces[0]], "piece_shape", INT64, start=0, end=axis)
     after = emit.op("Shape", [pieces[0]], "piece_shape", INT64, start=axis)
-    made: gs.Tensor = emit.op("Concat", [before, emit.ints([len(pieces)]), after], "whole_shape", INT64, axis=0)
+    shape: gs.Tensor = emit.op("Concat", [before, emit.ints([len(pieces)]), after], "whole_shape", INT64, axis=0)
     if {"start", "end"} & node.attrs.keys():
         bounds = (node.attrs.get("start", 0), node.attrs.get("end", len(pieces[0].shape) + 1))
-        made = emit.op("Slice", [made, *(emit.ints([n]) for n in bounds)], "whole_shape", INT64)
-    return made
+        shape = emit.op("Slice", [shape, *(emit.ints([n]) for n in bounds)], "whole_shape", INT64)
+    return shape
 
 
 def _joined(tensor: gs.Tensor) -> tuple[int, list[gs.Tensor]] | None:
@@ -355,8 +355,8 @@ def _check_places(stacks: Sequence[Stack], pairs: Sequence[tuple[str, str]]) -> 
         own = 0 if stack.io == "input" else 1
         numbers = {part.name: number for s in stacks if s.io != stack.io for number, part in enumerate(s.parts)}
         partners = {pair[own]: pair for pair in pairs if pair[1 - own] in numbers}
-        found = [partners[part.name] for part in stack.parts if part.name in partners]
-        for pair, right in zip(found, sorted(found, key=lambda pair: numbers[pair[1 - own]]), strict=True):
+        ordered = [partners[part.name] for part in stack.parts if part.name in partners]
+        for pair, right in zip(ordered, sorted(ordered, key=lambda pair: numbers[pair[1 - own]]), strict=True):
             if pair != right:
                 raise UnsupportedModelError(
                     f"the model takes a cache as '{pair[0]}' and gives it back as '{pair[1]}': what it writes for one "

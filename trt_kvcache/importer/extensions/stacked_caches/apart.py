@@ -22,25 +22,25 @@ _AXES_AS_INPUT = 13  # the opset from which on Unsqueeze has them so
 
 def unstacked(model: ModelProto, stacks: Sequence[Stack]) -> ModelProto:
     """The model with an input or output for each part of its stacks, as `CachePlan.original` has them."""
-    made = copied(model)
+    copy = copied(model)
     before: list[NodeProto] = []
     after: list[NodeProto] = []
     for stack in stacks:
         whole = f"{stack.name}/whole"
-        values = made.graph.input if stack.io == "input" else made.graph.output
+        values = copy.graph.input if stack.io == "input" else copy.graph.output
         place, value = next((i, v) for i, v in enumerate(values) if v.name == stack.name)
         kind, rank = value.type.tensor_type.elem_type, stack.parts[0].place.count(None) + (stack.heads is not None)
         del values[place]
         values.extend(helper.make_tensor_value_info(part.name, kind, [None] * rank) for part in stack.parts)
-        for node in all_nodes(made.graph):
+        for node in all_nodes(copy.graph):
             for names in (node.input, node.output):
                 names[:] = [whole if name == stack.name else name for name in names]
         if stack.io == "input":
-            before += _whole(made.graph, stack, whole, opset_version(model) or 1)
+            before += _whole(copy.graph, stack, whole, opset_version(model) or 1)
         else:
-            after += _parts(made.graph, stack, whole)
-    replace_field(made.graph.node, [*before, *made.graph.node, *after])
-    return made
+            after += _parts(copy.graph, stack, whole)
+    replace_field(copy.graph.node, [*before, *copy.graph.node, *after])
+    return copy
 
 
 def _whole(graph: onnx.GraphProto, stack: Stack, whole: str, opset: int) -> list[NodeProto]:
@@ -58,15 +58,15 @@ def _whole(graph: onnx.GraphProto, stack: Stack, whole: str, opset: int) -> list
     if stack.order is not None:
         nodes.append(helper.make_node("Transpose", [stacked], [turned], turned, perm=stack.order))
     if stack.heads is not None:
-        nodes += _merged(graph, turned, whole, stack.heads, apart=False)
+        nodes += _merged(graph, turned, whole, stack.heads, split=False)
     return nodes
 
 
 def _parts(graph: onnx.GraphProto, stack: Stack, whole: str) -> list[NodeProto]:
-    """Nodes that take a tensor as exported apart."""
+    """Nodes that divide a tensor as exported."""
     nodes, name = [], whole
     if stack.heads is not None:
-        nodes += _merged(graph, name, f"{whole}/heads", stack.heads, apart=True)
+        nodes += _merged(graph, name, f"{whole}/heads", stack.heads, split=True)
         name = f"{whole}/heads"
     if stack.order is not None:
         perm = sorted(range(len(stack.order)), key=stack.order.__getitem__)
@@ -81,24 +81,24 @@ def _parts(graph: onnx.GraphProto, stack: Stack, whole: str) -> list[NodeProto]:
     return [*nodes, *take_parts(graph, stack, name)]
 
 
-def _merged(graph: onnx.GraphProto, given: str, made: str, heads: int, *, apart: bool) -> list[NodeProto]:
+def _merged(graph: onnx.GraphProto, source: str, result: str, heads: int, *, split: bool) -> list[NodeProto]:
     """Nodes that make ``[B * heads, ...]`` of ``[B, heads, ...]``, or the other way."""
-    names = {n: f"{made}/{n}" for n in ("shape", "zero", "first", "end", "heads", "count", "rows", "rest", "sizes")}
-    for name, value in (("zero", 0), ("first", 1 if apart else 2), ("end", 1 << 31), ("heads", heads)):
+    names = {n: f"{result}/{n}" for n in ("shape", "zero", "first", "end", "heads", "count", "rows", "rest", "sizes")}
+    for name, value in (("zero", 0), ("first", 1 if split else 2), ("end", 1 << 31), ("heads", heads)):
         graph.initializer.append(helper.make_tensor(names[name], TensorProto.INT64, [1], [value]))
 
     def node(op: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
         return helper.make_node(op, [names[n] for n in inputs], [names[output]], names[output], **attributes)
 
-    counted = ["count", "heads"] if apart else ["count"]
+    counted = ["count", "heads"] if split else ["count"]
     return [
-        helper.make_node("Shape", [given], [names["shape"]], names["shape"]),
+        helper.make_node("Shape", [source], [names["shape"]], names["shape"]),
         node("Slice", ["shape", "zero", "first"], "rows"),
         node("Slice", ["shape", "first", "end"], "rest"),
-        node("Div", ["rows", "heads"], "count") if apart else node("ReduceProd", ["rows"], "count", keepdims=1),
+        node("Div", ["rows", "heads"], "count") if split else node("ReduceProd", ["rows"], "count", keepdims=1),
         node("Concat", [*counted, "rest"], "sizes", axis=0),
         # A past may have no rows, and 0 is a size here.
-        helper.make_node("Reshape", [given, names["sizes"]], [made], made, allowzero=1),
+        helper.make_node("Reshape", [source, names["sizes"]], [result], result, allowzero=1),
     ]
 
 
@@ -106,7 +106,7 @@ def _joined(stack: Stack, whole: str, opset: int) -> list[NodeProto]:
     """Nodes that make the tensor of its parts, the innermost of the axes that they are stacked along first."""
     axes = [axis for axis, at in enumerate(stack.parts[0].place) if at is not None]
     nodes = []
-    held: dict[tuple[int, ...], str] = {}
+    names: dict[tuple[int, ...], str] = {}
     for part in stack.parts:
         name = f"{part.name}/unsqueezed"
         if opset < _AXES_AS_INPUT:
@@ -114,13 +114,13 @@ def _joined(stack: Stack, whole: str, opset: int) -> list[NodeProto]:
         else:
             nodes.append(helper.make_node("Constant", [], [f"{name}/axes"], value_ints=axes))
             nodes.append(helper.make_node("Unsqueeze", [part.name, f"{name}/axes"], [name], name))
-        held[tuple(at for at in part.place if at is not None)] = name
+        names[tuple(at for at in part.place if at is not None)] = name
     for axis in reversed(axes):
         rows: dict[tuple[int, ...], list[str]] = {}
-        for at in sorted(held):
-            rows.setdefault(at[:-1], []).append(held[at])
-        held = {at: "/".join((whole, *map(str, at))) for at in rows}
-        nodes += [helper.make_node("Concat", rows[at], [name], name, axis=axis) for at, name in held.items()]
+        for at in sorted(names):
+            rows.setdefault(at[:-1], []).append(names[at])
+        names = {at: "/".join((whole, *map(str, at))) for at in rows}
+        nodes += [helper.make_node("Concat", rows[at], [name], name, axis=axis) for at, name in names.items()]
     return nodes
 
 

@@ -47,7 +47,7 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
-    """The model with operators in the place of what they were taken apart into; guesses, which the check compares."""
+    """The model with operators in the place of their parts; guesses, which the check compares."""
     return assigned_slices.rewrite(softmax.rewrite(model)), None
 
 
@@ -83,10 +83,10 @@ def _unalias(model: ModelProto) -> None:
 
 def _rename_casts(graph: GraphProto) -> None:
     """Give, in place, what has the name of ONNX Runtime's own casts another one; inputs and outputs keep theirs."""
-    kept = {value.name for value in (*graph.input, *graph.output)}
+    fixed = {value.name for value in (*graph.input, *graph.output)}
 
     def other(name: str) -> str:
-        return f"trt_kvcache/{name}" if str(name).startswith(_CASTS) and name not in kept else name
+        return f"trt_kvcache/{name}" if str(name).startswith(_CASTS) and name not in fixed else name
 
     for scope in nested_scopes(graph):
         for node in scope.node:
@@ -102,9 +102,9 @@ def _rename_casts(graph: GraphProto) -> None:
 def _unstate(scope: Scope) -> None:
     """Drop stated shapes of initializers, which have their own."""
     known = {tensor.name for tensor in scope.initializer} if isinstance(scope, GraphProto) else set()
-    kept = [value for value in scope.value_info if value.name not in known]
-    if len(kept) < len(scope.value_info):
-        replace_field(scope.value_info, kept)
+    stated = [value for value in scope.value_info if value.name not in known]
+    if len(stated) < len(scope.value_info):
+        replace_field(scope.value_info, stated)
 
 
 def _sort(scope: Scope) -> None:
@@ -129,19 +129,19 @@ def _list(graph: GraphProto, outer: Mapping[str, TensorProto]) -> bool:
     ]
     tensors = {**outer, **dict(constants), **{t.name: t for t in graph.initializer}}
     scalars = {name: t for name, t in tensors.items() if t.data_type == TensorProto.INT64 and not t.dims}
-    made: dict[str, TensorProto] = {}
+    lists: dict[str, TensorProto] = {}
     is_edited = False
     for node in graph.node:
         for place in _LISTS.get(node.op_type, ()) if is_op(node, node.op_type) else ():
             name = node.input[place] if place < len(node.input) else ""
             if name in scalars:
-                made.setdefault(name, _listed(scalars[name], f"{name}/list"))
-                node.input[place] = made[name].name
+                lists.setdefault(name, _listed(scalars[name], f"{name}/list"))
+                node.input[place] = lists[name].name
         for attribute in node.attribute:
             for body in attribute_graphs(attribute):
                 is_edited |= _list(body, tensors)
-    graph.initializer.extend(made.values())
-    return is_edited or bool(made)
+    graph.initializer.extend(lists.values())
+    return is_edited or bool(lists)
 
 
 def _listed(scalar: TensorProto, name: str) -> TensorProto:

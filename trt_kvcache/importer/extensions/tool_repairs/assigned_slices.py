@@ -41,7 +41,7 @@ def rewrite(model: ModelProto) -> ModelProto:
 
 def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
     """The parts that a chain of ScatterND that ends with `node` writes into one ConstantOfShape; empty: it is none."""
-    found: list[_Part] = []
+    parts: list[_Part] = []
     perm: list[int] = []
     current: NodeProto | None = node
     while current is not None and not is_op(current, "ConstantOfShape"):
@@ -58,10 +58,10 @@ def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[st
             if rows.ndim != 2 or rows.shape[1] != 1 or not np.array_equal(rows[:, 0], rows[0] + np.arange(len(rows))):
                 return []
             perm = perm or list(range(len(turn)))
-            found.append((int(rows[0, 0]), int(rows[-1, 0]) + 1, turned.input[0], [turn[axis] for axis in perm]))
-        elif found and is_op(current, "Transpose") and "perm" in attributes:
+            parts.append((int(rows[0, 0]), int(rows[-1, 0]) + 1, turned.input[0], [turn[axis] for axis in perm]))
+        elif parts and is_op(current, "Transpose") and "perm" in attributes:
             perm = [attributes["perm"][axis] for axis in perm]
-        elif not (found and is_op(current, "Cast")):
+        elif not (parts and is_op(current, "Cast")):
             return []
         current = makers.get(current.input[0])
-    return found if current is not None else []
+    return parts if current is not None else []

@@ -1,4 +1,4 @@
-"""Softmax that was taken apart, as one operator again.
+"""Softmax in several operators, as one again.
 
     x - ReduceMax -- Sub -- Exp -- Div        becomes        Softmax(x)
                              `- ReduceSum -'
