@@ -142,7 +142,7 @@ def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[A
 
 
 class Emitter:
-    """Adds nodes and constants to a graph; equal constants and equal requests are made once."""
+    """Adds nodes and constants to a graph; equal constants and equal requests are emitted once."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.graph = graph

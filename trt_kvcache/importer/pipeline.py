@@ -255,7 +255,7 @@ def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> Imported
         plain: for ONNX Runtime, not for the target, with `PlanOptions.cache_ranges`.
 
     Raises:
-        OptionError: a cache cannot be held in this type.
+        OptionError: a cache cannot have this type.
     """
     if imported.plan.options.cache_dtype is None:
         return imported

@@ -72,7 +72,7 @@ class PhysicalLayout(str, Enum):
     VIEW = "view"
     """The same bytes, declared as the 4-D view ``[B, prod(before axis), S_max, prod(after axis)]``."""
     HEADS_MAJOR = "heads-major"
-    """Bytes reordered: sequence-major ``[B, S_max, N, H]`` or ``[B, S_max, N*H]`` held as ``[B, N, S_max, H]``."""
+    """Bytes reordered: sequence-major ``[B, S_max, N, H]`` or ``[B, S_max, N*H]`` as ``[B, N, S_max, H]``."""
 
 
 class AttentionKind(str, Enum):

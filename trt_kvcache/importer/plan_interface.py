@@ -68,7 +68,7 @@ class OriginalTensor:
         shape: as exported; fixed sizes and symbols.
         axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
-        kept: rows, at most, of a growing cache that is cut to the newest ones: ``min(P, kept)`` in,
+        kept: rows, at most, of a growing cache of which only the newest ones stay: ``min(P, kept)`` in,
             ``min(P + S, kept)`` out; of a padding mask over it, which has ``min(P, kept) + S`` columns; None: it is as
             long as the text. Where the axis of the past has a fixed size, the cache is shifted: it always has `kept`
             rows, and a mask over it as many columns, those of tokens last.
@@ -154,7 +154,7 @@ class Stack:
     beside: int | None = None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """True if an array of this shape can be divided into the parts."""
+        """True if an array of this shape can be split into the parts."""
         places = self.parts[0].place
         return len(shape) == len(places) and all(
             at is None or n == d for n, d, at in zip(shape, self.shape, places, strict=True)

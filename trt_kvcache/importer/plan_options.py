@@ -89,7 +89,7 @@ class PlanOptions:
     """The choices that a caller has about a plan.
 
     Raises:
-        OptionError: a value is none of its enum's, or of another type. Those of enums may be given as text.
+        OptionError: a value is none of its enum's, or of another type. Those of enums may be text.
     """
 
     target: Annotated[Target, Setting("The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX

@@ -72,13 +72,13 @@ def part_of(
 
 
 def iter_scopes(model: ModelProto) -> Iterator[Scope]:
-    """The main graph, every model-local function, and every graph held by one of their nodes, outermost first."""
+    """The main graph, every model-local function, and every graph inside of one of their nodes, outermost first."""
     for top in (model.graph, *model.functions):
         yield from nested_scopes(top)
 
 
 def nested_scopes(scope: Scope) -> Iterator[Scope]:
-    """A scope and every graph held by its nodes, outermost first."""
+    """A scope and every graph inside of its nodes, outermost first."""
     yield scope
     for node in scope.node:
         for attribute in node.attribute:
@@ -176,7 +176,7 @@ def describe(node: NodeProto) -> str:
 def shape_of(info: ValueInfoProto | None) -> Shape | None:
     """The shape of a tensor value: sizes, symbols, ``"?"`` for unknown; None where even the rank is unknown.
 
-    Some exporters write a size as a symbol made of digits; it counts as the size it spells.
+    Some exporters write a size as a symbol of digits; it counts as the size it spells.
     """
     if info is None or not info.type.HasField("tensor_type") or not info.type.tensor_type.HasField("shape"):
         return None

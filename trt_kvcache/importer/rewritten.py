@@ -20,7 +20,7 @@ from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 _RECORD = "trt_kvcache.options"
-_KEYS = (_RECORD, "trt_kvcache.plan")  # the second one: older files held a plan
+_KEYS = (_RECORD, "trt_kvcache.plan")  # the second one: older files had a plan
 
 
 def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:

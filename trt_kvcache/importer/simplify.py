@@ -404,7 +404,7 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
     for value, name in zip(body.output, node.output, strict=False):
         if value.name in inner_names and value.name not in names:
             names[value.name] = name or prefix + value.name  # at once the name outside
-        elif name:  # passed through, or given twice
+        elif name:  # passed through, or an output twice
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
     # Inference writes shapes of tensors from outside into a body, too: these keep their names.
     inner = compose.add_prefix_graph(

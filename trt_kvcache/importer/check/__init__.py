@@ -13,7 +13,7 @@ from each other.
     sides         both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
     slim          regions with short heads, for long steps
     run, compare  both sides over these steps, and where they differ first
-    verdicts      what was found equal before, in the user's cache folder
+    verdicts      regions that were equal before, in the user's cache folder
     independence  the rest of the model in two batches that share a sequence
     models        both models in, verdicts out
     process       all of this in a process with limits on memory and time (checker)

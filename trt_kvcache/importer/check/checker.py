@@ -30,7 +30,7 @@ def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict
 
 
 class _Asked(Mapping[str, onnx.TensorProto]):
-    """The weights inside of the model, which the caller has: each is asked for when it is read, and not kept."""
+    """The weights inside of the model, which the caller has: each is asked for whenever it is read."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller

@@ -122,7 +122,7 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
 
 
 def _depends_on_text(pair: ModelPair, name: str) -> bool:
-    """An output of the original is made of numbers of tokens, keys or values; it may be one of them unchanged."""
+    """An output of the original follows from numbers of tokens, keys or values; it may be one of them unchanged."""
     graph = pair.original
     inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
     inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}

@@ -1,4 +1,4 @@
-"""A model as the check reads it: constants apart, every tensor with a digest of how it is computed.
+"""A model as the check reads it: constants by themselves, every tensor with a digest of how it is computed.
 
 Two tensors with one digest are equal by construction, in whichever graph they stand. Digests do not depend on names of
 nodes and tensors, on the order of nodes, on the order of operands that may change places, on attributes that state
@@ -168,7 +168,7 @@ class Graph:
                 node = self.makes[name]
                 keep[self._places[id(node)]] = node
                 todo += sorted(self.reads[id(node)])
-            elif name in stop or name in self.inputs:  # others are made within a body
+            elif name in stop or name in self.inputs:  # others come from within a body
                 fed[name] = None
         return [keep[place] for place in sorted(keep)], list(fed), sorted(used)
 

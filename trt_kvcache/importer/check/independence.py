@@ -5,9 +5,9 @@
 
 Regions compare such operators with the original, row by row. Here everything outside of the regions of caches runs in
 two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. Where
-tokens are not the same one by one as together, as with a mean over those of a step, prompts must not be cut. Large
-weights are not read: random ones of rank 1 stand in for them, and the dependences stay. Mixtures of large experts are
-left out, as caches are.
+tokens are not the same one by one as together, as with a mean over those of a step, prompts must not be split.
+Large weights are not read: random ones of rank 1 stand in for them, and the dependences stay. Mixtures of large
+experts are left out, as caches are.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
         rows = max((c.capacity for c in plan.caches), default=0) + _FEW
         yield from (_Choice({size: rows}) for size in sizes if size > rows)
     yield from (_Choice({size: _FEW + size % _FEW}) for size in sizes if size >= _LONG)
-    # Numbers, bytes and blocks of one axis are powers of two apart. Shapes of experts hold all of these.
+    # Numbers, bytes and blocks of one axis differ by powers of two. Shapes of experts hold all of these.
     for least in reversed(sizes) if experts else sizes:
         groups: dict[int, list[int]] = {}
         for size in sizes[: sizes.index(least) + 1]:

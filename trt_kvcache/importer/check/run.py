@@ -227,7 +227,7 @@ class _Run:
             feeds = self.sides.feeds(step)
             try:
                 originals = list(self.sides.originals(step, feeds))
-            except RunError:  # a step that the original is not made for
+            except RunError:  # a step that the original does not take
                 continue
             dead = [n for n in self.region.joins if n not in self.alive]
             numbers = {n: np.nan_to_num(originals[0][n], nan=0.0) for n in dead if originals[0][n].size}
@@ -375,7 +375,7 @@ class _LargeRun(_Run):
 
 
 def _depends_on_numbers(region: Region) -> bool:
-    """False: an end that is made of shapes alone, and may well be one number."""
+    """False: an end that follows from shapes alone, and may well be one number."""
     graph = Graph(region.models[0])
     return not graph.tainted(graph.inputs, shapes=False).isdisjoint(region.joins)
 

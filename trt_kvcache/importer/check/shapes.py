@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[tuple[int | str, ...], tuple[str, ...]]]
 """By graph input: dimensions, and which size of a decode loop each axis is."""
 
 _FEW = 1 << 10  # numbers in a constant that shapes are computed with
-_ROUNDS = 6  # of inference, each with the numbers that the one before made known
+_ROUNDS = 6  # of inference, each with the numbers of the one before
 _WHOLE = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 
 
@@ -78,7 +78,7 @@ class Kinds:
         return self._kinds.get(name)
 
     def compute(self) -> None:
-        """Computes the numbers that shapes are made of, for tensors whose shapes inference alone does not find."""
+        """Computes the numbers that shapes consist of, for tensors whose shapes inference alone does not find."""
         for inference in self._inferences:
             inference.compute()
         self._kinds = self._read()

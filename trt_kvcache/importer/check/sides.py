@@ -54,7 +54,7 @@ class Sides:
     Attributes:
         caches: caches and states that either side reads.
         interface: the original's own, if it has one.
-        shows_garbage: the original is given rows of caches without a token.
+        shows_garbage: the original gets rows of caches without a token.
         garbage: magnitude of the numbers in such rows.
         settled: tokens of a past are as a step of the original leaves them, for models that round a whole cache.
         sessions: of the original and of the rewritten side, once they are open; shared by runs of the same models.
@@ -116,7 +116,7 @@ class Sides:
             return False
         partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
         if partly and self._has_rings(step):
-            return False  # a ring made of a window takes whole updates, and idle rows: the plan says so
+            return False  # a ring of a window takes whole updates, and idle rows: the plan says so
         size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
@@ -208,7 +208,7 @@ class Sides:
 
         Raises:
             RunError: it does not run the step.
-            UnsupportedModelError: a join has fewer axes than inference found.
+            UnsupportedModelError: a join has fewer axes than inference says.
         """
         if self.interface is not None and self.interface.singles(feeds) > 1:
             return self._singly(self.interface, step, feeds, together=together)

@@ -1,12 +1,12 @@
-"""Stored verdicts: what was compared once and found equal is not compared again.
+"""Stored verdicts: regions that were equal once are not compared again.
 
     ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
 
 A key is the digest of all that a comparison reads: the models of both sides with their weights, the plan, the steps,
-and the versions and sources of what compares. Differences are never stored: they are found again.
+and the versions and sources of what compares. Differences are never stored: regions that differ are compared again.
 
 A stored verdict is believed only from a folder that nobody but the user can write, and so up to the root. No verdict
-lies beside a model or an export: whoever made the model could have written it.
+lies beside a model or an export: the author of the model could have written it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ becomes
     past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
 
 TensorRT for RTX has no plugins, and its layer moves floats only. So codes lie in the 24 bits that a float32 holds
-exactly, three of 8 bits or six of 4, and the scale is the last number of the row. Arithmetic takes them apart, exactly:
+exactly, three of 8 bits or six of 4, and the scale is the last number of the row. Arithmetic separates them, exactly:
 a float32 times a power of two, and Floor of it, are exact.
 
 On TensorRT the plugin writes codes into a cache of int8 or float8 (4 bits: two codes in an int8), and the scales have a
@@ -137,7 +137,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
         plain: for ONNX Runtime, not for the target: integers that its own operators write.
 
     Raises:
-        OptionError: a cache cannot be held in this type.
+        OptionError: a cache cannot have this type.
     """
     form = _form(plan, plain=plain)
     for cache in plan.caches:

@@ -1,6 +1,6 @@
 """External data behind symbolic links, as in the Hugging Face cache, for those who refuse links out of a folder.
 
-`load_source` has checked where they lead. ONNX Runtime (1.31.1), given a model that is no file, and ONNX's own loader
+`load_source` has checked where they lead. ONNX Runtime (1.31.1), with a model that is no file, and ONNX's own loader
 (1.23) take data only from within the folder that they are told.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["for_session", "without_links"]
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
     """The same model, with its external data named as they really lie, and the folder of these.
 
-    If no link leads out of the folder of the model, both are returned as given; else a copy of the model.
+    If no link leads out of the folder of the model, both are returned unchanged; else a copy of the model.
     """
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):

@@ -4,7 +4,7 @@
     DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
 
 In two's complement that is one flipped bit per number. TensorRT for RTX 1.7.1 imports no uint4 weight at all, and no
-signed one with another zero point. ONNX Runtime runs both forms; it is given the first, whose data stay in the source's
+signed one with another zero point. ONNX Runtime runs both forms; it gets the first, whose data stay in the source's
 files.
 """
 

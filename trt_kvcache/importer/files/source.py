@@ -227,7 +227,7 @@ def _is_text(start: bytes) -> bool:
     try:
         text = sample.decode()
     except UnicodeDecodeError as error:
-        if len(start) < _SAMPLE or error.start < len(sample) - 3:  # no character cut in two by the end of the sample
+        if len(start) < _SAMPLE or error.start < len(sample) - 3:  # no character that the sample ends within
             return False
         text = sample[: error.start].decode()
     return all(c.isprintable() or c in "\t\n\r\f" for c in text)

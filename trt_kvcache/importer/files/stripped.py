@@ -47,7 +47,7 @@ _TEXTS = ("model_type",)
 
 
 def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
-    """Return a model without weights and names, the new names by the old ones, and how many tables of floats are kept.
+    """Return a model without weights and names, the new names by the old ones, and the number of tables of floats left.
 
     Names of inputs and outputs stay, since roles are found by them; so do the names of functions and custom operators.
 

@@ -122,7 +122,7 @@ class GraphIndex:
         return int(self.constants[name].data_type) if name in self.constants else elem_type_of(self.infos.get(name))
 
     def weight(self, name: str) -> str | None:
-        """The initializer that a tensor is, or is made of by reordering, casting or dequantizing it."""
+        """The initializer of a tensor: the tensor itself, or before it is reordered, cast or dequantized."""
         while name not in self.constants:
             node = self.producers.get(name)
             if node is None or node.op_type not in {*_PRESERVING, "DequantizeLinear"} or not node.input:
@@ -270,7 +270,7 @@ def fits(index: GraphIndex, name: str, role: Role, *, is_own: bool) -> bool:
 def _add_logits(
     index: GraphIndex, known: Known, add: Callable[[str, Role, bool, str], None]
 ) -> tuple[int | None, int | None]:
-    """Find outputs made by a product with a weight that widens; returns vocabulary and hidden size of the widest."""
+    """Find outputs of a product with a weight that widens; returns vocabulary and hidden size of the widest."""
     presents = set(known.caches.values())
     products = [
         (sizes, value.name)
@@ -287,7 +287,7 @@ def _add_logits(
 
 
 def _widening_product(index: GraphIndex, output: str) -> tuple[int, int] | None:
-    """(width, hidden size) of an output that a product with a larger weight makes, apart from scaling and capping."""
+    """(width, hidden size) of an output that a product with a larger weight makes, but for scaling and capping."""
     shape, name = index.shape(output), output
     if not shape or not isinstance(shape[-1], int):
         return None

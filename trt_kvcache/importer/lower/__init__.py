@@ -29,7 +29,7 @@ CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 
 _NORM = "SimplifiedLayerNormalization"
-"""An operator of ONNX Runtime, found in ONNX's own domain."""
+"""An operator of ONNX Runtime in ONNX's own domain."""
 
 Writer = Callable[[Call], str | None]
 _OPERATORS: dict[str, tuple[str, Writer]] = {

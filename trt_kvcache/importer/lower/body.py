@@ -3,7 +3,7 @@
 A body is ONNX text, with two liberties:
 
     sum = Add (x, skip)
-    sum = Add (sum, bias)                       a name may be given again; it means the last one
+    sum = Add (sum, bias)                       a name may stand again; it means the last one
     y = Reshape (sum, [0, 0, 8, -1])            numbers may stand for operands: int64, or float32 with a point
 
 Names are those of the operator's inputs and outputs, as the table of operators has them. An input that the node leaves

@@ -88,7 +88,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 class _Planner:
-    """Plans one Attention after the other; masks, spans and warnings are made once."""
+    """Plans one Attention after the other; masks, spans and warnings are planned once."""
 
     def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
         self._graph = graph
@@ -162,7 +162,7 @@ class _Planner:
         return [self._present[tensor.name]]
 
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
-        """The span input of a node, made once per capacity and lengths; None where the span is off or not safe.
+        """The span input of a node, one per capacity and lengths; None where the span is off or not safe.
 
         Rows at and beyond the longest valid length are masked for every query, so leaving them out changes nothing.
         """
@@ -187,7 +187,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if the mask has, or may be given, fewer keys than K: ONNX masks the rest, so K is sliced to it."""
+        """True if the mask has, or may have, fewer keys than K: ONNX masks the rest, so K is sliced to it."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)

@@ -30,7 +30,7 @@ __all__ = ["rewrite_graph"]
 
 
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
-    """Apply `plan` to the graph that it was made from, in place."""
+    """Apply `plan` to its graph, in place."""
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
@@ -71,7 +71,7 @@ def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 
 
 def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
-    """Logits as long as the plan says: ONNX Runtime refuses others than declared where their buffer is given."""
+    """Logits as long as the plan says: ONNX Runtime refuses others than declared where a buffer is bound."""
     planned = plan.tensor(Role.LOGITS, "output")
     for tensor in graph.outputs:
         if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:

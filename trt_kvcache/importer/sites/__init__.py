@@ -1,4 +1,4 @@
-"""Attention over growing caches, found by shapes and described by running it.
+"""Attention over growing caches: shapes delimit it, runs describe it.
 
     cut       regions around attentions, by the shapes of tensors alone
     turned    caches that lie otherwise than by sequence

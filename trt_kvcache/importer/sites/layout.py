@@ -1,7 +1,7 @@
 """Layouts: the axes of a tensor as products of the sizes of an attention.
 
 The sizes are the batch ``b``, the heads of keys ``n``, the queries that read one of them ``g``, the new tokens ``s``,
-and the numbers of a head ``d``. A layout names, for each axis of a tensor, the sizes that it is made of:
+and the numbers of a head ``d``. A layout names, for each axis of a tensor, the sizes that it consists of:
 
     [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
 """

@@ -1,6 +1,6 @@
 """Describe an attention by running its region in ONNX Runtime on chosen numbers.
 
-    which past belongs to which new rows     numbered rows, found again in the presents
+    which past belongs to which new rows     numbered rows, looked up in the presents
     values, keys                             the result is linear in values
     heads, layouts                           numbered values with one key; weights that are the same for a whole head
     weights of keys                          values of 1 in one row

@@ -26,7 +26,7 @@ _MOST_HEADS = 128
 def growing(graph: onnx.GraphProto) -> list[Pair]:
     """Caches that grow: inputs and outputs that have one shape but for one open axis.
 
-    A present is made of its past, and of fewer others than the presents of later layers are.
+    A present comes from its past, and from fewer others than the presents of later layers are.
     """
     constants = {t.name for t in graph.initializer}
     counted = [dims[1] for v in graph.input if elem_type_of(v) in INTEGERS and len(dims := shape_of(v) or ()) == 2]

@@ -127,7 +127,7 @@ def drawn_contents(
 ) -> Array:
     """Logical contents before a step: numbers of a plausible size where history lies, and garbage and 0 elsewhere.
 
-    The numbers are drawn once for each seed, and cut for each step. bfloat16 is held as float32.
+    The numbers are drawn once for each seed, and sliced for each step. bfloat16 becomes float32.
 
     Args:
         cache: a cache, or state, which starts from zeros.
@@ -137,7 +137,7 @@ def drawn_contents(
         garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros. Finite,
             because ONNX's own Attention makes NaN of a masked NaN.
         shift: of the drawn entries, the first one that is taken.
-        wide: float16 is held as float32, too.
+        wide: float16 becomes float32, too.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype, twin=True)

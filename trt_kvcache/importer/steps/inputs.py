@@ -36,7 +36,7 @@ class StepInputs:
         limits: of token ids and positions.
         named: values of inputs by name, used before any role.
         rng: of tokens, masks and unexplained inputs.
-        twin: bfloat16 is held as float32.
+        twin: bfloat16 becomes float32.
         unknown: size of axes that nothing explains; None: they are refused.
         rings: windows became rings: valid lengths are those of the text, which the original holds as a whole.
         plain: masks hide what comes later and nothing else, as those of a session.
@@ -168,13 +168,13 @@ class StepInputs:
 def draw_constants(
     plan: CachePlan, batch: int, seed: int, *, twin: bool, length: int = ENCODER_TOKENS
 ) -> dict[str, Array]:
-    """Values of inputs that are given once and only read, such as the output of an encoder and its mask.
+    """Values of inputs that come once and are only read, such as the output of an encoder and its mask.
 
     Args:
         plan: of the model.
         batch: rows.
         seed: of the values.
-        twin: bfloat16 is held as float32.
+        twin: bfloat16 becomes float32.
         length: of an encoder's output, where it is open.
     """
     rng = np.random.default_rng([seed, len(plan.tensors)])

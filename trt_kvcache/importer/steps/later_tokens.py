@@ -1,4 +1,4 @@
-"""Steps whose tokens see each other: then a prompt means something else if it is divided into several steps.
+"""Steps whose tokens see each other: then a prompt means something else if it is split into several steps.
 
     causal      query i sees keys up to its own                any steps give the same numbers
     no mask     query i sees all keys of its step              a prompt has to come in one step
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 _STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
 _LONGEST = 4  # tokens of a step
 _HIDDEN = -15.0  # what is added to hidden scores is at most this; `StepInputs` gives masks of floats with -20
-_MOST = 1 << 20  # bytes of a constant that a mask is made of; more are weights
+_MOST = 1 << 20  # bytes of a constant of a mask; more are weights
 
 
 def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:

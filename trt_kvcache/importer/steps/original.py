@@ -57,7 +57,7 @@ class OriginalInterface(SingleTokens):
     Attributes:
         together: rows that one run of the original takes; None: one row, whatever the batch.
         ragged: its inputs say where each row of a batch starts.
-        past_rows: rows, at most, of pasts that are cut to the newest ones, by name.
+        past_rows: rows, at most, of pasts of which only the newest ones stay, by name.
         unseen: names of the original's outputs that the rewritten model does not have, such as counters.
 
     Raises:
@@ -309,7 +309,7 @@ def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
-    """True if an input may be given for rows of several lengths."""
+    """True if one input may stand for rows of several lengths."""
     if tensor.role not in COUNTED:
         return tensor.role is not OriginalRole.GROWING_CACHE
     open_axes = [a for d, a in zip(tensor.shape, tensor.axes, strict=True) if size_of(d) is None]

@@ -16,7 +16,7 @@ Feeds = dict[str, Array]
 
 
 class SingleTokens:
-    """Divides a step into steps of one token each."""
+    """Splits a step into steps of one token each."""
 
     def __init__(self, plan: CachePlan) -> None:
         starts, lengths, tokens = map(plan.tensor, (Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS))

@@ -193,7 +193,7 @@ def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
 
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
-    """The targets, with its parts in the place of a module that an exporter divided."""
+    """The targets, with its parts in the place of a module that an exporter split."""
     known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
     split: dict[str, None] = {}
     for target in targets:

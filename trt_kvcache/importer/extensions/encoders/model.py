@@ -6,7 +6,7 @@
 
 Operators of ONNX Runtime's become standard ones, and attention what TensorRT builds right, as in a decoder. There is
 one sequence in a step, without padding. The token ids that a first step takes beside the encoder's output are one, 0:
-what is kept of it takes shapes of them alone, or is refused.
+the part that stays reads their shapes alone, or is refused.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def import_encoder(
 
     Raises:
         InvalidModelError, UnsupportedModelError: a file cannot be read, or does not make what the decoder takes, or not
-            in a way that can be kept.
+            in a way that one model can.
     """
     source = load_source(path, first_step=True)
     part_outputs(source.proto.graph, stacks)
@@ -161,7 +161,7 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
 
 
 def _check_inputs(step: SourceModel) -> dict[str, int]:
-    """The inputs of the part of a first step that is kept, with their types.
+    """The inputs of the part of a first step that stays, with their types.
 
     Raises:
         UnsupportedModelError: it needs more than the encoder's output.

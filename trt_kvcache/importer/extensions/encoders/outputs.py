@@ -95,7 +95,7 @@ def present_names(constant: str) -> tuple[str, ...]:
 
 
 def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
-    """Divide, in place, outputs of an encoder that hold several constants as the decoder's inputs do."""
+    """Split, in place, outputs of an encoder that hold several constants as the decoder's inputs do."""
     wholes = {stack.name: stack for stack in stacks if stack.io == "input"}
     for value in [v for v in graph.output if v.name in wholes]:
         stack, shape = wholes[value.name], shape_of(value) or ()

@@ -1,4 +1,4 @@
-"""Attention over keys and values that a graph computes from its caches row by row, and rotary factors made likewise.
+"""Attention over keys and values that a graph computes from its caches row by row, and rotary factors likewise.
 
     latents in the caches (MLA)     DeepSeek V3, MiniCPM3, GLM-4 MoE Lite, Youtu, Mistral 4
     factors of positions            Llama, Falcon, GPT-NeoX of older transformers: `rotary`

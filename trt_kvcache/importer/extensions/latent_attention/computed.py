@@ -99,7 +99,7 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
         roots[name] = name
         heads[name] = count
         tensor, leaf = function.tensor, function.writes[0]
-        tensor.dtype = samples.plain[0].probe.elem_type(name)  # shape inference may not have found it
+        tensor.dtype = samples.plain[0].probe.elem_type(name)  # shape inference may not know it
         stand_ins[name] = Write(leaf.idiom, tensor, tensor, tensor, str(node.name), axis=2, growing=leaf.growing)
     return Computed(functions, tuple(stand_ins.values()), heads)
 

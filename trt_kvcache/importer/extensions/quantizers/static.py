@@ -5,7 +5,7 @@
     DequantizeLinear(int32 bias, scale) ->    Cast(bias) * scale
 
 TensorRT for RTX 1.7.1 parses no zero points but 0, and no 16 bits; of uint8 it makes int8 without a word, so that all
-above 127 would be cut. Rounding to uint8 around 128 becomes rounding to int8 around 0, which is the same. Biases of
+above 127 would be clipped. Rounding to uint8 around 128 becomes rounding to int8 around 0, which is the same. Biases of
 int32 it refuses (DequantizeLinear's input "must have type FP8, FP4, Int4, Int8, or UInt8").
 """
 

@@ -1,4 +1,4 @@
-"""Caches of several layers in one tensor, divided before anything else looks at them.
+"""Caches of several layers in one tensor, split before anything else looks at them.
 
     past [L, 2, B, N, P, H] -- Gather(i) -- Gather(0) -- Concat -- Unsqueeze, Concat -> present [L, 2, B, N, P + S, H]
 
@@ -11,7 +11,7 @@
 Written by ONNX Runtime's converter of GPT-2 (keys and values of a layer in one tensor) and by sherpa-onnx' Whisper (the
 layers in one tensor, each written in place). `apart` is the model as exported in `verify` and in the check.
 
-Inputs are divided if constants choose every place of them along one axis and nothing else reads them, outputs if
+Inputs are split if constants choose every place of them along one axis and nothing else reads them, outputs if
 they are joined of such places; then the same again, along the next axis. Later stages see each cache by itself.
 """
 
@@ -58,11 +58,11 @@ _ADVICE = (
     "one output for each cache"
 )
 Split = dict[str, tuple[int, list[str]]]
-"""By name of a tensor that was divided: the axis, and the names of the places along it."""
+"""By name of a tensor that was split: the axis, and the names of the places along it."""
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Divide the inputs and outputs that hold several caches; see `trt_kvcache.importer.extensions`.
+    """Split the inputs and outputs that hold several caches; see `trt_kvcache.importer.extensions`.
 
     Raises:
         UnsupportedModelError: something reads such a tensor as a whole, or a cache comes back in another place.
@@ -101,7 +101,7 @@ def _refined(old: StackPart, split: Split) -> Iterator[StackPart]:
 
 
 def _split(graph: gs.Graph, emit: Emitter) -> Split:
-    """Divide every stacked tensor along one axis, in place; empty: there is none.
+    """Split every stacked tensor along one axis, in place; empty: there is none.
 
     Raises:
         UnsupportedModelError: something reads such a tensor as a whole.

@@ -63,7 +63,7 @@ def _whole(graph: onnx.GraphProto, stack: Stack, whole: str, opset: int) -> list
 
 
 def _parts(graph: onnx.GraphProto, stack: Stack, whole: str) -> list[NodeProto]:
-    """Nodes that divide a tensor as exported."""
+    """Nodes that split a tensor as exported."""
     nodes, name = [], whole
     if stack.heads is not None:
         nodes += _merged(graph, name, f"{whole}/heads", stack.heads, split=True)
