@@ -105,7 +105,7 @@ def _reads(node: gs.Node) -> Iterator[str]:
         yield from (str(t.name) for t in body.outputs)
 
 
-def made_of_constants(tensor: gs.Tensor) -> bool:
+def is_constant(tensor: gs.Tensor) -> bool:
     """True if a tensor is computed of constants alone, and of no shape."""
     pending, seen = [tensor], set[int]()
     while pending:

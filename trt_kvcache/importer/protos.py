@@ -216,7 +216,7 @@ def byte_size(tensor: TensorProto) -> int | None:
     return (int(math.prod(tensor.dims)) * bits + 7) // 8
 
 
-def cut_squares(graph: GraphProto) -> frozenset[str]:
+def sliced_squares(graph: GraphProto) -> frozenset[str]:
     """Names of initializers ``[T, T]`` that nothing reads but Slice: masks over a context, and no weights."""
     squares = {t.name for t in graph.initializer if len(t.dims) == 2 and t.dims[0] == t.dims[1]}
     sliced = {node.input[0] for node in graph.node if is_op(node, "Slice") and node.input[0] in squares}

@@ -31,7 +31,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import FLOATS, INT64, Emitter, is_op, made_of_constants, producer
+from trt_kvcache.importer.graph import FLOATS, INT64, Emitter, is_constant, is_op, producer
 from trt_kvcache.importer.normalize.attention.masks import Masks
 from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -82,12 +82,12 @@ def take_off(masks: Masks, samples: Samples) -> tuple[Masks, RelativeBias | None
     unknown: set[str] = set()
     for tensor in masks.made_of(sample, all_of_it=known):
         node = producer(tensor)
-        if node is not None and is_op(node, "Gather") and made_of_constants(node.inputs[0]):
+        if node is not None and is_op(node, "Gather") and is_constant(node.inputs[0]):
             table = node.inputs[0]
             shape, kind = sample.probe.shape(table.name), sample.probe.elem_type(table.name)
-            if kind in FLOATS and len(shape or ()) == 2 and not made_of_constants(node.inputs[1]):
+            if kind in FLOATS and len(shape or ()) == 2 and not is_constant(node.inputs[1]):
                 tables[str(table.name)] = table
-        elif not known and made_of_constants(tensor) and sample.probe.elem_type(tensor.name) in FLOATS:
+        elif not known and is_constant(tensor) and sample.probe.elem_type(tensor.name) in FLOATS:
             unknown.add(str(tensor.name))
     masks = replace(masks, given=tuple((name, "zeros") for name in sorted({*tables, *unknown})))
     slopes = None

@@ -24,7 +24,7 @@ from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.interface.config import load_patterns
-from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
+from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias, sliced_squares
 from trt_kvcache.names import model_named
 
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
@@ -134,7 +134,7 @@ def take_readable(proto: ModelProto, folder: Path) -> None:
     torch.onnx.export shapes, axes and rows counted over a capacity; optimum-onnx the Constants of 100 bytes and more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
-        masks = cut_squares(graph)
+        masks = sliced_squares(graph)
         for tensor in graph.initializer:
             limit = _BIAS_LIMIT if tensor.name in masks else _limit(tensor)
             if _is_external(tensor) and _size(tensor) <= limit:

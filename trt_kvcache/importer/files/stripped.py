@@ -28,7 +28,7 @@ from trt_kvcache.errors import InvalidModelError, TrtKvCacheError
 from trt_kvcache.files import atomic_file, read_object
 from trt_kvcache.importer.files.source import SourceModel
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.protos import byte_size, copied, cut_squares, dtype_name, iter_scopes, iter_tensors
+from trt_kvcache.importer.protos import byte_size, copied, dtype_name, iter_scopes, iter_tensors, sliced_squares
 
 __all__ = ["is_report", "pack", "recorded_options", "strip", "unpacked"]
 
@@ -56,7 +56,7 @@ def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto
         keep_tables: floats that are few, or masks, keep their contents: recognizers read rotary factors and biases.
     """
     model = copied(source.proto)
-    tables, count = cut_squares(model.graph) if keep_tables else frozenset(), 0
+    tables, count = sliced_squares(model.graph) if keep_tables else frozenset(), 0
     places: dict[str, int] = {}
     for tensor in iter_tensors(model):
         size = int(np.prod(tensor.dims, dtype=np.int64))

@@ -35,8 +35,8 @@ from trt_kvcache.importer.graph import (
     consumers,
     contains,
     elem_type,
+    is_constant,
     is_op,
-    made_of_constants,
     producer,
     replace_uses,
     tidy,
@@ -109,7 +109,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 seen.add(output.name)
                 if _is_cancelled(output, samples):
                     continue
-                looks_up = is_op(node, "Gather") and not any(map(made_of_constants, node.inputs))
+                looks_up = is_op(node, "Gather") and not any(map(is_constant, node.inputs))
                 if _count_per_row(node, canonical, samples):
                     by_tokens = True
                 elif looks_up and positioned().is_looked_up(node):  # of a table that is as long as the text

@@ -21,7 +21,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, is_op, made_of_constants
+from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, is_constant, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -225,7 +225,7 @@ class Rows:
     def _positions(self, node: gs.Node) -> RowFunction | None:
         """The positions that a node gives, or rows of a table that it takes by position."""
         tensor, samples = node.outputs[0], self._every
-        if is_op(node, "Slice") and made_of_constants(node.inputs[0]):
+        if is_op(node, "Slice") and is_constant(node.inputs[0]):
             bounds = [[s.probe.value(t.name) for t in node.inputs[1:4]] for s in samples]
             ends = [[int(v.flat[0]) for v in bound if v is not None and v.size == 1] for bound in bounds]
             if any(len(bound) != 3 for bound in ends):
@@ -251,7 +251,7 @@ class Rows:
         return None
 
     def _is_constant(self, tensor: gs.Tensor) -> bool:
-        if made_of_constants(tensor) or tensor.name in self._fixed:
+        if is_constant(tensor) or tensor.name in self._fixed:
             return True
         if self._samples[0].probe.elem_type(tensor.name) not in (INT32, INT64):
             return False

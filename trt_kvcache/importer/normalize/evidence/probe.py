@@ -27,7 +27,7 @@ import onnx
 from onnx import numpy_helper
 from onnx.reference.ops import load_op
 
-from trt_kvcache.importer.protos import cut_squares, is_op, may_be_bias
+from trt_kvcache.importer.protos import is_op, may_be_bias, sliced_squares
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -100,7 +100,7 @@ class Blueprint:
         self.makers: dict[str, Maker] = {}
         self.made: dict[Hashable, Sequence[_Fact]] = {}
         self._weights = weights
-        self._masks = cut_squares(model.graph)
+        self._masks = sliced_squares(model.graph)
         self._forms: dict[Hashable, int] = {}
         self._operators: dict[int, Callable[..., Any] | None] = {}
         self._stated: dict[str, _Fact] = {}

@@ -30,8 +30,8 @@ from trt_kvcache.importer.graph import (
     dtype_name,
     elem_type,
     inputs_behind,
+    is_constant,
     is_op,
-    made_of_constants,
     producer,
 )
 from trt_kvcache.importer.plan import StateUpdate
@@ -115,7 +115,7 @@ def _is_cache_like(past: gs.Tensor) -> bool:
 def _products(tensors: list[gs.Tensor]) -> list[gs.Node]:
     """Products of one of these tensors with another activation."""
     readers = [node for tensor in tensors for node in consumers(tensor) if is_op(node, "MatMul", "Einsum")]
-    return [node for node in readers if not any(map(made_of_constants, node.inputs))]
+    return [node for node in readers if not any(map(is_constant, node.inputs))]
 
 
 def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
