@@ -47,7 +47,7 @@ class FileIdentity:
 
 
 def identify(path: Path, name: str | None = None, cancelled: threading.Event | None = None) -> FileIdentity:
-    """Read a file and return its identity, under `name` if given.
+    """Read a file and return its identity, under `name` if there is one.
 
     BLAKE3, because SHA-256 of a multi-gigabyte engine would take a tenth of the time of its build. The file is read
     block by block, not mapped: mapped pages would count as this process's memory.

@@ -190,7 +190,7 @@ assert "INVALID_CONTEXT" in elsewhere(gpu.sync)
 assert elsewhere(lambda: (gpu.activate(), launch(), gpu.free(gpu.allocate(8)))) == ""
 
 def close():
-    with gpu.apart():
+    with gpu.activated():
         gpu.close()
     _, context = gpu._driver.cuCtxGetCurrent()
     assert not int(context)

@@ -144,7 +144,7 @@ def test_stop_strings_are_found_however_the_text_comes(case: tuple[list[str], li
         given_out += watch.push(chunk)
         assert expected.startswith(given_out)
     assert given_out + watch.flush() == expected
-    assert watch.found == bool(ends)
+    assert watch.matched == bool(ends)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:

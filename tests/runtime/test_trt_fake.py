@@ -133,7 +133,7 @@ def test_recording_before_a_first_run(runner: TensorRTRunner, context: Any) -> N
 
 def test_pinned_memory_that_is_written_too_early(runner: TensorRTRunner) -> None:
     """Copies wait on the stream: what is in pinned memory when they run is what arrives."""
-    cuda, machine = runner._cuda, runner._held.trt.module.machine
+    cuda, machine = runner._cuda, runner._resources.trt.module.machine
     pinned, target = cuda.allocate_pinned(4), cuda.allocate(4)
     pinned.data[:] = 1
     cuda.upload(target, pinned.address, 4)
@@ -147,7 +147,7 @@ def test_pinned_memory_that_is_written_too_early(runner: TensorRTRunner) -> None
 
 def test_memory_that_is_freed_before_it_was_used(runner: TensorRTRunner) -> None:
     """Freeing does not wait; `Cuda.free` and `Cuda.close` do."""
-    cuda, machine = runner._cuda, runner._held.trt.module.machine
+    cuda, machine = runner._cuda, runner._resources.trt.module.machine
     target, driver = cuda.allocate(8), machine.bindings().driver
     cuda.zero_rows(target, 8, 8, 1)
     with pytest.raises(BrokenRuleError, match="fill: 8 bytes"):
@@ -160,7 +160,7 @@ def test_memory_that_is_freed_before_it_was_used(runner: TensorRTRunner) -> None
 
 
 def test_what_no_recording_takes(runner: TensorRTRunner) -> None:
-    cuda, machine = runner._cuda, runner._held.trt.module.machine
+    cuda, machine = runner._cuda, runner._resources.trt.module.machine
     pinned, held, driver = cuda.allocate_pinned(8), cuda.allocate(8), machine.bindings().driver
     calls = (
         lambda: driver.cuMemAlloc(8), lambda: driver.cuMemFree(held), lambda: driver.cuMemAllocHost(8),
@@ -200,7 +200,7 @@ def test_tensorrt_needs_its_gpu(runner: TensorRTRunner, context: Any) -> None:
         lambda: context._engine.create_execution_context(AllocationStrategy.USER_MANAGED),
         lambda: context.set_optimization_profile_async(1, STREAM),
         lambda: context.execute_async_v3(STREAM),
-        lambda: runner._held.trt.runtime.deserialize_cuda_engine(MAGIC),
+        lambda: runner._resources.trt.runtime.deserialize_cuda_engine(MAGIC),
     ):
         with pytest.raises(BrokenRuleError, match="while another GPU is current"):
             call()

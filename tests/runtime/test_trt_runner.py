@@ -111,7 +111,7 @@ def test_span_inputs_count_from_zero(engine: Path) -> None:
     names = {"short": 16, "long": 64}
     spans = tuple(replace(span, name=name, capacity=size) for name, size in names.items())
     tensors = tuple(t for t in plan.tensors if t is not role) + tuple(replace(role, name=name) for name in names)
-    largest = runner._shapes.largest(runner._held.contexts, runner.max_batch, runner.max_chunk, runner.max_logits)
+    largest = runner._shapes.largest(runner._resources.contexts, runner.max_batch, runner.max_chunk, runner.max_logits)
     sizes = largest | {name: (size,) for name, size in names.items()}
     buffers = StepBuffers(runner._cuda, replace(plan, spans=spans, tensors=tensors), sizes, 3)
     buffers.allocate()

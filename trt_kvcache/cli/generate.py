@@ -115,7 +115,7 @@ class GrammarFlags:
     ] = None
 
     def check(self) -> None:
-        """Raise `OptionError` where several are given."""
+        """Raise `OptionError` where several are set."""
         if len(names := [name for name, value in vars(self).items() if value is not None]) > 1:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(f"{flags} say what the same text has to be; use one of them")

@@ -183,9 +183,9 @@ class BuildPlanFlags(SessionPlanFlags):
         options = super().options()
         if not self.adapter:
             return options
-        from trt_kvcache.runtime.adapters import for_adapters, given_adapters
+        from trt_kvcache.runtime.adapters import adapter_folders, for_adapters
 
-        return for_adapters(options, given_adapters(named_folders(self.adapter, "--adapter")))
+        return for_adapters(options, adapter_folders(named_folders(self.adapter, "--adapter")))
 
 
 @flags_of(PlanOptions, "packed_native", group=PLANNED)

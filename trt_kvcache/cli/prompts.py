@@ -101,7 +101,7 @@ class PromptFlags:
             raise OptionError("--chat-template-kwargs are for a chat; add --chat")
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
-        """Return the given tokenizer, or for text the one beside the model; None where nothing needs one.
+        """Return the named tokenizer, or for text the one beside the model; None where nothing needs one.
 
         Raises:
             OptionError: text needs one, and there is none; or there is no such model.

@@ -79,9 +79,9 @@ class Manifest:
         vocab, max_positions: rows of the tables that token ids and positions look up; None if none is known. The
             runtime checks ids and positions, because TensorRT reports no error for an index beyond them.
         backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
-        compute_capabilities: as given; empty: the backend's default.
+        compute_capabilities: of the caller; empty: the backend's default.
         model: the source model and its external data files.
-        options: the build options as given, for the audit.
+        options: the build options of the caller, for the audit.
         warnings: TensorRT's warnings during the build, each once.
         encoder: the engine of the encoder that was built with this decoder's, by its name beside it; None: there is
             none. An encoder's own engine has no caches, and one profile, `ENCODER`.

@@ -275,7 +275,7 @@ def _with_user_shapes(
 
 
 def _free_axis(tensor: TensorRole, index: int, asked: list[int | None]) -> Range:
-    """Return the range of an axis that only the caller determines; a given flag stands for those left out."""
+    """Return the range of an axis that only the caller determines; a flag that is set stands for those left out."""
     low, typical, high = asked
     sizes = [s for s in (typical, high, low) if s is not None]
     if not sizes:

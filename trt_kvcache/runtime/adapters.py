@@ -93,9 +93,9 @@ class Adapters(Mapping[str, int]):
         if not isinstance(name, str) or not name or not name.isprintable():
             raise OptionError(f"the name of an adapter is {shown(name)}; give a text")
         opened = folder if isinstance(folder, LoraFolder) else open_lora(folder)
-        made = read_adapter(name, opened, self._plan)
+        adapter = read_adapter(name, opened, self._plan)
         with self._guard.lock, self._guard.open:
-            self._known[name] = made
+            self._known[name] = adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter; sequences that have it keep it.
@@ -116,20 +116,20 @@ class Adapters(Mapping[str, int]):
         """
         if name is None:
             return None
-        found = self._known.get(name) if isinstance(name, str) else None
-        if found is None:
+        adapter = self._known.get(name) if isinstance(name, str) else None
+        if adapter is None:
             known = [*self._known]
             near = get_close_matches(name, known, 1) if isinstance(name, str) else []
             names = f"did you mean '{near[0]}'?" if near else f"there are {list_names(known) if known else 'none'}"
             raise OptionError(f"there is no adapter {shown(name)}; {names}")
-        return found
+        return adapter
 
     def with_digest(self, digest: str) -> Adapter | None:
         """The adapter that computes with what this digest is of; None where none was loaded."""
         return next((adapter for adapter in self._known.values() if adapter.digest == digest), None)
 
 
-def given_adapters(adapters: object) -> dict[str, LoraFolder]:
+def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
     """The folders that a caller gave by name, read.
 
     Raises:
@@ -161,7 +161,7 @@ class AdapterSlots:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._plan = runner, runner.plan.adapters
-        self._held: OrderedDict[Adapter, int] = OrderedDict()  # first the one that was used longest ago
+        self._slots: OrderedDict[Adapter, int] = OrderedDict()  # first the one that was used longest ago
         self._needed: set[Adapter] = set()
 
     def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
@@ -187,29 +187,29 @@ class AdapterSlots:
         if not asked:
             return None
         for adapter in asked:
-            if adapter not in self._held:
+            if adapter not in self._slots:
                 self._write(adapter, self._free(set(asked)))
-            self._held.move_to_end(adapter)
-        return np.array([0 if adapter is None else self._held[adapter] for adapter in adapters], np.int64)
+            self._slots.move_to_end(adapter)
+        return np.array([0 if adapter is None else self._slots[adapter] for adapter in adapters], np.int64)
 
     def _free(self, asked: set[Adapter]) -> int:
         assert self._plan is not None
-        if len(self._held) < self._plan.slots:
-            return next(slot for slot in range(1, self._plan.slots + 1) if slot not in self._held.values())
-        oldest = next((adapter for adapter in self._held if adapter not in asked | self._needed), None)
+        if len(self._slots) < self._plan.slots:
+            return next(slot for slot in range(1, self._plan.slots + 1) if slot not in self._slots.values())
+        oldest = next((adapter for adapter in self._slots if adapter not in asked | self._needed), None)
         if oldest is None:
             raise SlotError(
                 f"all {self._plan.slots} slots hold adapters that are in use; wait for the end of a sequence, or plan "
                 f"the model with --lora-slots {self._plan.slots + 1} or more"
             )
-        return self._held.pop(oldest)
+        return self._slots.pop(oldest)
 
     def _write(self, adapter: Adapter, slot: int) -> None:
         assert self._plan is not None
         for product in self._plan.products:
             self._runner.write_adapter(product.a, slot, adapter.arrays.get(product.a))
             self._runner.write_adapter(product.b, slot, adapter.arrays.get(product.b))
-        self._held[adapter] = slot  # last: what an interrupt leaves half is nobody's
+        self._slots[adapter] = slot  # last: what an interrupt leaves half is nobody's
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
@@ -253,10 +253,10 @@ class _Piece:
 
 def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
     """The columns of each module of a product, and of that which they are together."""
-    made = {module_key(part.module): (part.start, part.stop) for part in product.parts}
+    ranges = {module_key(part.module): (part.start, part.stop) for part in product.parts}
     if product.whole is not None:
-        made[module_key(product.whole)] = 0, product.outputs
-    return {key: columns for key, columns in made.items() if key is not None}
+        ranges[module_key(product.whole)] = 0, product.outputs
+    return {key: columns for key, columns in ranges.items() if key is not None}
 
 
 def _pieces(
@@ -314,10 +314,10 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
         at = next_
     dtype = array_dtype(product.dtype)
     with np.errstate(over="ignore"):  # and is found below
-        made = a.astype(dtype), b.astype(dtype)
-    if not all(np.isfinite(array).all() for array in made):
+        factors = a.astype(dtype), b.astype(dtype)
+    if not all(np.isfinite(array).all() for array in factors):
         raise OptionError(
             f"adapter '{name}' ({folder.path}): module '{names[0]}' has NaN, infinity or numbers that {dtype}, in "
             "which the model computes, does not hold"
         )
-    return made
+    return factors

@@ -205,10 +205,10 @@ class _Steps:
             step()
             if time.perf_counter() > end:
                 break
-        found: list[float] = []
-        while len(found) < self.repeats and (len(found) < _FEWEST or time.perf_counter() < end):
-            found.append(step())
-        return found
+        seconds: list[float] = []
+        while len(seconds) < self.repeats and (len(seconds) < _FEWEST or time.perf_counter() < end):
+            seconds.append(step())
+        return seconds
 
 
 def _prefill(session: DecodeSession, tokens: Tokens, length: int, steps: _Steps) -> list[float]:

@@ -131,7 +131,7 @@ class KVCache:
         """Most tokens of one sequence; None where nothing bounds them: circular caches keep the last ones.
 
         The rows of the smallest linear cache, or of the model's position table where that is shorter: a sequence that
-        was given positions may need fewer of these than it has tokens.
+        brings positions may need fewer of these than it has tokens.
         """
         return self.limits.capacity
 
@@ -159,7 +159,7 @@ class KVCache:
     def room(self, slot: int) -> int | None:
         """Tokens that still fit after those of a slot; None where nothing bounds them."""
         with self._guard.lock, self._guard.open:
-            return self.limits.room(self.slot(slot))
+            return self.limits.free_tokens(self.slot(slot))
 
     def largest_update(self, slot: int) -> int:
         """Most tokens that one step may write to a slot with the same result as one by one."""
@@ -187,13 +187,13 @@ class KVCache:
         Raises:
             SlotError: it is not in use.
         """
-        found = self._slots.get(slot) if is_whole(slot) else None
-        if found is None:
+        entry = self._slots.get(slot) if is_whole(slot) else None
+        if entry is None:
             used = ", ".join(map(str, self._slots)) or "none"
             raise SlotError(
                 f"slot {shown(slot)} is not in use (in use: {used}); slots end when their sequence is removed"
             )
-        return found
+        return entry
 
     def idle(self, slot: int) -> Slot:
         """The bookkeeping of a slot that may be changed.
@@ -201,10 +201,10 @@ class KVCache:
         Raises:
             SlotError: it is not in use, or the decode loop continues it.
         """
-        found = self.slot(slot)
-        if found.running:
+        entry = self.slot(slot)
+        if entry.running:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
-        return found
+        return entry
 
     def acquire(
         self,
@@ -216,7 +216,7 @@ class KVCache:
 
         Args:
             tokens: ids.
-            constants: of a model that is given something once per sequence: an array ``[1, ...]`` for each input.
+            constants: inputs that a whole sequence has once, of a model that has such: an array ``[1, ...]`` for each.
             adapter: name of the one that the sequence is computed with; None: none.
 
         Raises:
@@ -231,13 +231,13 @@ class KVCache:
             self.give_back(taken)
             raise
 
-    def read_constants(self, given: Mapping[str, Array] | Constants | None) -> Constants:
-        """Check what a sequence is given beside its text.
+    def read_constants(self, constants: Mapping[str, Array] | Constants | None) -> Constants:
+        """Check the inputs of a sequence beside its text.
 
         Raises:
-            PromptError: it is not what the model takes.
+            PromptError: they are not what the model takes.
         """
-        return self._constants.read(given)
+        return self._constants.read(constants)
 
     def release(self, slot: int) -> None:
         """Give up a slot and its row.
@@ -256,11 +256,11 @@ class KVCache:
             SlotError: see `idle`.
         """
         with self._guard.lock, self._guard.idle:
-            found = self.idle(slot)
-            self._slots[slot] = Slot(found.row, constants=found.constants, adapter=found.adapter, used=found.used)
-            if found.row >= 0:
-                self._rows.clean(found.row, 0)
-            _close(found)
+            entry = self.idle(slot)
+            self._slots[slot] = Slot(entry.row, constants=entry.constants, adapter=entry.adapter, used=entry.used)
+            if entry.row >= 0:
+                self._rows.clean(entry.row, 0)
+            _close(entry)
 
     def fork(self, source: int) -> int:
         """A new slot with the same tokens and the same cache contents: sequences that share a prefix compute it once.
@@ -274,12 +274,12 @@ class KVCache:
                 self.slot(source)
                 self._check_free()
                 row = self._free_row()
-                found = self.slot(source)  # may be the one that was offloaded for the row
-                if found.row >= 0:
-                    self._rows.copy(found.row, row)
+                entry = self.slot(source)  # may be the one that was offloaded for the row
+                if entry.row >= 0:
+                    self._rows.copy(entry.row, row)
                 else:
-                    self._fill(found, row)
-                return self._name(found.copy(row), taken)
+                    self._fill(entry, row)
+                return self._name(entry.copy(row), taken)
         except BaseException:
             self.give_back(taken)
             raise
@@ -287,7 +287,7 @@ class KVCache:
     def crop(self, slot: int, length: int) -> None:
         """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
 
-        The others keep the positions that they were given: what follows stands after these.
+        The others keep their positions: what follows stands after these.
 
         Raises:
             SlotError: see `idle`.
@@ -296,12 +296,12 @@ class KVCache:
                 would see at that length; or the model keeps state, which knows the present length only.
         """
         with self._guard.lock, self._guard.idle:
-            found, length = self.idle(slot), as_whole(length, "length", " of tokens")
-            if not 0 <= length <= len(found.tokens):
-                raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
-            check_crop(self._runner.plan, slot, found, length)
+            entry, length = self.idle(slot), as_whole(length, "length", " of tokens")
+            if not 0 <= length <= len(entry.tokens):
+                raise CapacityError(f"slot {slot} has {len(entry.tokens)} tokens; it cannot be cropped to {length}")
+            check_crop(self._runner.plan, slot, entry, length)
             self._forget(slot, length)  # first: what an interrupt leaves of the tokens waits to be written again
-            self.slot(slot).cut(length)
+            self.slot(slot).truncate(length)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """Give each slot the contents that another one has now: the step between two steps of a beam search.
@@ -329,7 +329,7 @@ class KVCache:
                 )
             if any(not 0 <= i < len(names) for i in indices):
                 raise OptionError(f"reorder takes indices 0 to {len(names) - 1}, not {list(indices)}")
-            held = [self._with_row(name, names) for name in names]
+            entries = [self._with_row(name, names) for name in names]
             dropped = sorted(set(range(len(names))) - set(indices))
             lost = {names[i] for i in dropped}
             before, after = self._slots, {}
@@ -337,9 +337,9 @@ class KVCache:
             self._slots = {name: slot for name, slot in before.items() if name not in lost}
             taken: set[int] = set()
             for name, index in zip(names, indices, strict=True):
-                source, row = held[index], held[index].row
+                source, row = entries[index], entries[index].row
                 if index in taken:
-                    row = held[dropped.pop()].row
+                    row = entries[dropped.pop()].row
                     self._rows.copy(source.row, row)
                 taken.add(index)
                 after[name] = replace(source.copy(row), used=self._tick())
@@ -352,8 +352,8 @@ class KVCache:
             SlotError: see `slot`; or the row is in use or does not exist.
         """
         with self._guard.lock, self._guard.idle:
-            found = self._with_row(slot)
-            if is_whole(row) and found.row == row:
+            entry = self._with_row(slot)
+            if is_whole(row) and entry.row == row:
                 return
             if (
                 not is_whole(row)
@@ -363,8 +363,8 @@ class KVCache:
                 raise SlotError(
                     f"row {shown(row)} is in use, or not one of the {self._runner.max_batch} rows; move to a free one"
                 )
-            self._rows.copy(found.row, row)
-            found.row = int(row)
+            self._rows.copy(entry.row, row)
+            entry.row = int(row)
 
     def compact(self) -> None:
         """Move slots so that n of them lie in rows 0 to n - 1, and a step over all of them is one row range."""
@@ -380,29 +380,29 @@ class KVCache:
 
     def drop(self, slot: int, length: int) -> None:
         """`crop` without its checks, for a slot that runs: one that an interrupt leaves with fewer tokens is torn."""
-        found = self._slots[slot]
-        found.cut(length)
+        entry = self._slots[slot]
+        entry.truncate(length)
         self._forget(slot, length)
 
     def _forget(self, slot: int, length: int) -> None:
         """Drop the cache rows of a slot from `length` on."""
         if length >= self._slots[slot].length:
             return
-        found = self._with_row(slot)
-        found.length = length
+        entry = self._with_row(slot)
+        entry.length = length
         # Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
-        if not any(found.written > rows for rows in self._rings):
-            found.written = length
-        self._rows.cut(found.row, length, found.written)
+        if not any(entry.written > rows for rows in self._rings):
+            entry.written = length
+        self._rows.truncate(entry.row, length, entry.written)
 
     def note_written(self, slot: int, tokens: int) -> None:
         """The runner has written this many of the slot's waiting tokens."""
-        found = self._slots[slot]
-        found.length += tokens
-        found.written = max(found.written, found.length)
-        found.embeds = found.embeds.within(found.length)
-        found.used = self._tick()
-        self._rows.touch(found.row, found.length)
+        entry = self._slots[slot]
+        entry.length += tokens
+        entry.written = max(entry.written, entry.length)
+        entry.embeds = entry.embeds.within(entry.length)
+        entry.used = self._tick()
+        self._rows.touch(entry.row, entry.length)
 
     def note_touched(self, slot: int, stop: int) -> None:
         """A step will write rows up to `stop`: should it fail half-way, they are zeroed before they are reused."""
@@ -415,27 +415,27 @@ class KVCache:
             slot: that has a row.
             keep: the last so many tokens, one at least, are to be computed: their logits are asked for.
         """
-        found = self._slots[slot]
-        if self._prefixes is None or found.length or not found.pending:
+        entry = self._slots[slot]
+        if self._prefixes is None or entry.length or not entry.pending:
             return
-        most = max(0, len(found.tokens) - max(keep, 1))
-        most = most if found.by_ids is None else min(most, found.by_ids)
-        blocks = self._prefixes.find(found.tokens, most, _digest(found))
+        most = max(0, len(entry.tokens) - max(keep, 1))
+        most = most if entry.by_ids is None else min(most, entry.by_ids)
+        blocks = self._prefixes.find(entry.tokens, most, _digest(entry))
         length = len(blocks) * BLOCK
-        self._rows.touch(found.row, length)
-        self._prefixes.fill(found.row, blocks)
-        found.written = max(found.written, length)
-        found.remembered = found.length = length
+        self._rows.touch(entry.row, length)
+        self._prefixes.fill(entry.row, blocks)
+        entry.written = max(entry.written, length)
+        entry.remembered = entry.length = length
 
     def remember(self, slot: int) -> None:
         """Give the prefix cache what the rows of a slot hold, if it is new and fills a block."""
-        found = self._slots[slot]
-        if self._prefixes is None or found.row < 0:
+        entry = self._slots[slot]
+        if self._prefixes is None or entry.row < 0:
             return
-        length = found.length if found.by_ids is None else min(found.length, found.by_ids)
-        if length // BLOCK > found.remembered // BLOCK:
-            self._prefixes.add(found.row, found.tokens, length // BLOCK, _digest(found))
-            found.remembered = length
+        length = entry.length if entry.by_ids is None else min(entry.length, entry.by_ids)
+        if length // BLOCK > entry.remembered // BLOCK:
+            self._prefixes.add(entry.row, entry.tokens, length // BLOCK, _digest(entry))
+            entry.remembered = length
 
     # --- files
 
@@ -515,9 +515,9 @@ class KVCache:
             SlotError, PromptError, OptionError: see `acquire`.
         """
         with self._guard.lock, self._guard.idle:
-            found = adapter if isinstance(adapter, Adapter) else self.adapters.find(adapter)
+            loaded = adapter if isinstance(adapter, Adapter) else self.adapters.find(adapter)
             ids = read_ids(tokens, self._runner.vocab)
-            given = self.read_constants(constants)
+            checked = self.read_constants(constants)
             row = self._rows.free(self._used())
             ahead = queue and any(slot.row < 0 and slot.running for slot in self._slots.values())
             may_wait = self._is_run() or (ahead and row is not None)
@@ -526,7 +526,7 @@ class KVCache:
             row = None if ahead else row  # others wait, and come first
             if row is not None:
                 self._rows.clean(row, 0)
-            return self._name(Slot(-1 if row is None else row, ids, constants=given, adapter=found), taken)
+            return self._name(Slot(-1 if row is None else row, ids, constants=checked, adapter=loaded), taken)
 
     def give_back(self, taken: Sequence[int]) -> None:
         """Give up those of these slots that there are. A step that continues one ends it."""
@@ -566,12 +566,12 @@ class KVCache:
             OutputError: the file cannot be written. In all cases, nothing has changed.
         """
         with self._guard.lock, self._guard.idle:
-            found = self.idle(slot)
-            if path is None and found.row < 0:
+            entry = self.idle(slot)
+            if path is None and entry.row < 0:
                 return
-            held = self._host(found) if path is None else FileRows(path, self._runner, slot, found)
-            self._slots[slot] = replace(found, row=-1, offloaded=held)
-            _close(found)
+            offloaded = self._host(entry) if path is None else FileRows(path, self._runner, slot, entry)
+            self._slots[slot] = replace(entry, row=-1, offloaded=offloaded)
+            _close(entry)
 
     def restore(self, slot: int) -> None:
         """Bring an offloaded slot back to a row. Whatever else needs the row does so, too.
@@ -614,20 +614,20 @@ class KVCache:
 
     def _with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
         """A slot once it has a row, which is none of those that are to be kept."""
-        found = self.slot(slot)
-        if found.row < 0:
+        entry = self.slot(slot)
+        if entry.row < 0:
             row = self._free_row(keep)
-            self._fill(found, row)
-            self._slots[slot] = replace(found, row=row, offloaded=None, used=self._tick())
-            _close(found)
+            self._fill(entry, row)
+            self._slots[slot] = replace(entry, row=row, offloaded=None, used=self._tick())
+            _close(entry)
         return self._slots[slot]
 
-    def _fill(self, found: Slot, row: int) -> None:
+    def _fill(self, entry: Slot, row: int) -> None:
         """Write to a row what a slot without one holds, and zeros after it."""
-        self._rows.clean(row, found.written)
-        self._rows.touch(row, found.written)
-        if found.offloaded is not None:
-            found.offloaded.fill(row)
+        self._rows.clean(row, entry.written)
+        self._rows.touch(row, entry.written)
+        if entry.offloaded is not None:
+            entry.offloaded.fill(row)
 
     def _free_row(self, keep: Collection[int] = ()) -> int:
         """A row that no slot has, if need be after offloading one."""
@@ -637,12 +637,12 @@ class KVCache:
         others = {name: slot for name, slot in self._slots.items() if slot.row >= 0 and name not in keep}
         if self._max_sequences is None or not others:
             raise SlotError(_full(self._runner.max_batch))
-        name, found = min(others.items(), key=lambda item: (item[1].running, item[1].used))
-        self._slots[name] = replace(found, row=-1, offloaded=self._host(found))
-        return found.row
+        name, entry = min(others.items(), key=lambda item: (item[1].running, item[1].used))
+        self._slots[name] = replace(entry, row=-1, offloaded=self._host(entry))
+        return entry.row
 
-    def _host(self, found: Slot) -> HostRows | None:
-        return HostRows(self._runner, found.row, found.written) if found.written else None
+    def _host(self, entry: Slot) -> HostRows | None:
+        return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
     def _used(self) -> set[int]:
         return {slot.row for slot in self._slots.values() if slot.row >= 0}

@@ -1,8 +1,8 @@
 """Saved slots: a safetensors file with tokens, cache contents and the identity of the model that they belong to.
 
 Tensors are ``<slot>/tokens`` (int64) and ``<slot>/<past>``: the cache rows in use, in the engine's layout, or
-state as a whole, and ``<slot>/<input>``: what the sequence was given once. Format 2 adds, for slots that have any, what
-they were given for their tokens: ``<slot>/given_positions`` (int64 ``[planes, K]``), ``<slot>/given_embeds``
+state as a whole, and ``<slot>/<input>``: inputs of the whole sequence. Format 2 adds, for slots that have any, the
+caller's inputs for their tokens: ``<slot>/given_positions`` (int64 ``[planes, K]``), ``<slot>/given_embeds``
 ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``) of those that wait. Without any, a file is of format 1.
 Format 3 says as well which adapter each slot has, by its digest.
 """
@@ -40,7 +40,7 @@ from trt_kvcache.runtime.tokens import read_ids
 __all__ = ["SavedSlots", "open_slots", "save_slots"]
 
 _FORMAT = "trt_kvcache.cache.1"
-_GIVEN_FORMAT = "trt_kvcache.cache.2"
+_EXTENDED_FORMAT = "trt_kvcache.cache.2"
 _ADAPTED_FORMAT = "trt_kvcache.cache.3"
 _PLAIN = ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool")
 
@@ -67,11 +67,11 @@ class SavedSlots:
         Raises:
             CacheFileError: a tensor is missing, or of another dtype or shape.
         """
-        written, found = self.slots[slot].written, {}
+        written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
             name = f"{slot}/{buffer.past}"
-            found[buffer.past] = self._file.read(name, buffer.array_dtype, buffer.row_shape(written))
-        return found
+            arrays[buffer.past] = self._file.read(name, buffer.array_dtype, buffer.row_shape(written))
+        return arrays
 
     def read(self, slot: int, row: int) -> None:
         """Write the saved contents of a slot to a row of every cache; see `contents` for what it raises."""
@@ -135,17 +135,17 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
         for past, data in _contents(runner, slot).items():
             tensors[f"{name}/{past}"] = np.ascontiguousarray(_plain(data))
         if slot.positions:
-            tensors[f"{name}/given_positions"] = np.ascontiguousarray(slot.positions.given)
+            tensors[f"{name}/given_positions"] = np.ascontiguousarray(slot.positions.array)
         if len(slot.embeds.at):
             tensors[f"{name}/given_embeds_at"] = np.ascontiguousarray(slot.embeds.at)
             tensors[f"{name}/given_embeds"] = np.ascontiguousarray(_plain(slot.embeds.rows))
     digests = {name: _digest(data) for name, data in tensors.items()}
-    given = any(slot.positions or len(slot.embeds.at) for slot in slots.values())
+    extended = any(slot.positions or len(slot.embeds.at) for slot in slots.values())
     adapters = {int(name): slot.adapter.digest for name, slot in slots.items() if slot.adapter is not None}
     lengths = {str(name): (slot.length, slot.written) for name, slot in slots.items()}
     digest = _digest_of(digests, slots, adapters)
     metadata = {
-        "format": _ADAPTED_FORMAT if adapters else _GIVEN_FORMAT if given else _FORMAT,
+        "format": _ADAPTED_FORMAT if adapters else _EXTENDED_FORMAT if extended else _FORMAT,
         "model": runner.identity(),
         "caches": _layout(runner),
         "slots": msgspec.json.encode(lengths).decode(),
@@ -194,7 +194,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
         raise CacheFileError(f"{path}: not a saved cache: {error}") from error
     with file:
         metadata: dict[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
-        if metadata.get("format") not in (_FORMAT, _GIVEN_FORMAT, _ADAPTED_FORMAT):
+        if metadata.get("format") not in (_FORMAT, _EXTENDED_FORMAT, _ADAPTED_FORMAT):
             raise CacheFileError(
                 f"{path}: not a cache that this version saved (format {metadata.get('format')!r}, known are "
                 f"{_FORMAT!r} to {_ADAPTED_FORMAT!r})"
@@ -238,9 +238,9 @@ def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[
                 f"{f' in caches of {min(rows)} rows' if rows else ''}; save the cache again"
             )
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, runner))
-        _read_given(file, slots[name], name, runner)
+        _read_inputs(file, slots[name], name, runner)
         if slots[name].positions or embedded_input(runner.plan) is not None:
-            slots[name].by_ids = 0  # a file does not say of which tokens embeddings were given
+            slots[name].by_ids = 0  # a file does not say which tokens came as embeddings
     return slots
 
 
@@ -263,16 +263,16 @@ def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, 
                 )
 
 
-def _read_given(file: _Tensors, slot: Slot, name: int, runner: Runner) -> None:
+def _read_inputs(file: _Tensors, slot: Slot, name: int, runner: Runner) -> None:
     """Positions and embeddings of the slot's tokens, where the file has any."""
     if f"{name}/given_positions" in file:
-        given = file.read(f"{name}/given_positions")
+        data = file.read(f"{name}/given_positions")
         planes = PositionInput(runner.plan).planes
-        if given.dtype != np.int64 or given.ndim != 2 or len(given) != planes or given.shape[1] > len(slot.tokens):
+        if data.dtype != np.int64 or data.ndim != 2 or len(data) != planes or data.shape[1] > len(slot.tokens):
             raise CacheFileError(
-                f"{file.path}: slot {name}: positions {given.dtype} {list(given.shape)} of {planes} planes"
+                f"{file.path}: slot {name}: positions {data.dtype} {list(data.shape)} of {planes} planes"
             )
-        slot.positions = Positions(given)
+        slot.positions = Positions(data)
     if f"{name}/given_embeds" in file:
         tensor = embedded_input(runner.plan)
         at = file.read(f"{name}/given_embeds_at", np.dtype(np.int64))
@@ -293,8 +293,8 @@ def _constants(file: _Tensors, slot: int, runner: Runner) -> Constants:
 
 
 def _digest(data: Array) -> bytes:
-    held = data.reshape(-1).view(np.uint8).data
-    digest: bytes = blake3(f"{data.shape}".encode(), max_threads=blake3.AUTO).update(held).digest()
+    content = data.reshape(-1).view(np.uint8).data
+    digest: bytes = blake3(f"{data.shape}".encode(), max_threads=blake3.AUTO).update(content).digest()
     return digest
 
 

@@ -1,4 +1,4 @@
-"""The ranges of caches over given prompts, from which quantized caches get one scale each."""
+"""The ranges of caches over some prompts, from which quantized caches get one scale each."""
 
 from __future__ import annotations
 

@@ -129,15 +129,15 @@ class Continuation:
             int32 ``[D + 1, words]``, see `TokenMask`. No bits after guesses that the grammar does not allow, and where
             it fails: `advance` meets the failure again, if the sequence comes so far.
         """
-        made = self._length - self._prompt_length
+        count = self._length - self._prompt_length
         new = np.concatenate([self.tokens[self._prompt_length :], np.array(guesses, np.int64)])
         masks = np.zeros((len(guesses) + 1, words), np.int32)
-        for i, found in enumerate(masks):
+        for i, row in enumerate(masks):
             if i and not masks[i - 1, guesses[i - 1] // 32] >> guesses[i - 1] % 32 & 1:
                 break
             with suppress(TrtKvCacheError):
-                mask = self._sampler.mask(new[: made + i], words)
-                found[: mask.size] = mask
+                mask = self._sampler.mask(new[: count + i], words)
+                row[: mask.size] = mask
         return masks
 
     def finish(self, reason: FinishReason) -> TokenEvent:
@@ -146,38 +146,38 @@ class Continuation:
         text = self._rest()
         return self._event(None, text, None)
 
-    def guesses(self, room: int) -> int:
+    def guesses(self, most: int) -> int:
         """The number of tokens to guess now, to come after `next_token` and be fed with it in one update; 0 where none.
 
         Args:
-            room: most tokens that the update can take beside `next_token`. Where a circular cache would overwrite old
+            most: tokens that the update can take beside `next_token`. Where a circular cache would overwrite old
                 rows with tokens that may be rejected, that is 0.
         """
         count = self.config.prompt_lookup_num_tokens or self.assisted
         # The update gives one token more than its draft, and no token past the last can be of use.
-        return 0 if self.speculation.impossible else max(0, min(count, room, self._most - self._length - 1))
+        return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
-    def draft(self, room: int) -> Tokens:
+    def draft(self, most: int) -> Tokens:
         """Guess by prompt lookup.
 
         Args:
-            room: see `guesses`.
+            most: see `guesses`.
 
         Returns:
-            int64 ``[0 .. room]``.
+            int64 ``[0 .. most]``.
         """
-        count = self.guesses(room)
+        count = self.guesses(most)
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
     def guesser(self, count: int) -> Continuation:
         """One of the same text for a draft model: with the same rules and random numbers, for a few tokens."""
         if self._guesser is None:
             self._guesser = self._sampler.guesser()
-        made = copy(self)
-        made._sampler, made._text, made.speculation, made.assisted = self._guesser, None, SpeculationStats(), 0
-        made._buffer = np.concatenate([self.tokens, np.empty(count, np.int64)])
-        made._most = min(self._most, self._length + count)
-        return made
+        draft = copy(self)
+        draft._sampler, draft._text, draft.speculation, draft.assisted = self._guesser, None, SpeculationStats(), 0
+        draft._buffer = np.concatenate([self.tokens, np.empty(count, np.int64)])
+        draft._most = min(self._most, self._length + count)
+        return draft
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
         """Choose tokens as long as they are the draft's, and the one after.

@@ -99,9 +99,9 @@ class Conversation:
                 self._session.stop(self._slot)
 
     def _begin(self, tokens: list[int], config: GenerationConfig) -> None:
-        kept = self._keep(tokens)
-        slot = self._slot if kept else None
-        self._slot = self._session.add(tokens[kept:], config, slot=slot, keep=True, index=self._again)
+        common = self._keep(tokens)
+        slot = self._slot if common else None
+        self._slot = self._session.add(tokens[common:], config, slot=slot, keep=True, index=self._again)
 
     def _keep(self, tokens: list[int]) -> int:
         """Cut the slot to what it has in common with a conversation; return how many tokens these are."""
@@ -111,17 +111,17 @@ class Conversation:
         if self._session.plan.whole_prompts:  # the whole conversation is one prompt
             self._free()
             return 0
-        held = cache.tokens(self._slot)
-        alike = next((at for at, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
-        kept = min(alike, len(tokens) - 1)  # one at least has to run
+        cached = cache.tokens(self._slot)
+        alike = next((at for at, (a, b) in enumerate(zip(cached, tokens, strict=False)) if a != b), len(cached))
+        common = min(alike, len(tokens) - 1)  # one at least has to run
         try:
-            if kept < len(held):
-                cache.crop(self._slot, kept)
+            if common < len(cached):
+                cache.crop(self._slot, common)
         except CapacityError:  # a ring or a state cannot go back
-            kept = 0
-        if kept <= 0:
+            common = 0
+        if common <= 0:
             self._free()
-        return max(kept, 0)
+        return max(common, 0)
 
     def _free(self) -> None:
         with suppress(SlotError):

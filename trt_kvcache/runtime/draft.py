@@ -61,9 +61,9 @@ class DraftModel:
                 "that reads tokens alone"
             )
         self._cache = KVCache(runner)
-        made = open_embeddings(embeddings, plan, runner.vocab)
-        self._loop = DecodeLoop(runner, self._cache, made, prefill_budget=sys.maxsize)  # all wait for all guesses
-        self._held: dict[int, int] = {}  # the draft's slot by the model's; last the one that was used last
+        opened = open_embeddings(embeddings, plan, runner.vocab)
+        self._loop = DecodeLoop(runner, self._cache, opened, prefill_budget=sys.maxsize)  # all wait for all guesses
+        self._slots: dict[int, int] = {}  # the draft's slot by the model's; last the one that was used last
 
     @property
     def name(self) -> str:
@@ -93,10 +93,10 @@ class DraftModel:
             alive: slots that the model still has.
         """
         outcomes: Outcomes = []
-        found: dict[int, list[int]] = {slot: [] for slot in asked}
+        guesses: dict[int, list[int]] = {slot: [] for slot in asked}
         try:
-            for slot in [slot for slot in self._held if slot not in alive]:
-                self._release(self._held.pop(slot))
+            for slot in [slot for slot in self._slots if slot not in alive]:
+                self._release(self._slots.pop(slot))
             for slot, (continuation, count) in asked.items():
                 self._begin(slot, continuation, count, asked, outcomes)
             while self._loop.slots:
@@ -105,19 +105,19 @@ class DraftModel:
         except BaseException as error:  # an interrupt, too, which leaves nobody knows what
             for name in self._cache.slots:
                 self._release(name)
-            self._held.clear()
+            self._slots.clear()
             if not isinstance(error, TrtKvCacheError):
                 raise
             outcomes[:] = [(slot, error) for slot in asked]
-        names = {name: slot for slot, name in self._held.items()}
+        names = {name: slot for slot, name in self._slots.items()}
         for name, outcome in outcomes:
             if isinstance(outcome, TrtKvCacheError):
                 slot = names.get(name, name)
                 asked[slot][0].speculation.impossible = f"the draft failed: {outcome}"
-                found[slot] = []
+                guesses[slot] = []
             elif outcome.token is not None:
-                found[names[name]].append(outcome.token)
-        return found
+                guesses[names[name]].append(outcome.token)
+        return guesses
 
     def close(self) -> None:
         """Free everything."""
@@ -127,21 +127,21 @@ class DraftModel:
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
         """Let the draft's slot hold the text, and continue it."""
-        if slot not in self._held:
+        if slot not in self._slots:
             if not self._cache.free:
-                others = [other for other in self._held if other not in keep]
+                others = [other for other in self._slots if other not in keep]
                 if not others:
                     return  # it has fewer rows than the model: no guesses for this one now
-                self._release(self._held.pop(others[0]))
-            self._held[slot] = self._cache.acquire()
-        name = self._held[slot] = self._held.pop(slot)
+                self._release(self._slots.pop(others[0]))
+            self._slots[slot] = self._cache.acquire()
+        name = self._slots[slot] = self._slots.pop(slot)
         text: list[int] = continuation.tokens.tolist()
-        held = self._cache.slot(name)
-        same = min(common_length(held.tokens, text), held.length, len(text) - 1)
+        entry = self._cache.slot(name)
+        same = min(common_length(entry.tokens, text), entry.length, len(text) - 1)
         self._cache.crop(name, same)
-        held.append(text[same:])
-        room = self._cache.room(name)
-        if room is not None and room < 0:
+        entry.append(text[same:])
+        free_tokens = self._cache.room(name)
+        if free_tokens is not None and free_tokens < 0:
             self._cache.crop(name, same)
             continuation.speculation.impossible = (
                 f"the draft holds {self._cache.capacity} tokens; use one with more capacity"
@@ -186,10 +186,10 @@ def open_draft(path: Path, runner: Runner, check: str, options: Mapping[str, Any
     check_target(runner)
     path = engine_in(path)
     shared: Sequence[str] = ("threads",) if is_model(path) else ("gpu", "cuda_graphs", "kernel_cache", "bindings")
-    given = {name: options[name] for name in shared if options.get(name) is not None}
+    settings = {name: options[name] for name in shared if options.get(name) is not None}
     if is_model(path):
-        given["max_batch"] = runner.max_batch
-    opened = open_runner(path, "auto", given, check, default_capacity=SequenceLimits(runner).capacity)
+        settings["max_batch"] = runner.max_batch
+    opened = open_runner(path, "auto", settings, check, default_capacity=SequenceLimits(runner).capacity)
     try:
         embeddings = find_embeddings(path) if embedded_input(opened.plan) is not None else None
         draft = DraftModel(opened, embeddings)

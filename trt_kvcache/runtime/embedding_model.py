@@ -36,7 +36,7 @@ _SAME = 1e-3  # of the scale: a normalization of rows may round otherwise in ano
 class ModelEmbeddings:
     """A model run by ONNX Runtime.
 
-    Inputs beside the token ids, such as the features of images, are given empty. Some exporters' models have zeros for
+    Inputs beside the token ids, such as the features of images, are empty here. Some exporters' models have zeros for
     the ids in whose places these belong; such ids have no embedding here, and a caller who means them gives it.
 
     Args:
@@ -60,7 +60,7 @@ class ModelEmbeddings:
         self._empty = {v.name: self._features(v, 0) for v in others}
         self._others = others
         output = self._find_output(model, tensor)
-        self._output, self._made = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
+        self._output, self._output_dtype = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
         self._rows = min(table_rows(model, self._ids.name) or vocab, vocab)
         self._table = np.empty((self._rows, int(tensor.shape[-1])), array_dtype(tensor.dtype))  # memory once written
         self._known = np.full(self._rows, _NEW)
@@ -80,8 +80,8 @@ class ModelEmbeddings:
             return outside
         ids = np.array(tokens, np.int64)
         self._look_at(ids)
-        found = ids[self._known[ids] == _PLACE]
-        return int(found[0]) if found.size else None
+        unknown = ids[self._known[ids] == _PLACE]
+        return int(unknown[0]) if unknown.size else None
 
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""
@@ -90,8 +90,8 @@ class ModelEmbeddings:
         places = tokens[self._known[tokens] == _PLACE]
         if places.size:
             raise SessionError(f"token id {int(places[0])} has no embedding of its own in {self._path}")
-        found: Array = self._table[tokens]
-        return found
+        rows: Array = self._table[tokens]
+        return rows
 
     def _look_at(self, tokens: Indices) -> None:
         """Fetch the embeddings of ids that are new; features that are no numbers show which ids have none of their own.
@@ -132,15 +132,15 @@ class ModelEmbeddings:
         binding = self._session.binding()
         for name, array in ((self._ids.name, ids), *others.items()):
             bind(binding.bind_input, name, array)
-        made = np.empty((*ids.shape, self._table.shape[1]), self._made)
-        bind(binding.bind_output, self._output, made)
+        embeds = np.empty((*ids.shape, self._table.shape[1]), self._output_dtype)
+        bind(binding.bind_output, self._output, embeds)
         self._session.run_bound(binding)
-        return made
+        return embeds
 
     def _find_ids(self, inputs: Sequence[onnx.ValueInfoProto]) -> onnx.ValueInfoProto:
         """The input of token ids: the only one of integers ``[B, S]``, or the one that is called so."""
-        found = [v for v in inputs if v.type.tensor_type.elem_type in _IDS and len(shape_of(v) or ()) == 2]
-        named = [v for v in found if v.name == "input_ids"] or found
+        fitting = [v for v in inputs if v.type.tensor_type.elem_type in _IDS and len(shape_of(v) or ()) == 2]
+        named = [v for v in fitting if v.name == "input_ids"] or fitting
         if len(named) != 1 or any(isinstance(size, int) for size in shape_of(named[0]) or ()):
             raise UnsupportedModelError(
                 f"{self._path}: an embedding model has one input of token ids, int [batch, sequence] of any size; this "
@@ -169,8 +169,8 @@ class ModelEmbeddings:
 
     def _find_output(self, model: onnx.ModelProto, tensor: TensorRole) -> onnx.ValueInfoProto:
         """The embeddings: the only float output ``[B, S, H]``."""
-        found = [v for v in model.graph.output if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3]
-        named = [v for v in found if v.name == "inputs_embeds"] or found
+        fitting = [v for v in model.graph.output if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3]
+        named = [v for v in fitting if v.name == "inputs_embeds"] or fitting
         if len(named) != 1:
             raise UnsupportedModelError(
                 f"{self._path}: an embedding model gives float [batch, sequence, width]; this one gives "

@@ -87,36 +87,35 @@ class TableEmbeddings:
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""
         check_range(tokens, self.rows)
-        found: Array = self._table[tokens].astype(self._dtype, copy=False)
-        return found
+        rows: Array = self._table[tokens].astype(self._dtype, copy=False)
+        return rows
 
 
-def open_embeddings(given: GivenEmbeddings, plan: CachePlan, vocab: int) -> Embeddings | None:
+def open_embeddings(source: GivenEmbeddings, plan: CachePlan, vocab: int) -> Embeddings | None:
     """Open the table or model that makes embeddings of token ids; None for models that take ids.
 
     Args:
-        given: a path, where a tensor of a ``.safetensors`` may be named as ``FILE:NAME``; or an array ``[V, H]``.
+        source: a path, where a tensor of a ``.safetensors`` may be named as ``FILE:NAME``; or an array ``[V, H]``.
         plan: of the decoder.
         vocab: its token ids are 0 to ``vocab - 1``.
 
     Raises:
-        OptionError: nothing is given and the model takes embeddings, or the other way round, or what is given does not
-            fit it.
-        ModelError: ``given`` is a model that cannot be used so.
+        OptionError: there is no source and the model takes embeddings, or the other way round, or the two do not fit.
+        ModelError: `source` is a model that cannot be used so.
     """
     tensor = embedded_input(plan)
     if tensor is None:
-        if given is not None:
+        if source is not None:
             raise OptionError("embeddings are given, and the model takes token ids; leave them out")
         return None
-    if given is None:
+    if source is None:
         raise OptionError(
             f"the model takes embeddings (input '{tensor.name}', {tensor.dtype} {list(tensor.shape)}), and nothing "
             f"says how token ids become these: give --embeddings: {_WHAT}"
         )
-    if not isinstance(given, (str, os.PathLike)):
-        return TableEmbeddings(np.asarray(given), tensor)
-    path, name = _split(os.fspath(given))
+    if not isinstance(source, (str, os.PathLike)):
+        return TableEmbeddings(np.asarray(source), tensor)
+    path, name = _split(os.fspath(source))
     suffix = path.suffix.lower()
     if not path.is_file():
         raise OptionError(f"{path}: there is no such file of embeddings")
@@ -143,27 +142,27 @@ def embedded_input(plan: CachePlan) -> TensorRole | None:
 
 
 def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], waiting: Sequence[Embeds]) -> Array:
-    """Embeddings of a step ``[R, S, H]``: those that were given, and those that ids stand for.
+    """Embeddings of a step ``[R, S, H]``: those of the caller, and those that ids stand for.
 
     Args:
         embeddings: look ids up.
         tokens: int64 ``[R, S]``.
         starts: the place of the first of them in each sequence.
-        waiting: given, by sequence.
+        waiting: those of the caller, by sequence.
     """
-    if not any(len(held.at) for held in waiting):
+    if not any(len(part.at) for part in waiting):
         return embeddings.look_up(tokens)
     length = tokens.shape[1]
-    given = [held.within(start, start + length) for held, start in zip(waiting, starts, strict=True)]
+    parts = [part.within(start, start + length) for part, start in zip(waiting, starts, strict=True)]
     known = np.zeros(tokens.shape, np.bool_)
-    for row, held, start in zip(known, given, starts, strict=True):
-        row[held.at - start] = True
+    for row, part, start in zip(known, parts, starts, strict=True):
+        row[part.at - start] = True
     if not known.any():
         return embeddings.look_up(tokens)
-    rows = np.concatenate([held.rows for held in given if len(held.at)])
+    rows = np.concatenate([part.rows for part in parts if len(part.at)])
     embeds = np.empty((*tokens.shape, rows.shape[1]), rows.dtype)
     embeds[known] = rows
-    if not known.all():  # an id under a given embedding may have none
+    if not known.all():  # an id under an embedding of the caller may have none
         embeds[~known] = embeddings.look_up(tokens[~known][np.newaxis])[0]
     return embeds
 
@@ -197,10 +196,10 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
-def _split(given: str) -> tuple[Path, str]:
+def _split(text: str) -> tuple[Path, str]:
     """A path, and after a colon the name of a tensor in it."""
-    head, _, name = given.rpartition(":")
-    return (Path(head), name) if head.lower().endswith(".safetensors") else (Path(given), "")
+    head, _, name = text.rpartition(":")
+    return (Path(head), name) if head.lower().endswith(".safetensors") else (Path(text), "")
 
 
 def _read_npy(path: Path) -> Array:
@@ -223,11 +222,11 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
             tables = [key for key, shape in shapes.items() if len(shape) == 2]
             wanted = [name] if name else [k for k in tables if k.endswith("embed_tokens.weight")] or tables
             if len(wanted) != 1 or wanted[0] not in shapes:
-                found = [k for k in tables if shapes[k][1] == tensor.shape[-1]] or tables
+                fitting = [k for k in tables if shapes[k][1] == tensor.shape[-1]] or tables
                 raise OptionError(
                     f"{path}: "
                     + (f"no tensor {name!r}" if name else f"{len(wanted)} tables, and nothing says which is meant")
-                    + f"; name one as {path.name}:NAME, such as {', '.join(found[:4]) or 'none here'}"
+                    + f"; name one as {path.name}:NAME, such as {', '.join(fitting[:4]) or 'none here'}"
                 )
             return file.get_tensor(wanted[0]), tensor, f"{path}:{wanted[0]}"
     except (OSError, SafetensorError) as error:

@@ -20,7 +20,7 @@ class FinishReason(str, Enum):
     STOP = "stop"
     """Its text came to one of `GenerationConfig.stop_strings`; the text ends before it, the tokens include it."""
     CAPACITY = "capacity"
-    """A cache, or the model's position table, has no room for another token."""
+    """A cache, or the model's position table, is full."""
     CANCELLED = "cancelled"
     """The caller ended it."""
 

@@ -56,13 +56,13 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
     )  # fmt: skip
     idle = [row for row in range(first, first + rows) if not 0 <= row - batch.first_row < batch.rows]
     names = [buffer.past for buffer in carried_buffers(runner.plan)]
-    kept = [
+    saved = [
         (name, row, runner.read_row(name, row, int(starts[row - first]) + length)) for name in names for row in idle
     ]
     try:
         yield whole
     finally:
-        for name, row, data in kept:
+        for name, row, data in saved:
             runner.write_row(name, row, data)
         if length > batch.length:
             for i, start in enumerate(batch.starts):

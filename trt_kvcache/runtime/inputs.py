@@ -30,7 +30,7 @@ __all__ = [
 SPAN_BUCKET = 256
 """Spans are multiples of this many cache rows, so that a CUDA graph or a set of bindings serves many steps."""
 
-_GIVEN = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # by others than `StepInputs.fill`
+_EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # by others than `StepInputs.fill`
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
 
 
@@ -70,7 +70,7 @@ class StepInputs:
         uniform: an input has no batch axis where rows differ, so that all rows of a step must start at one position.
         max_rows: most rows in a step; None where the model leaves its batch open.
         fixed_rows: the only number of rows that the model computes, where it is more than one; else None.
-        constants: what the model is given once per sequence.
+        constants: inputs that a whole sequence has once.
         embedded: the input of embeddings, of a model that takes these for tokens.
         fixed_length: the only number of tokens per row and step that the model takes, or None.
 
@@ -87,8 +87,8 @@ class StepInputs:
         self._caches = carried_caches(plan)
         self._plan = plan
         self._spans = {s.name: s for s in plan.spans}
-        self._kept = () if plan.logits_span is None else (plan.logits_span.name,)
-        filled = [t for t in plan.tensors if t.io == "input" and t.role not in _GIVEN]
+        self._logits_span = () if plan.logits_span is None else (plan.logits_span.name,)
+        filled = [t for t in plan.tensors if t.io == "input" and t.role not in _EXTERNAL]
         self._inputs = tuple(named_axes(t, plan) for t in filled)
         self._check()
         self._reach = {t.name: self._capacity_under(t) for t in self._inputs}
@@ -153,20 +153,20 @@ class StepInputs:
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
         """Rows, tokens per row, cache rows read and so on: steps of one signature have inputs of the same shapes."""
         sizes = batch.constants[0].sizes if batch.constants else ()
-        kept = (batch.sizes["kept"],) if self._kept else ()
-        return batch.rows, batch.length, self._rows(batch.longest, self._largest), *kept, *sizes
+        positions = (batch.sizes["kept"],) if self._logits_span else ()
+        return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
         """Length of each span input for this step; the contents are always 0, 1, ... length - 1."""
         rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
-        return rows | dict.fromkeys(self._kept, batch.sizes["kept"])
+        return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Values of all inputs but caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""
         sizes = batch.sizes
-        made = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
-        self.fill(batch, made)
-        return made
+        arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
+        self.fill(batch, arrays)
+        return arrays
 
     def fill(self, batch: StepBatch, into: Mapping[str, Array]) -> None:
         """Write what `arrays` gives into arrays of the same shapes and dtypes: nothing is allocated for the model."""
@@ -178,8 +178,8 @@ class StepInputs:
         """Shapes of what `arrays` and `span_sizes` give, and of the constants, without computing the values."""
         sizes = batch.sizes
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
-        given = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
-        return filled | given | {name: (size,) for name, size in self.span_sizes(batch).items()}
+        constants = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
+        return filled | constants | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
     def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
         """Values of one input in a shape that broadcasts to its own."""
@@ -217,8 +217,8 @@ class StepInputs:
         row = np.arange(keys)[None, None, :]
         if self._circular(tensor):
             capacity = self._reach[tensor.name]
-            held = after - 1 - (after - 1 - row) % capacity  # the newest token whose place is this row
-            visible: Array = (held >= 0) & (held <= query) & (row < capacity)
+            newest = after - 1 - (after - 1 - row) % capacity  # the newest token whose place is this row
+            visible: Array = (newest >= 0) & (newest <= query) & (row < capacity)
             return visible
         return row <= query
 
@@ -246,9 +246,9 @@ class StepInputs:
         if tensor.role is not Role.MASK:
             return capacity
         if len({(c.capacity, c.mode) for c in readers}) > 1:
-            found = ", ".join(f"'{c.past}' ({c.mode.value}, {c.capacity} rows)" for c in readers[:4])
+            kinds = ", ".join(f"'{c.past}' ({c.mode.value}, {c.capacity} rows)" for c in readers[:4])
             raise UnsupportedModelError(
-                f"one mask input, '{tensor.name}', serves caches of different kinds: {found}; the runtime fills a mask "
+                f"one mask input, '{tensor.name}', serves caches of different kinds: {kinds}; the runtime fills a mask "
                 "for one kind of cache: export the model with a mask for each kind"
             )
         keys = tensor.shape[-1] if tensor.shape else 0
@@ -260,7 +260,7 @@ class StepInputs:
         return capacity
 
     def _check(self) -> None:
-        """Refuses what no value can be given for."""
+        """Refuses inputs that nothing here can fill."""
         if not self._caches:
             raise UnsupportedModelError("the model keeps no KV cache from step to step: nothing to decode with")
         carried = {c.past for c in self._caches}
@@ -296,7 +296,7 @@ class StepInputs:
         if tensor.role in (Role.OTHER, Role.LOGITS):
             from trt_kvcache.importer.interface.config import example  # loads YAML and RE2
 
-            # A value for each token of a step is nothing that a sequence is given once.
+            # A value for each token of a step is no input that a whole sequence has once.
             by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)
             sized = all(isinstance(d, int) or axis in _SIZES for d, axis in zip(tensor.shape, tensor.axes, strict=True))
             role = example(Role.CONSTANT if by_row else Role.ZEROS, tensor.name)
@@ -381,12 +381,12 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
     return _place(values, (*names, "width"), (*tensor.axes[:-1], "width"), mask=False)
 
 
-def _positions(given: Array, tensor: TensorRole) -> Array:
+def _positions(values: Array, tensor: TensorRole) -> Array:
     """Positions ``[R, planes, S]`` in a shape that broadcasts to the input's, which has planes."""
     names: tuple[str, ...] = "batch", "planes", "sequence"
     if "tokens" in tensor.axes:
-        given, names = given.transpose(1, 0, 2).reshape(given.shape[1], -1), ("planes", "tokens")
-    return _place(given, names, axes_with_planes(tensor), mask=False)
+        values, names = values.transpose(1, 0, 2).reshape(values.shape[1], -1), ("planes", "tokens")
+    return _place(values, names, axes_with_planes(tensor), mask=False)
 
 
 def _counted(batch: StepBatch) -> Array:
@@ -413,8 +413,8 @@ def _place(values: Array, names: tuple[str, ...], axes: Sequence[str], mask: boo
     for name in names:
         if name not in wanted:
             values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
-    kept = [name for name in wanted if name in names]
-    order = [names.index(name) for name in kept] + [i for i, name in enumerate(names) if name not in kept]
+    shared = [name for name in wanted if name in names]
+    order = [names.index(name) for name in shared] + [i for i, name in enumerate(names) if name not in shared]
     values = values.transpose(order)
-    sizes = dict(zip(kept, values.shape, strict=False))
+    sizes = dict(zip(shared, values.shape, strict=False))
     return values.reshape([sizes.get(name, 1) for name in wanted])

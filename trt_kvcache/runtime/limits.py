@@ -40,7 +40,7 @@ class SequenceLimits:
         """Most tokens of a sequence that stand one after the other; None where nothing bounds them."""
         return min((bound for bound in (self._rows, self._positions) if bound is not None), default=None)
 
-    def room(self, slot: Slot) -> int | None:
+    def free_tokens(self, slot: Slot) -> int | None:
         """Tokens that still fit after those of a slot; None where nothing bounds them."""
         used = (self._rows, len(slot.tokens)), (self._positions, slot.next_position)
         return min((bound - count for bound, count in used if bound is not None), default=None)
@@ -55,14 +55,14 @@ class SequenceLimits:
         Raises:
             CapacityError: see above; or what waits has to come in one step, and does not fit into one.
         """
-        room, count = self.room(slot), len(slot.tokens)
+        free_tokens, count = self.free_tokens(slot), len(slot.tokens)
         if self._runner.plan.whole_prompts and slot.pending > (most := largest_update(self._runner, slot.length)):
             raise CapacityError(
                 f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, so "
                 f"that they have to come in one step, which takes at most {most} here; shorten it, or allow more "
                 "(max_chunk)"
             )
-        if room is None or room >= 0:
+        if free_tokens is None or free_tokens >= 0:
             return
         if slot.positions and (self._rows is None or count <= self._rows):
             raise CapacityError(

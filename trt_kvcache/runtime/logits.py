@@ -28,9 +28,9 @@ class StepLogits:
         tensor = plan.tensor(Role.LOGITS, "output")
         if tensor is None:
             outputs = [t for t in plan.tensors if t.io == "output" and t.role in (Role.LOGITS, Role.OTHER)]
-            found = ", ".join(f"'{t.name}' {t.dtype} {list(t.shape)}" for t in outputs) or "caches alone"
+            names = ", ".join(f"'{t.name}' {t.dtype} {list(t.shape)}" for t in outputs) or "caches alone"
             raise UnsupportedModelError(
-                f"no output has the role 'logits' (outputs: {found}), and a session chooses tokens by the scores of "
+                f"no output has the role 'logits' (outputs: {names}), and a session chooses tokens by the scores of "
                 "the whole vocabulary: export the model with logits, or name them in a config (--config)"
             )
         tensor = named_axes(tensor, plan)

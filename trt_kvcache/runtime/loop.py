@@ -129,16 +129,16 @@ class DecodeLoop:
 
         Clients take turns where rows are few; a sequence of None is a client by itself.
         """
-        found = self._cache.slot(slot)
+        entry = self._cache.slot(slot)
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
         if self._draft is not None and not config.prompt_lookup_num_tokens:
             continuation.assisted = ASSISTED if config.num_assistant_tokens is None else config.num_assistant_tokens
         client = object() if client is None else client
-        if found.row >= 0 or client not in self._turns:
+        if entry.row >= 0 or client not in self._turns:
             self._turns[client] = self._now()
         self._runs[slot] = Run(slot, continuation, keep_slot, outcomes, client)
-        found.running = True  # last: the next step lets go of a run that an interrupt kept from it
+        entry.running = True  # last: the next step lets go of a run that an interrupt kept from it
 
     def remove(self, slot: int) -> Run:
         """Stop continuing a slot, and return what continued it. The slot itself stays."""
@@ -209,14 +209,14 @@ class DecodeLoop:
         """Append tokens to slots that do not run and write them, in as many steps as that takes.
 
         Returns:
-            Logits as float32 ``[min(keep, tokens given), V]`` of each slot's last positions.
+            Logits as float32 ``[min(keep, new tokens), V]`` of each slot's last positions.
 
         Raises:
             TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow.
         """
         self._with_adapters()
         before = {name: self._cache.slot(name).copy(-1) for name in tokens}
-        found: dict[int, list[npt.NDArray[np.float32]]] = {name: [] for name in tokens}
+        logits: dict[int, list[npt.NDArray[np.float32]]] = {name: [] for name in tokens}
         try:
             for name, more in tokens.items():
                 more.append_to(self._cache.slot(name))
@@ -229,41 +229,41 @@ class DecodeLoop:
                 while pieces := [self._piece(name, keep) for name in together if self._cache.slot(name).pending]:
                     for group in self._groups(pieces):
                         for piece, scores in zip(group, self._write(group), strict=True):
-                            found[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
+                            logits[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
         except BaseException:
-            for name, held in before.items():
+            for name, saved in before.items():
                 slot = self._cache.slot(name)
-                slot.cut(slot.length)
+                slot.truncate(slot.length)
                 with suppress(CapacityError):  # a circular cache that has wrapped meanwhile cannot go back
-                    self._cache.crop(name, held.length)
+                    self._cache.crop(name, saved.length)
                     slot = self._cache.slot(name)
-                    slot.tokens, slot.embeds, slot.positions = held.tokens, held.embeds, held.positions
-                    slot.by_ids = held.by_ids
+                    slot.tokens, slot.embeds, slot.positions = saved.tokens, saved.embeds, saved.positions
+                    slot.by_ids = saved.by_ids
             raise
         for name in tokens:
             self._cache.remember(name)
-        return {name: np.concatenate(parts) for name, parts in found.items()}
+        return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
         """Guesses for the sequences of which only the token waits that was chosen last, by slot."""
-        found: dict[int, list[int]] = {}
+        guesses: dict[int, list[int]] = {}
         asked: dict[int, tuple[Continuation, int]] = {}
         for run in runs:
-            made = run.continuation
-            if not (made.assisted or made.config.prompt_lookup_num_tokens) or self._cache.slot(run.slot).pending > 1:
+            text = run.continuation
+            if not (text.assisted or text.config.prompt_lookup_num_tokens) or self._cache.slot(run.slot).pending > 1:
                 continue
-            room = self._cache.room(run.slot)
+            free_tokens = self._cache.room(run.slot)
             most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
-            most = most if room is None else min(most, room)
-            if not made.assisted:
-                found[run.slot] = made.draft(most).tolist()
-            elif count := made.guesses(most):
-                asked[run.slot] = made, count
+            most = most if free_tokens is None else min(most, free_tokens)
+            if not text.assisted:
+                guesses[run.slot] = text.draft(most).tolist()
+            elif count := text.guesses(most):
+                asked[run.slot] = text, count
         if asked and self._draft is not None:
-            found |= self._draft.guess(asked, self._cache)
-        # Ids under given embeddings may have none, and a draft may give scores to more ids than there are.
+            guesses |= self._draft.guess(asked, self._cache)
+        # Ids under embeddings of the caller may have none, and a draft may give scores to more ids than there are.
         vocab = self._runner.vocab
-        return {s: list(takewhile(lambda t: t < vocab and self._has_embedding(t), g)) for s, g in found.items()}
+        return {s: list(takewhile(lambda t: t < vocab and self._has_embedding(t), g)) for s, g in guesses.items()}
 
     def _rounds(self, runs: Sequence[Run], guesses: Mapping[int, list[int]]) -> Iterator[list[_Piece]]:
         """The steps of the runner, one after the other: those that decode first, then prompts within the budget.
@@ -344,8 +344,8 @@ class DecodeLoop:
 
     def _masks(self, group: list[_Piece]) -> Masks | None:
         """The masks of tokens that may come after each position that is kept; None where no sequence has a grammar."""
-        made = [self._runs[piece.slot].continuation for piece in group]
-        masked = [piece.keep > 0 and continuation.masked for piece, continuation in zip(group, made, strict=True)]
+        texts = [self._runs[piece.slot].continuation for piece in group]
+        masked = [piece.keep > 0 and text.masked for piece, text in zip(group, texts, strict=True)]
         if not any(masked):
             return None
         keep = max(piece.keep for piece in group)
@@ -355,7 +355,7 @@ class DecodeLoop:
             for row in np.flatnonzero(masked):
                 piece = group[row]
                 guesses = piece.tokens[len(piece.tokens) - piece.guesses :]
-                masks[row, keep - piece.keep :] = made[row].masks(guesses, words)
+                masks[row, keep - piece.keep :] = texts[row].masks(guesses, words)
             return masks
 
         return read
@@ -422,10 +422,10 @@ class DecodeLoop:
         self._cache.remember(piece.slot)
         token = run.continuation.next_token
         slot.tokens.append(token)
-        room = self._cache.room(piece.slot)
+        free_tokens = self._cache.room(piece.slot)
         if run.continuation.finish_reason is not None:
             self._let_go(piece.slot)
-        elif room is not None and room < 0:
+        elif free_tokens is not None and free_tokens < 0:
             self._end(piece.slot, run.continuation.finish(FinishReason.CAPACITY))
         elif not self._has_embedding(token):
             self._end(piece.slot, _without_embedding(token))

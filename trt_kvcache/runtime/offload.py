@@ -64,13 +64,13 @@ class HostRows:
 
     def arrays(self) -> Mapping[str, Array]:
         """See `Offloaded`."""
-        found, start = {}, 0
+        arrays, start = {}, 0
         for buffer in self._buffers:
             stop = start + buffer.range_bytes(0, self._tokens)
             flat = self._memory.data[start:stop].view(buffer.array_dtype)
-            found[buffer.past] = flat.reshape(buffer.range_shape(0, self._tokens))
+            arrays[buffer.past] = flat.reshape(buffer.range_shape(0, self._tokens))
             start = stop
-        return found
+        return arrays
 
     def close(self) -> None:
         """See `Offloaded`."""
@@ -115,9 +115,9 @@ class FileRows:
                     f"{self._path}: another cache was written to this file since slot {self._name} was offloaded to "
                     "it; put the first one back, or remove the slot"
                 )
-            found = saved.contents(self._name)
+            arrays = saved.contents(self._name)
             saved.check()
-            return found
+            return arrays
 
     def close(self) -> None:
         """See `Offloaded`: the file is the caller's."""

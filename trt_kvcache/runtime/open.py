@@ -57,27 +57,27 @@ def open_runner(
         )
     if not model and device == "cpu":
         raise OptionError(f"{path} is taken for an engine, and the CPU runs models; open the .onnx file instead")
-    given = {name: value for name, value in options.items() if value is not None}
+    settings = {name: value for name, value in options.items() if value is not None}
     if model:
         from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
-        _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU", ("capacity",))
-        plan_options = as_options(given.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
-        if "capacity" in given:
-            plan_options = replace(plan_options, capacity=given.pop("capacity"))
-        return OnnxRuntimeRunner(path, plan_options, default_capacity=default_capacity, **given)
+        _check(OnnxRuntimeRunner, settings, {"options": "plan_options"}, "a model on the CPU", ("capacity",))
+        plan_options = as_options(settings.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
+        if "capacity" in settings:
+            plan_options = replace(plan_options, capacity=settings.pop("capacity"))
+        return OnnxRuntimeRunner(path, plan_options, default_capacity=default_capacity, **settings)
     from trt_kvcache.proof.check import prove
     from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
-    _check(TensorRTRunner, given, {"device": "gpu"}, "an engine on a GPU")
-    if "gpu" in given:
-        given["device"] = given.pop("gpu")
-    prove(path, check, given)
-    return TensorRTRunner(path, **given)
+    _check(TensorRTRunner, settings, {"device": "gpu"}, "an engine on a GPU")
+    if "gpu" in settings:
+        settings["device"] = settings.pop("gpu")
+    prove(path, check, settings)
+    return TensorRTRunner(path, **settings)
 
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
-    """Read a ``tokenizer.json``: the given one, or for None the one beside the model. False is none at all.
+    """Read a ``tokenizer.json``: the named one, or for None the one beside the model. False is none at all.
 
     Other objects are taken as they are.
     """
@@ -91,9 +91,9 @@ def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
 
 
 def _check(
-    runner: type, given: Mapping[str, Any], renamed: Mapping[str, str], what: str, more: Sequence[str] = ()
+    runner: type, settings: Mapping[str, Any], renamed: Mapping[str, str], what: str, more: Sequence[str] = ()
 ) -> None:
     known = [*more, *(renamed.get(name, name) for name in list(inspect.signature(runner).parameters)[1:])]
-    for name in given:
+    for name in settings:
         if name not in known:
             raise OptionError(f"{name!r} is no option of {what}; options are {', '.join(known)}")

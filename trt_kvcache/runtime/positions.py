@@ -21,7 +21,7 @@ class PositionInput:
         plan: of the model.
 
     Attributes:
-        planes: positions of each token: 3 for time, height and width (M-RoPE); 0 where none can be given.
+        planes: positions of each token: 3 for time, height and width (M-RoPE); 0 where the model takes none.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -39,11 +39,11 @@ class PositionInput:
             planar = len(tensor.shape) == 3
             self.planes = int(tensor.shape[axes_with_planes(tensor).index("planes")]) if planar else 1
 
-    def read(self, given: Any, count: int) -> Indices:
+    def read(self, values: Any, count: int) -> Indices:
         """Positions of a prompt, checked: int64 ``[planes, count]``.
 
         Args:
-            given: ``[count]``, the same in all planes, or ``[planes, count]``; or as models take them,
+            values: ``[count]``, the same in all planes, or ``[planes, count]``; or as models take them,
                 ``[planes, 1, count]``.
             count: tokens of the prompt.
 
@@ -53,7 +53,7 @@ class PositionInput:
         if not self.planes:
             raise PromptError(f"positions are given, and {self._why}; leave them out")
         try:
-            array = np.asarray(given)
+            array = np.asarray(values)
         except ValueError:
             raise PromptError("positions are a list of lists of different lengths") from None
         array = array[:, 0] if array.ndim == 3 and array.shape[1] == 1 else array
@@ -62,7 +62,7 @@ class PositionInput:
         if array.shape not in shapes or array.dtype.kind not in "iu":
             wanted = f"[{count}]" + (f" or [{self.planes}, {count}]" if self.planes > 1 else "")
             raise PromptError(
-                f"positions are {array.dtype} {list(np.shape(given))}; for a prompt of {count} tokens the model takes "
+                f"positions are {array.dtype} {list(np.shape(values))}; for a prompt of {count} tokens the model takes "
                 f"integers {wanted} ({self._names})"
             )
         if count and int(array.min()) < 0:

@@ -33,8 +33,8 @@ class PrefixStats:
         lookups: sequences that were looked up as they began.
         hits: those of which a prefix was found.
         saved_tokens: tokens of these prefixes: their rows were copied, not computed.
-        blocks: that are held now, of `BLOCK` tokens each.
-        dropped: blocks that made room for others.
+        blocks: those in the cache now, of `BLOCK` tokens each.
+        dropped: blocks whose place others took.
     """
 
     lookups: int = 0
@@ -93,12 +93,12 @@ class PrefixCache:
         Returns:
             Their names, for `fill`.
         """
-        found = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
-        self._use(found)
+        blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
+        self._use(blocks)
         self.stats.lookups += 1
-        self.stats.hits += bool(found)
-        self.stats.saved_tokens += len(found) * BLOCK
-        return found
+        self.stats.hits += bool(blocks)
+        self.stats.saved_tokens += len(blocks) * BLOCK
+        return blocks
 
     def fill(self, row: int, blocks: Sequence[bytes]) -> None:
         """Write the first blocks of a text to a row of every cache."""

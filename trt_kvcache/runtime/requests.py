@@ -146,7 +146,7 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: GivenAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Several prompts, none of them empty, with what is given beside each.
+        """Several prompts, none of them empty, with the inputs beside each.
 
         Raises:
             PromptError: see `read`; or there are more or fewer of the others than prompts.
@@ -156,13 +156,13 @@ class PromptReader:
         prompts = as_list(prompts, "prompts", entries, PromptError)
         embeds = for_each(prompts, inputs_embeds, "inputs_embeds", "an array or None")
         places = for_each(prompts, positions, "positions", "an array or None")
-        checked = [self.read(*given) for given in zip(prompts, embeds, places, strict=True)]
+        checked = [self.read(*v) for v in zip(prompts, embeds, places, strict=True)]
         for i, prompt in enumerate(checked):
             if not prompt.tokens:
                 raise PromptError(f"prompt {i} is empty; it needs at least one token")
             self.after(Slot(-1), prompt, f"prompt {i}")
-        beside = [self._cache.read_constants(given) for given in for_each(checked, constants, "constants", "a mapping")]
-        return [replace(prompt, constants=given) for prompt, given in zip(checked, beside, strict=True)]
+        beside = [self._cache.read_constants(v) for v in for_each(checked, constants, "constants", "a mapping")]
+        return [replace(prompt, constants=v) for prompt, v in zip(checked, beside, strict=True)]
 
     def read_added(
         self, slot: int | None, prompt: Prompt, inputs_embeds: Any, positions: Any
@@ -174,11 +174,11 @@ class PromptReader:
             CapacityError: see `after`.
             SlotError: the slot is not in use, or runs.
         """
-        held = Slot(-1) if slot is None else self._cache.idle(slot)
+        entry = Slot(-1) if slot is None else self._cache.idle(slot)
         new = self.read(prompt, inputs_embeds, positions)
-        if not new.tokens and not held.pending:
+        if not new.tokens and not entry.pending:
             raise PromptError("the prompt is empty; it needs at least one token")
-        return new, self.after(held, new, "the prompt" if slot is None else f"slot {slot} with the prompt")
+        return new, self.after(entry, new, "the prompt" if slot is None else f"slot {slot} with the prompt")
 
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
@@ -190,27 +190,27 @@ class PromptReader:
             CapacityError: see `after`.
             SlotError: a slot is not in use, or runs.
         """
-        for name, given in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
-            if not isinstance(given, Mapping):
-                raise PromptError(f"{name} is {shown(given)}; give a mapping from slots to what each is given")
+        for name, mapping in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
+            if not isinstance(mapping, Mapping):
+                raise PromptError(f"{name} is {shown(mapping)}; give a mapping from slots to what each is given")
         if unknown := [slot for slot in (*inputs_embeds, *positions) if slot not in tokens]:
             raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
         checked = {}
         for slot, ids in tokens.items():
-            held = self._cache.idle(slot)
+            entry = self._cache.idle(slot)
             checked[slot] = self.read(ids, inputs_embeds.get(slot), positions.get(slot))
-            if not checked[slot].tokens and not held.pending:
+            if not checked[slot].tokens and not entry.pending:
                 raise PromptError(f"slot {slot}: no tokens to write; give at least one")
-            self.after(held, checked[slot], f"slot {slot}")
+            self.after(entry, checked[slot], f"slot {slot}")
         return checked
 
-    def after(self, held: Slot, prompt: ReadPrompt, what: str) -> Slot:
+    def after(self, entry: Slot, prompt: ReadPrompt, what: str) -> Slot:
         """The contents of a slot with a prompt after its present ones.
 
         Raises:
             CapacityError: more than fits.
         """
-        after = held.copy(held.row)
+        after = entry.copy(entry.row)
         prompt.append_to(after)
         self._cache.limits.check(after, what)
         return after
@@ -255,10 +255,10 @@ class PromptReader:
             raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
         return self._tokenizer
 
-    def _embeds(self, given: Any, count: int) -> Array:
+    def _embeds(self, values: Any, count: int) -> Array:
         if self._tensor is None:
             raise PromptError("the prompt has inputs_embeds, and the model takes token ids; leave them out")
-        array, width = np.asarray(given), self._tensor.shape[-1]
+        array, width = np.asarray(values), self._tensor.shape[-1]
         array = array[0] if array.ndim == 3 and len(array) == 1 else array
         if array.shape != (count, width) or not is_float(array.dtype):
             raise PromptError(
@@ -267,12 +267,12 @@ class PromptReader:
                 "ids are placeholders"
             )
         with np.errstate(over="ignore"):  # and is found below
-            made = np.array(array, array_dtype(self._tensor.dtype), order="C")  # the caller may change his
-        if not np.isfinite(made).all():
+            embeds = np.array(array, array_dtype(self._tensor.dtype), order="C")  # the caller may change his
+        if not np.isfinite(embeds).all():
             raise PromptError(
-                f"inputs_embeds hold NaN or infinity as {made.dtype}; give numbers that the model can read"
+                f"inputs_embeds hold NaN or infinity as {embeds.dtype}; give numbers that the model can read"
             )
-        return made
+        return embeds
 
 
 def is_one(prompts: object) -> bool:
@@ -316,7 +316,7 @@ def check_config(config: GenerationConfig, plan: CachePlan, *, draft: bool) -> N
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """The value that belongs to each prompt; None for each where nothing is given.
+    """The value that belongs to each prompt; None for each where there are none.
 
     Raises:
         PromptError: there are more or fewer than prompts.
@@ -325,6 +325,6 @@ def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, en
         return [None] * len(prompts)
     several = [] if isinstance(values, Mapping) else as_list(values, name, f"{entry} for each prompt", PromptError)
     if len(several) != len(prompts):
-        found = "one mapping" if isinstance(values, Mapping) else f"{len(several)} entries"
-        raise PromptError(f"{name} is {found} for {len(prompts)} prompt(s); give a list with {entry} for each prompt")
+        amount = "one mapping" if isinstance(values, Mapping) else f"{len(several)} entries"
+        raise PromptError(f"{name} is {amount} for {len(prompts)} prompt(s); give a list with {entry} for each prompt")
     return several

@@ -34,14 +34,14 @@ class Rows:
             self._runner.zero_rows(row, start, self._dirty[row])
             self._dirty[row] = start
 
-    def cut(self, row: int, length: int, written: int) -> None:
+    def truncate(self, row: int, length: int, written: int) -> None:
         """`clean` from `length` on a row of which some caches are circular, and hold what `written` tokens left."""
         self._runner.zero_rows(row, length, self._dirty[row])
         self._dirty[row] = max(length, written)
 
     def copy(self, source: int, row: int) -> None:
         """Copy the contents of one row to another, and nothing else of that one's past."""
-        held = self._dirty[source]
-        self.clean(row, held)
-        self.touch(row, held)
-        self._runner.copy_rows(source, row, held)
+        length = self._dirty[source]
+        self.clean(row, length)
+        self.touch(row, length)
+        self._runner.copy_rows(source, row, length)

@@ -85,8 +85,8 @@ class StepBatch:
     def sizes(self) -> dict[str, int]:
         """Sizes of the step, by the names that a plan has for axes."""
         tokens = self.rows * self.length
-        kept = max(self.keep, 1)
-        return {"batch": self.rows, "sequence": self.length, "kept": kept, "tokens": tokens, "batch+1": self.rows + 1}
+        count = max(self.keep, 1)
+        return {"batch": self.rows, "sequence": self.length, "kept": count, "tokens": tokens, "batch+1": self.rows + 1}
 
     @cached_property
     def longest(self) -> int:

@@ -67,10 +67,10 @@ def score(session: DecodeSession, tokens: Sequence[int], window: int | None = No
             try:
                 for at in range(0, len(part) - 1, step):
                     # Logits at one position foresee the next token.
-                    given = part[at : min(at + step, len(part) - 1)]
-                    targets = part[at + 1 : at + 1 + len(given)]
-                    new = min(len(given), max(0, start + at + 1 + len(given) - scored))
-                    rows = session.update({slot: given}, keep=new)
+                    chunk = part[at : min(at + step, len(part) - 1)]
+                    targets = part[at + 1 : at + 1 + len(chunk)]
+                    new = min(len(chunk), max(0, start + at + 1 + len(chunk) - scored))
+                    rows = session.update({slot: chunk}, keep=new)
                     if new:
                         total -= _log_probability(rows[slot], targets[-new:])
                         scored += new

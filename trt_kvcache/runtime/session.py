@@ -19,7 +19,7 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.lora import LoraFolder
 from trt_kvcache.names import engine_in, is_model, runnable_named
 from trt_kvcache.page import Html, tag
-from trt_kvcache.runtime.adapters import Adapters, for_adapters, given_adapters
+from trt_kvcache.runtime.adapters import Adapters, adapter_folders, for_adapters
 from trt_kvcache.runtime.beside import Unread, default_config, default_sampling
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
@@ -70,7 +70,7 @@ class DecodeSession:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
         embeddings: of token ids, for a model that takes embeddings; see `open`.
-        encoder: opens the model's encoder, when one is asked for; it is given the session's lock.
+        encoder: opens the model's encoder, when one is asked for; it gets the session's lock.
         config: how to generate where nothing else is said.
         max_sequences: see `open`.
         prefix_cache: see `open`.
@@ -82,7 +82,7 @@ class DecodeSession:
     Attributes:
         cache: the caches, and what may be done to them.
         adapters: those that sequences may be computed with (LoRA): load and unload them at any time.
-        config: how a generation runs that is given none: greedy, ended by the model's own tokens. A `GenerationConfig`
+        config: of generations without one of their own: greedy, ended by the model's own tokens. A `GenerationConfig`
             that names no ``eos_token_id`` gets that of this one; ``eos_token_id=()`` is none.
         sampling: settings with which the makers of the model would draw its tokens, from its
             ``generation_config.json``, such as ``{"temperature": 0.6, "top_p": 0.95}``; servers use them.
@@ -133,9 +133,9 @@ class DecodeSession:
         self.cache = KVCache(
             runner, self._guard, max_sequences=max_sequences, prefix_cache=prefix_cache, adapters=self.adapters
         )
-        made = open_embeddings(embeddings, runner.plan, runner.vocab)
-        self._reader = PromptReader(runner, self.cache, made, tokenizer, why)
-        self._loop = DecodeLoop(runner, self.cache, made, draft, prefill_budget)
+        opened = open_embeddings(embeddings, runner.plan, runner.vocab)
+        self._reader = PromptReader(runner, self.cache, opened, tokenizer, why)
+        self._loop = DecodeLoop(runner, self.cache, opened, draft, prefill_budget)
         self._streams = Streams(self._guard, self.cache, self._loop)
         self._sources = Sources(encoder, self._guard, tokenizer)
 
@@ -224,7 +224,7 @@ class DecodeSession:
         }  # fmt: skip
         if default_capacity is not None and as_whole(default_capacity, "default_capacity") < 1:
             raise OptionError(f"default_capacity is {default_capacity}; it must be at least 1 token")
-        folders = given_adapters(adapters)
+        folders = adapter_folders(adapters)
         if is_model(model) and folders:
             options["plan_options"] = for_adapters(plan_options, folders)
         reader = open_tokenizer(tokenizer, model)
@@ -485,8 +485,8 @@ class DecodeSession:
     ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after that step."""
         events = self.stream(prompts, config, constants, inputs_embeds=inputs_embeds, positions=positions, **settings)
-        async with aclosing(in_a_thread(events)) as found:
-            async for event in found:
+        async with aclosing(in_a_thread(events)) as steps:
+            async for event in steps:
                 yield event
 
     # --- continuous batching
@@ -630,7 +630,7 @@ class DecodeSession:
         """
         if as_whole(keep, "keep") < 0:
             raise OptionError(f"keep is {keep}; it must be 0 or more")
-        beside = [{} if given is None else given for given in (inputs_embeds, positions)]
+        beside = [{} if value is None else value for value in (inputs_embeds, positions)]
         with self._guard.lock, self._guard.idle:
             return self._loop.update(self._reader.read_updates(tokens, *beside), keep)
 
@@ -659,30 +659,30 @@ class DecodeSession:
         self.close()
 
     def _configured(self, config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
-        """The settings of a generation, checked: a config or the session's own, and settings given by name."""
+        """The settings of a generation, checked: a config or the session's own, and settings by name."""
         with self._guard.lock, self._guard.open:  # a closed session says so at the call
-            made = self.config if config is None else config
-            check_config(made, self.plan, draft=self._draft is not None)
-            made = changed(made, settings) if settings else made
-            if made.eos_token_id is None and self.config.eos_token_ids:
-                made = replace(made, eos_token_id=self.config.eos_token_id)
-            check_config(made, self.plan, draft=self._draft is not None)
-            self.adapters.find(made.adapter)
-            return made
+            result = self.config if config is None else config
+            check_config(result, self.plan, draft=self._draft is not None)
+            result = changed(result, settings) if settings else result
+            if result.eos_token_id is None and self.config.eos_token_ids:
+                result = replace(result, eos_token_id=self.config.eos_token_id)
+            check_config(result, self.plan, draft=self._draft is not None)
+            self.adapters.find(result.adapter)
+            return result
 
     def _check_adapter(self, slot: int, config: GenerationConfig) -> None:
-        held = self.cache.slot(slot).adapter
-        if config.adapter is not None and (held is None or held is not self.adapters.find(config.adapter)):
+        own = self.cache.slot(slot).adapter
+        if config.adapter is not None and (own is None or own is not self.adapters.find(config.adapter)):
             raise OptionError(
                 f"adapter is {shown(config.adapter)}, and slot {slot} was computed with "
-                f"{'none' if held is None else shown(held.name)}; leave it out, or begin a new sequence"
+                f"{'none' if own is None else shown(own.name)}; leave it out, or begin a new sequence"
             )
 
-    def _read(self, prompts: Prompt | Sequence[Prompt], *given: Any) -> tuple[list[ReadPrompt], bool]:
-        """All that is given, checked; and whether it is one prompt, not a list of them."""
+    def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:
+        """All inputs, checked; and whether it is one prompt, not a list of them."""
         one = is_one(prompts)
         several = [prompts] if one else prompts
-        beside = [[value] if one and value is not None else value for value in given]
+        beside = [[value] if one and value is not None else value for value in inputs]
         with self._guard.lock, self._guard.open:
             return self._reader.read_all(cast("Sequence[Prompt]", several), *beside), one
 

@@ -24,14 +24,14 @@ class Slot:
         written: the longest that the sequence has been since it was last cropped: how far a circular cache has been
             overwritten.
         running: the decode loop continues it: only the loop may change it.
-        constants: what it was given beside its text.
+        constants: its inputs beside the text.
         adapter: that its text is computed with; None: none.
-        embeds: of tokens that wait and were given as embeddings.
+        embeds: of tokens that wait and came as embeddings.
         positions: where its tokens stand.
         offloaded: what the cache held, of a slot without a row; None where it held nothing.
         used: grows with each use: the lowest was used longest ago.
-        by_ids: so many of its first tokens were given as ids alone, and stand in order; None: all.
-        remembered: so many of its first tokens were given to the prefix cache, or came from there.
+        by_ids: so many of its first tokens came as ids alone, and stand in order; None: all.
+        remembered: so many of its first tokens went to the prefix cache, or came from there.
     """
 
     row: int
@@ -75,9 +75,9 @@ class Slot:
         if positions is not None:
             self.positions = self.positions.followed(start, positions)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on. What the caches hold stays."""
-        embeds, positions = self.embeds.within(0, length), self.positions.cut(length)
+        embeds, positions = self.embeds.within(0, length), self.positions.first(length)
         del self.tokens[length:]  # and the others with them: nothing is called here, so that no interrupt comes between
         self.embeds, self.positions = embeds, positions
         self.remembered = min(self.remembered, length)

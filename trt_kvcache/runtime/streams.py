@@ -45,8 +45,8 @@ class Streams:
                 self._collect(events)
             return events
         except BaseException:  # an interrupt: the next step gives what this one kept from whoever waits for it
-            kept = {id(outcome) for _, outcome in self.added}
-            self.added[:0] = [(event.sequence, event) for event in events if id(event) not in kept]
+            queued = {id(outcome) for _, outcome in self.added}
+            self.added[:0] = [(event.sequence, event) for event in events if id(event) not in queued]
             raise
 
     def _collect(self, events: list[TokenEvent]) -> None:

@@ -75,11 +75,11 @@ class Grammars:
             OptionError: it is no schema, has keywords that llguidance does not know, or allows nothing.
         """
         try:
-            given = json.loads(schema) if isinstance(schema, str) else dict(schema)
-            made = self._matcher.grammar_from_json_schema(json.dumps(given), defaults=JSON_FORM)
+            content = json.loads(schema) if isinstance(schema, str) else dict(schema)
+            grammar = self._matcher.grammar_from_json_schema(json.dumps(content), defaults=JSON_FORM)
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(f"the JSON schema is {shown(schema)}: {error}; give a JSON object") from None
-        return self._compile(made, "JSON schema")
+        return self._compile(grammar, "JSON schema")
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
@@ -122,14 +122,14 @@ class Grammars:
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise OptionError(f"the {what} does not compile: {_reason(matcher)}")
-        made = _Compiled(matcher, self._words)
+        compiled = _Compiled(matcher, self._words)
         try:
-            able = bool(made.start()(np.empty(0, np.int64)).any())
+            able = bool(compiled.start()(np.empty(0, np.int64)).any())
         except OptionError:
             able = False
         if not able:
             raise OptionError(f"the {what} allows no text that the tokens of the model can begin; give another")
-        return made
+        return compiled
 
 
 class _Vocabulary:
@@ -139,11 +139,11 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], vocab: int) -> None:
-        found = tokenizer.token_bytes()
+        table = tokenizer.token_bytes()
         self._tokenizer = tokenizer
         self.eos_token_id = ends[0]
-        self.tokens = [found.texts.get(token, b"") for token in range(vocab)]
-        self.special_token_ids = sorted({*ends, *(token for token in found.special if token < vocab)})
+        self.tokens = [table.texts.get(token, b"") for token in range(vocab)]
+        self.special_token_ids = sorted({*ends, *(token for token in table.special if token < vocab)})
         self.greedy: Any = None
 
     def __call__(self, text: str) -> list[int]:
@@ -197,10 +197,10 @@ class _Matched:
         return mask
 
 
-def _text(given: str, what: str) -> str:
-    if not isinstance(given, str) or any("\ud800" <= character <= "\udfff" for character in given):
-        raise OptionError(f"the {what} is {shown(given)}; give a text, of Unicode")
-    return given
+def _text(value: str, what: str) -> str:
+    if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
+        raise OptionError(f"the {what} is {shown(value)}; give a text, of Unicode")
+    return value
 
 
 def _reason(matcher: Any) -> str:

@@ -44,66 +44,66 @@ class Embeds:
 
 
 NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
-"""The embeddings of every sequence whose tokens are all given as ids."""
+"""The embeddings of every sequence whose tokens are ids alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The positions of a sequence's tokens: as given, then one after the other.
+    """The positions of a sequence's tokens: those of the caller, then one after the other.
 
-    A token that was given no position stands one after the largest position before it, in every plane: what
+    A token without a position of its own stands one after the largest position before it, in every plane: what
     transformers calls ``rope_deltas``. Positions say where a token stands, not what it sees: that is what comes before
     it in the sequence.
 
     Attributes:
-        given: int64 ``[planes, K]`` of the first K tokens; K is 0 where nothing was given.
+        array: int64 ``[planes, K]`` of the first K tokens; K is 0 where there are none.
         next: of the first token after them.
     """
 
-    given: Indices
+    array: Indices
     next: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "next", int(self.given.max(initial=-1)) + 1)
+        object.__setattr__(self, "next", int(self.array.max(initial=-1)) + 1)
 
     def __bool__(self) -> bool:
-        return bool(self.given.shape[1])
+        return bool(self.array.shape[1])
 
     def of(self, start: int, stop: int) -> Indices:
         """The positions of the tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
-        held = self.given.shape[1]
-        known = self.given[:, start:stop]
-        follow = np.arange(max(start, held), max(stop, held)) - held + self.next
-        return np.concatenate([known, np.broadcast_to(follow, (len(self.given), len(follow)))], axis=1)
+        count = self.array.shape[1]
+        known = self.array[:, start:stop]
+        follow = np.arange(max(start, count), max(stop, count)) - count + self.next
+        return np.concatenate([known, np.broadcast_to(follow, (len(self.array), len(follow)))], axis=1)
 
     def after(self, length: int) -> int:
-        """The position of the token after the first `length`, at least as many as were given positions."""
-        return self.next + length - int(self.given.shape[1])
+        """The position of the token after the first `length`, at least as many as `array` has."""
+        return self.next + length - int(self.array.shape[1])
 
-    def followed(self, length: int, given: Indices) -> Positions:
+    def followed(self, length: int, positions: Indices) -> Positions:
         """With those of the tokens after the first `length`, int64 ``[planes, S]``."""
-        held = np.broadcast_to(self.of(0, length), (len(given), length))
-        return Positions(np.concatenate([held, given], axis=1))
+        before = np.broadcast_to(self.of(0, length), (len(positions), length))
+        return Positions(np.concatenate([before, positions], axis=1))
 
-    def cut(self, length: int) -> Positions:
+    def first(self, length: int) -> Positions:
         """The positions of the first `length` tokens alone."""
-        return self if length >= self.given.shape[1] else Positions(self.given[:, :length])
+        return self if length >= self.array.shape[1] else Positions(self.array[:, :length])
 
 
 IN_ORDER = Positions(np.empty((1, 0), np.int64))
-"""The positions of every sequence that was given none: 0, 1, 2, ..."""
+"""The positions of every sequence without any of its own: 0, 1, 2, ..."""
 
 
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
-    """The positions of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row was given any.
+    """The positions of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row has any.
 
-    Where all stand after what was given, as in decoding, one plane for all.
+    Where all stand after those, as in decoding, one plane for all.
     """
     if not any(rows):
         return None
-    if all(start >= row.given.shape[1] for row, start in zip(rows, starts, strict=True)):
+    if all(start >= row.array.shape[1] for row, start in zip(rows, starts, strict=True)):
         first = np.array([row.after(start) for row, start in zip(rows, starts, strict=True)], np.int64)
         return first[:, np.newaxis, np.newaxis] + np.arange(length)
-    planes = max(len(row.given) for row in rows)
+    planes = max(len(row.array) for row in rows)
     parts = [row.of(start, start + length) for row, start in zip(rows, starts, strict=True)]
     return np.stack([np.broadcast_to(part, (planes, length)) for part in parts])

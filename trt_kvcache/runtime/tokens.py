@@ -12,20 +12,20 @@ from trt_kvcache.errors import PromptError
 __all__ = ["common_length", "read_ids"]
 
 
-def read_ids(given: object, vocab: int) -> list[int]:
+def read_ids(tokens: object, vocab: int) -> list[int]:
     """Check ids, of which there may be none: what looks them up takes a negative one from the end, or reads anywhere.
 
     Args:
-        given: flat.
+        tokens: flat.
         vocab: the model knows 0 to ``vocab - 1``.
 
     Raises:
         PromptError: they are no flat list of integers, or the model does not know one.
     """
-    if isinstance(given, Iterable) and not isinstance(given, (np.ndarray, Sequence, Mapping)):
-        given = list(given)
+    if isinstance(tokens, Iterable) and not isinstance(tokens, (np.ndarray, Sequence, Mapping)):
+        tokens = list(tokens)
     try:
-        array = np.asarray(given)
+        array = np.asarray(tokens)
     except ValueError:
         raise PromptError("a prompt is a nested list; token ids are a flat list of integers") from None
     if array.size == 0:

@@ -70,7 +70,7 @@ class Service:
         lora_folder: clients may load adapters from this folder, and unload any; None: they may not.
         origins: of pages of other servers that browsers let read the answers, such as ``https://example.org``; ``*``:
             all of them.
-        told: given a line for each request under /v1 that has been answered: its path, status, tokens, times. No text.
+        told: gets a line for each request under /v1 that has been answered: its path, status, tokens, times. No text.
 
     Raises:
         OptionError: an origin is none.

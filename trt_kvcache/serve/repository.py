@@ -17,7 +17,7 @@ from trt_kvcache.names import is_model
 __all__ = ["ADAPTERS", "FOLDER", "write_repository"]
 
 FOLDER, ADAPTERS = "model", "adapters"
-"""Beside ``model.py``: copies of the folder that was given, and of those of adapters, by their names."""
+"""Beside ``model.py``: copies of the folder of the model, and of those of adapters, by their names."""
 
 _CONFIG = """name: "{name}"
 backend: "python"

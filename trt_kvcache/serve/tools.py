@@ -272,7 +272,7 @@ class CallReader:
         said = ""
         if not self._in_calls:
             said = self._before.push(text) + (self._before.flush() if last else "")
-            self._in_calls = self._before.found
+            self._in_calls = self._before.matched
             if not self._in_calls:
                 # The text is no beginning of the trigger; a part of it may still be needed.
                 self._rest = self._rest[len(said) :]

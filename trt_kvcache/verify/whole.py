@@ -47,7 +47,7 @@ def verify_model(
     With `PlanOptions.cache_dtype`, all of that is done with the model's own caches. Then the model decodes a text with
     these and with quantized ones, from empty caches and with the same tokens (`VerifyReport.divergence`).
 
-    One model at a time is open, and what it gives that is compared is kept in a temporary file. Weights stay in their
+    One model at a time is open, and the outputs that are compared are kept in a temporary file. Weights stay in their
     files; those of float16, which ONNX Runtime converts, take 2.6 times their size, or a step converts them one by one
     where that does not fit. Temporary files take the weights of bfloat16 models in float32 and weights that lie inside
     of a model; all are gone when this returns or raises.

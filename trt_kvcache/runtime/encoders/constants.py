@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.arguments import shown as cut
+from trt_kvcache.arguments import shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import PromptError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
@@ -74,47 +74,47 @@ class ConstantInputs:
                     "that do not depend on the text"
                 )
 
-    def read(self, given: Mapping[str, Any] | Constants | None) -> Constants:
+    def read(self, values: Mapping[str, Any] | Constants | None) -> Constants:
         """The constants of one sequence, checked.
 
         Args:
-            given: an array ``[1, ...]`` for every input, also such as an encoder left on this GPU, or one for several
+            values: an array ``[1, ...]`` for every input, also such as an encoder left on this GPU, or one for several
                 of them as the model was exported; what was read before is taken as it is.
 
         Raises:
             PromptError: one is missing, unknown, or of another dtype or shape than the model takes.
         """
-        if isinstance(given, Constants):
-            return given
-        if given is not None and not isinstance(given, Mapping):
-            raise PromptError(f"constants are {cut(given)}; give a mapping {{name: array}}, as session.encode makes")
-        given = self._parted(given or {})
+        if isinstance(values, Constants):
+            return values
+        if values is not None and not isinstance(values, Mapping):
+            raise PromptError(f"constants are {shown(values)}; give a mapping {{name: array}}, as session.encode makes")
+        values = self._parted(values or {})
         names = [t.name for t in self.tensors]
-        if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in given]:
-            shown = ", ".join(missing[:_SHOWN])
+        if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in values]:
+            listed = ", ".join(missing[:_SHOWN])
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise PromptError(
-                f"the model takes inputs that are given once per sequence, and {shown}{more} "
+                f"the model takes inputs that are given once per sequence, and {listed}{more} "
                 f"{'are' if len(missing) > 1 else 'is'} missing{self._wholes}; let the encoder make them "
                 "(session.encode, on the command line --source), or give --constants"
             )
-        if unknown := [name for name in given if name not in names]:
+        if unknown := [name for name in values if name not in names]:
             takes = f"it takes {', '.join(names)}{self._wholes}" if names else "it takes none"
             raise PromptError(f"{unknown[0]!r} is no input of the model that is given once per sequence; {takes}")
-        return Constants({t.name: self._checked(t, given[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
+        return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
 
-    def _parted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _parted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The same, with what holds several inputs taken apart."""
-        made = dict(given)
-        for stack in (s for s in self._stacks if s.name in made):
-            whole = np.asarray(made.pop(stack.name))
+        parts = dict(values)
+        for stack in (s for s in self._stacks if s.name in parts):
+            whole = np.asarray(parts.pop(stack.name))
             if not stack.fits(whole.shape):
                 raise PromptError(
                     f"'{stack.name}' is {list(whole.shape)}, and the model takes "
                     f"[{', '.join(map(str, stack.shape))}] of one sequence"
                 )
-            made |= stack.parted(whole)
-        return made
+            parts |= stack.parted(whole)
+        return parts
 
     @property
     def _wholes(self) -> str:

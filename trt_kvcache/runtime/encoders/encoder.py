@@ -51,11 +51,11 @@ class Encoder(Protocol):
         ...
 
 
-def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) -> Encoder:
+def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -> Encoder:
     """The encoder of a model.
 
     Args:
-        given: its file, an engine or a model, or the folder that a model lies in; None: it lies beside `model`.
+        file: of the encoder, an engine or a model, or the folder that a model lies in; None: it lies beside `model`.
         model: path of the decoder or engine.
         runner: of the decoder.
         guard: of the session: held by whoever uses what the runner uses.
@@ -69,26 +69,26 @@ def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) 
     constants = [t for t in runner.plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
     if not constants:
         raise OptionError(f"{model} takes nothing from an encoder; leave sources out, and give prompts")
-    is_engine = given is not None and given.is_file() and given.suffix.lower() != ".onnx"
+    is_engine = file is not None and file.is_file() and file.suffix.lower() != ".onnx"
     if runner.home is None and is_engine:
-        raise OptionError(f"{given} is taken for an engine, and {model} runs on the CPU; give the encoder's .onnx file")
+        raise OptionError(f"{file} is taken for an engine, and {model} runs on the CPU; give the encoder's .onnx file")
     missing = ""
-    if runner.home is not None and (given is None or is_engine):
+    if runner.home is not None and (file is None or is_engine):
         from trt_kvcache.runtime.trt.encoder import TensorRTEncoder
         from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
         assert isinstance(runner, TensorRTRunner)
-        engine, missing = (given, "") if given is not None else runner.encoder_beside(model)
+        engine, missing = (file, "") if file is not None else runner.encoder_beside(model)
         if engine is not None:
             try:
                 return TensorRTEncoder(engine, runner, constants, guard)
             except TrtKvCacheError as error:
                 raise _with_way_out(error, find_encoder(model)) from error
-    path = find_encoder(model) if given is None else named_encoder(given)
+    path = find_encoder(model) if file is None else named_encoder(file)
     if path is None:
         raise OptionError(
-            f"there is no encoder {f'beside {model}' if given is None else f'at {given}'}, such as encoder_model.onnx; "
-            "name it with --encoder, or give what it makes as constants"
+            f"there is no encoder {f'beside {model}' if file is None else f'at {file}'}, such as "
+            "encoder_model.onnx; name it with --encoder, or give what it makes as constants"
         )
     if missing:
         warnings.warn(f"the encoder {path} runs on the CPU: {missing}", RuntimeWarning, stacklevel=2)
@@ -108,7 +108,7 @@ class Sources:
     """The encoder of a session, which is opened when the first source comes.
 
     Args:
-        open_: opens it, given `guard`; None: there is none.
+        open_: opens it with `guard`; None: there is none.
         guard: of the session.
         tokenizer: for texts, or None.
     """
@@ -164,13 +164,13 @@ class OnnxEncoder:
         inputs = self._session.inputs
         self._reader = SourceReader(path, [SourceInput(v.name, input_dtype(v), tuple(v.shape)) for v in inputs])
         self._constants = list(constants)
-        made = {v.name: len(v.shape) for v in self._session.outputs}
-        self._stacks = [s for s in stacks if s.io == "input" and made.get(s.name) == len(s.shape)]
+        ranks = {v.name: len(v.shape) for v in self._session.outputs}
+        self._stacks = [s for s in stacks if s.io == "input" and ranks.get(s.name) == len(s.shape)]
         for stack in self._stacks:
-            del made[stack.name]
-            made |= {part.name: part.place.count(None) for part in stack.parts}
+            del ranks[stack.name]
+            ranks |= {part.name: part.place.count(None) for part in stack.parts}
         self._whole = {part.name: stack.name for stack in self._stacks for part in stack.parts}
-        self._parts = parts = find_parts(constants, made, path)
+        self._parts = parts = find_parts(constants, ranks, path)
         names = {name for t in parts.rest for name in present_names(t.name)}
         self._first = FirstStep(first_step, names) if parts.rest and first_step is not None else None
         later = [] if self._first is None else self._first.outputs
@@ -185,18 +185,18 @@ class OnnxEncoder:
             raise PromptError(f"'{IDS}' has the token id {wrong[0]}; ids count from 0")
         wanted = [*parts.own.values(), *([parts.hidden] if parts.hidden else [])]
         names = list(dict.fromkeys(self._whole.get(name, name) for name in wanted))
-        made = dict(zip(names, self._session.run(names, feed), strict=True))
-        for stack in (s for s in self._stacks if s.name in made):
-            if not stack.fits(made[stack.name].shape):
+        outputs = dict(zip(names, self._session.run(names, feed), strict=True))
+        for stack in (s for s in self._stacks if s.name in outputs):
+            if not stack.fits(outputs[stack.name].shape):
                 raise UnsupportedModelError(
-                    f"{self._path} gives '{stack.name}' {list(made[stack.name].shape)}, and the decoder takes "
+                    f"{self._path} gives '{stack.name}' {list(outputs[stack.name].shape)}, and the decoder takes "
                     f"{list(stack.shape)}; export both of the same model"
                 )
-            made |= stack.parted(made[stack.name])
-        found = {name: made[output] for name, output in parts.own.items()}
+            outputs |= stack.parted(outputs[stack.name])
+        constants = {name: outputs[output] for name, output in parts.own.items()}
         if self._first is not None:
-            later = dict(zip(self._first.outputs, self._first.run(made[parts.hidden]), strict=True))
-            found |= {name: later[output] for name, output in self._later.items()}
+            later = dict(zip(self._first.outputs, self._first.run(outputs[parts.hidden]), strict=True))
+            constants |= {name: later[output] for name, output in self._later.items()}
         for tensor in parts.masks:
-            found[tensor.name] = self._reader.mask(feed, made[parts.hidden].shape[1])
-        return {t.name: found[t.name].astype(array_dtype(t.dtype), copy=False) for t in self._constants}
+            constants[tensor.name] = self._reader.mask(feed, outputs[parts.hidden].shape[1])
+        return {t.name: constants[t.name].astype(array_dtype(t.dtype), copy=False) for t in self._constants}

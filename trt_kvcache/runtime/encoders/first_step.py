@@ -63,17 +63,17 @@ class FirstStep:
             UnsupportedModelError: they depend on the text.
             SessionError: the model failed.
         """
-        made = self._run(hidden, 0)
+        outputs = self._run(hidden, 0)
         if not self._tried:
-            if not all(map(np.array_equal, made, self._run(hidden, 1))):
+            if not all(map(np.array_equal, outputs, self._run(hidden, 1))):
                 raise UnsupportedModelError(
                     f"{self.path}: the encoder's keys and values depend on the text; supported are those of the "
                     "encoder's output alone: compute them yourself, and give them as constants"
                 )
             self._tried = True
-        return made
+        return outputs
 
     def _run(self, hidden: Array, token: int) -> list[Array]:
-        given = {IDS: np.array([[token]]), HIDDEN: hidden, MASK: np.ones(hidden.shape[:2])}
-        feed = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
+        values = {IDS: np.array([[token]]), HIDDEN: hidden, MASK: np.ones(hidden.shape[:2])}
+        feed = {name: np.ascontiguousarray(values[name], dtype) for name, dtype in self._inputs.items()}
         return self._session.run(self.outputs, feed)

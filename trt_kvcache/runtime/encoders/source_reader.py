@@ -60,10 +60,10 @@ class SourceReader:
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
         """
-        given = source if isinstance(source, Mapping) else {IDS: source}
-        if unknown := [name for name in given if name not in self._inputs]:
+        values = source if isinstance(source, Mapping) else {IDS: source}
+        if unknown := [name for name in values if name not in self._inputs]:
             raise PromptError(f"{unknown[0]!r} is no input of the encoder {self._path}, which takes {self._takes}")
-        feed = {name: _checked(self._inputs[name], value) for name, value in given.items()}
+        feed = {name: _checked(self._inputs[name], value) for name, value in values.items()}
         sizes = self._sizes(feed)
         for name, value in self._inputs.items():
             if name in feed:
@@ -89,11 +89,11 @@ class SourceReader:
         Raises:
             PromptError: the encoder's mask hides something, and is of another length.
         """
-        given = [array for name, array in feed.items() if _MASK in name]
-        fitting = [array for array in given if array.shape == (1, length)]
-        if not fitting and not all(array.all() for array in given):
+        masks = [array for name, array in feed.items() if _MASK in name]
+        fitting = [array for array in masks if array.shape == (1, length)]
+        if not fitting and not all(array.all() for array in masks):
             raise PromptError(
-                f"the encoder gives {length} positions, and its mask is {list(given[0].shape)} and not all ones: "
+                f"the encoder gives {length} positions, and its mask is {list(masks[0].shape)} and not all ones: "
                 "nothing says which of them the decoder is to see; leave out what is masked, or give what the decoder "
                 "takes as constants"
             )
@@ -122,9 +122,9 @@ class SourceReader:
         return ", ".join(map(str, self._inputs.values()))
 
 
-def _checked(value: SourceInput, given: Any) -> Array:
+def _checked(value: SourceInput, data: Any) -> Array:
     try:
-        array = np.asarray(given)
+        array = np.asarray(data)
     except ValueError:
         raise PromptError(f"'{value.name}' is a list of lists of different lengths; give one source") from None
     array = array[np.newaxis] if array.ndim == len(value.shape) - 1 else array
@@ -133,8 +133,8 @@ def _checked(value: SourceInput, given: Any) -> Array:
         size == want if isinstance(want, int) else size >= 1 for size, want in zip(array.shape, wanted, strict=True)
     )
     if not fits or not np.can_cast(array.dtype, value.dtype, "same_kind"):
-        found = f"{array.dtype} {list(np.shape(given))}" if np.shape(given) != (0,) else "empty"
+        actual = f"{array.dtype} {list(np.shape(data))}" if np.shape(data) != (0,) else "empty"
         raise PromptError(
-            f"'{value.name}' is {found}, and the encoder takes {value.dtype} {value.sizes} for each sequence"
+            f"'{value.name}' is {actual}, and the encoder takes {value.dtype} {value.sizes} for each sequence"
         )
     return np.ascontiguousarray(array, value.dtype)

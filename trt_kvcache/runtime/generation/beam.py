@@ -61,7 +61,7 @@ class _Beam:
 
 
 def beam_search(
-    prompt: Tokens, logits: Logits, decoder: BeamDecoder, config: GenerationConfig, *, room: int | None = None
+    prompt: Tokens, logits: Logits, decoder: BeamDecoder, config: GenerationConfig, *, free_tokens: int | None = None
 ) -> list[Hypothesis]:
     """Find the likeliest continuations of a prompt.
 
@@ -70,7 +70,7 @@ def beam_search(
         logits: float32 ``[V]`` after the prompt.
         decoder: the rows of the beams.
         config: the settings; `num_beams` of at least 1, and no sampling.
-        room: tokens that the caches still take; None where there is no limit. One token more can be chosen.
+        free_tokens: tokens that the caches still take; None where there is no limit. One token more can be chosen.
 
     Returns:
         At most `num_beams` hypotheses, the best one first.
@@ -79,7 +79,7 @@ def beam_search(
         SessionError: NaN or infinity in the logits, or the settings forbid every token.
     """
     bounds = [(config.max_new_tokens, FinishReason.LENGTH)] + (
-        [] if room is None else [(room + 1, FinishReason.CAPACITY)]
+        [] if free_tokens is None else [(free_tokens + 1, FinishReason.CAPACITY)]
     )
     most, at_most = min(bounds, key=lambda bound: bound[0])
     live = [_Beam((), (), 0.0)]

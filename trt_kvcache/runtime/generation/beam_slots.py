@@ -69,9 +69,9 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
                 _acquire(session, config, slots, prompt.constants)
             prompt.append_to(session.cache.slot(slots[0]))
             logits = session.update({slots[0]: []})[slots[0]][-1]
-            room = session.cache.room(slots[0])
+            free_tokens = session.cache.room(slots[0])
             ids = np.array(prompt.tokens, np.int64)
-            best = beam_search(ids, logits, _SlotBeams(session, slots), config, room=room)[0]
+            best = beam_search(ids, logits, _SlotBeams(session, slots), config, free_tokens=free_tokens)[0]
             session.cache.give_back(slots)
         except BaseException:  # an interrupt may come while they are given back, too
             session.cache.give_back(slots)
@@ -79,10 +79,10 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)
 
 
-def _acquire(session: _Updater, config: GenerationConfig, slots: list[int], given: Constants) -> None:
+def _acquire(session: _Updater, config: GenerationConfig, slots: list[int], constants: Constants) -> None:
     have = len(slots)
     try:
-        session.cache.take(slots, constants=given, adapter=config.adapter)
+        session.cache.take(slots, constants=constants, adapter=config.adapter)
     except SlotError:
         raise SlotError(_few_rows(session.cache, config.num_beams, have)) from None
 

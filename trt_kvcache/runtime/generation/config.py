@@ -303,8 +303,8 @@ class GenerationConfig:
     @cached_property
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:
         """`logits_processor`, always as a tuple."""
-        given = self.logits_processor
-        return (given,) if callable(given) else tuple(given)
+        processors = self.logits_processor
+        return (processors,) if callable(processors) else tuple(processors)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -397,8 +397,8 @@ class GenerationConfig:
         _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
         _require(self.repetition_penalty > 0, self, "repetition_penalty", "above 0; 1 is none")
         for name in _TOKENS:
-            given = _as_sequence(getattr(self, name))
-            _require(all(token >= 0 for token in given), self, name, "token ids, 0 or more")
+            ids = _as_sequence(getattr(self, name))
+            _require(all(token >= 0 for token in ids), self, name, "token ids, 0 or more")
         runs = all(run and min(run) >= 0 for run in self.bad_words_ids)
         _require(runs, self, "bad_words_ids", "runs of at least one token id, 0 or more")
         decay = self.exponential_decay_length_penalty
@@ -424,8 +424,8 @@ class GenerationConfig:
             if forced and forced <= set(self.suppress_tokens):
                 raise OptionError(f"{name} {sorted(forced)} is among suppress_tokens; leave it out of one of them")
         for switch, names in idle_settings(vars(self)).items():
-            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-            raise OptionError(f"{given} has no effect without {switch}; set that too, or leave it out")
+            settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+            raise OptionError(f"{settings} has no effect without {switch}; set that too, or leave it out")
         if self.prompt_lookup_num_tokens and self.num_assistant_tokens:
             raise OptionError(
                 f"prompt_lookup_num_tokens={self.prompt_lookup_num_tokens} and num_assistant_tokens="

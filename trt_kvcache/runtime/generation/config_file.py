@@ -65,17 +65,17 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: the file is unreadable, or asks for what is not supported.
     """
-    found = {key: value for key, value in load_settings(path).items() if value is not None}
+    content = {key: value for key, value in load_settings(path).items() if value is not None}
     known = {field.name for field in fields(GenerationConfig)} - _WITHOUT_EFFECT
-    strange = found.keys() - known - _WITHOUT_EFFECT - _UNSUPPORTED.keys() - _SAID
-    if len(strange) > 1 and strange == found.keys():
+    strange = content.keys() - known - _WITHOUT_EFFECT - _UNSUPPORTED.keys() - _SAID
+    if len(strange) > 1 and strange == content.keys():
         raise OptionError(
             f"{path} has none of the settings of a generation_config.json, but {', '.join(sorted(strange)[:4])}; give "
             "the file of that name"
         )
-    for key in sorted(found.keys() - known - _WITHOUT_EFFECT):
-        _check_other(path, key, found[key], changes)
-    settings = {key: found[key] for key in known & found.keys()}
+    for key in sorted(content.keys() - known - _WITHOUT_EFFECT):
+        _check_other(path, key, content[key], changes)
+    settings = {key: content[key] for key in known & content.keys()}
     if "sequence_bias" in settings:
         settings["sequence_bias"] = _sequence_bias(path, settings["sequence_bias"])
     settings.update(changes)

@@ -25,7 +25,7 @@ call may have fewer tokens than the one before.
 
 
 Masks = Callable[[int], Mask]
-"""The masks of a step: given the numbers of a mask, `W`, it gives int32 ``[R, keep, W]``."""
+"""The masks of a step: from the numbers of a mask, `W`, to int32 ``[R, keep, W]``."""
 
 
 class Grammar(Protocol):
@@ -55,15 +55,15 @@ def ask_mask(mask: TokenMask, new_tokens: npt.NDArray[np.int64], most: int) -> M
     shown = new_tokens.view()
     shown.flags.writeable = False
     try:
-        found = np.asarray(mask(shown))
+        bits = np.asarray(mask(shown))
     except TrtKvCacheError:
         raise
     except Exception as error:
         raise SessionError(f"the token mask failed: {type(error).__name__}: {error}") from error
-    if found.dtype != np.int32 or found.ndim != 1 or found.size > most:
-        given = f"{found.dtype} {list(found.shape)}"
-        raise SessionError(f"the token mask is {given}; it has to be int32 [{most}], a bit for each token")
-    return found
+    if bits.dtype != np.int32 or bits.ndim != 1 or bits.size > most:
+        kind = f"{bits.dtype} {list(bits.shape)}"
+        raise SessionError(f"the token mask is {kind}; it has to be int32 [{most}], a bit for each token")
+    return bits
 
 
 def pack_masks(allowed: npt.NDArray[np.bool_]) -> Mask:
@@ -77,6 +77,6 @@ def pack_masks(allowed: npt.NDArray[np.bool_]) -> Mask:
 def keep_allowed(scores: npt.NDArray[np.float32], mask: Mask) -> npt.NDArray[np.float32]:
     """Scores ``[V]`` with ``-inf`` where the mask has no bit."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: scores.size]
-    kept = np.full_like(scores, -np.inf)
-    np.copyto(kept[: bits.size], scores[: bits.size], where=bits.astype(bool))
-    return kept
+    allowed = np.full_like(scores, -np.inf)
+    np.copyto(allowed[: bits.size], scores[: bits.size], where=bits.astype(bool))
+    return allowed

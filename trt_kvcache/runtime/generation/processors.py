@@ -202,18 +202,18 @@ def _called(processor: LogitsProcessor, scores: Scores, tokens: Tokens) -> Score
     shown = tokens.view()
     shown.flags.writeable = False
     try:
-        found = np.asarray(processor(shown, scores.copy()))
+        result = np.asarray(processor(shown, scores.copy()))
     except TrtKvCacheError:
         raise
     except Exception as error:
         raise SessionError(f"logits_processor {name} failed: {type(error).__name__}: {error}") from error
-    given = f"{found.dtype} {list(found.shape)}"
-    if found.shape == scores.shape and found.dtype.kind in "fiu":
-        if not np.isnan(found).any():
+    kind = f"{result.dtype} {list(result.shape)}"
+    if result.shape == scores.shape and result.dtype.kind in "fiu":
+        if not np.isnan(result).any():
             with np.errstate(over="ignore"):  # as above
-                return found.astype(np.float32, copy=False)
-        given = "NaN"
-    raise SessionError(f"logits_processor {name} gave {given}; it has to return scores, float32 [{scores.size}]")
+                return result.astype(np.float32, copy=False)
+        kind = "NaN"
+    raise SessionError(f"logits_processor {name} gave {kind}; it has to return scores, float32 [{scores.size}]")
 
 
 def log_softmax(scores: Scores) -> Scores:

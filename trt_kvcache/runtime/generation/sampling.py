@@ -50,9 +50,9 @@ class Sampler:
         config = replace(
             self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False, top_logprobs=0
         )
-        made = Sampler(config, self._index)
-        made._mask = self._mask
-        return made
+        guesser = Sampler(config, self._index)
+        guesser._mask = self._mask
+        return guesser
 
     @property
     def masked(self) -> bool:
@@ -139,14 +139,14 @@ class Sampler:
         scores = as_scores(logits)
         tokens = highest(scores, min(count, scores.size))
         tokens = tokens[np.argsort(-scores[tokens], kind="stable")][:count]
-        found = _logprobs(scores, float(scores[tokens[0]]), tokens)
-        return tuple(zip(tokens.tolist(), found.tolist(), strict=True))
+        logprobs = _logprobs(scores, float(scores[tokens[0]]), tokens)
+        return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, left: Candidates, position: int) -> int:
         """Invert the cumulative distribution of the tokens that are left, in the order of their ids."""
-        kept = left.scores.astype(np.float64)
-        cumulative = np.cumsum(np.exp(kept - kept.max()))
-        at = min(int(np.searchsorted(cumulative, self._number(position) * cumulative[-1], side="right")), kept.size - 1)
+        scores = left.scores.astype(np.float64)
+        sums = np.cumsum(np.exp(scores - scores.max()))
+        at = min(int(np.searchsorted(sums, self._number(position) * sums[-1], side="right")), scores.size - 1)
         return at if left.ids is None else int(left.ids[at])
 
     def _number(self, position: int) -> float:

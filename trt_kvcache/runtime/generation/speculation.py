@@ -79,6 +79,6 @@ def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.ND
         if ends.size:
             full = ends[ends + count <= tokens.size]
             start = int(full[-1] if full.size else ends[0])
-            found: npt.NDArray[np.int64] = tokens[start : start + count].copy()
-            return found
+            guess: npt.NDArray[np.int64] = tokens[start : start + count].copy()
+            return guess
     return np.empty(0, dtype=np.int64)

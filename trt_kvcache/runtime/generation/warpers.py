@@ -115,5 +115,5 @@ def highest(scores: Scores, count: int) -> Ids:
         places = np.flatnonzero(scores >= np.partition(best, sets - count)[sets - count])
     some = scores if places is None else scores[places]
     last = np.partition(some, some.size - count)[some.size - count]
-    found = np.flatnonzero(some >= last)
-    return found if places is None else places[found]
+    above = np.flatnonzero(some >= last)
+    return above if places is None else places[above]

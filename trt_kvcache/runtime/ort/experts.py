@@ -44,26 +44,26 @@ def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
     }
     if not fitting:
         return model
-    made = ModelProto()
-    made.CopyFrom(model)
-    del made.graph.value_info[:]
+    result = ModelProto()
+    result.CopyFrom(model)
+    del result.graph.value_info[:]
     nodes = [fitting.get(next(iter(node.output), ""), node) for node in model.graph.node]
     live = {value.name for value in model.graph.output}
-    kept: list[NodeProto] = []
+    live_nodes: list[NodeProto] = []
     for node in reversed(nodes):
         if live & {*node.output}:
-            kept.append(node)
+            live_nodes.append(node)
             live |= names_read(node)
-    del made.graph.node[:]
-    made.graph.node.extend(reversed(kept))
+    del result.graph.node[:]
+    result.graph.node.extend(reversed(live_nodes))
     own = [tensor for tensor in model.graph.initializer if tensor.name in live]
     taken = {tensor.name for tensor in own}
     needed = {name for node in fitting.values() for name in node.input[2:]} - taken - {""}
-    del made.graph.initializer[:]
-    made.graph.initializer.extend([*own, *(weights[name] for name in sorted(needed))])
-    if all(entry.domain != CONTRIB for entry in made.opset_import):
-        made.opset_import.add(domain=CONTRIB, version=1)
-    return made
+    del result.graph.initializer[:]
+    result.graph.initializer.extend([*own, *(weights[name] for name in sorted(needed))])
+    if all(entry.domain != CONTRIB for entry in result.opset_import):
+        result.opset_import.add(domain=CONTRIB, version=1)
+    return result
 
 
 def _fits(
@@ -79,7 +79,7 @@ def _fits(
     if kind is None or kind.data_type != TensorProto.FLOAT or any(n and n not in weights for n in node.input[2:]):
         return False
     own = {tensor.name: (tensor.data_type, [*tensor.dims]) for tensor in model.graph.initializer}
-    if any((kept := own.get(n)) and kept != (weights[n].data_type, [*weights[n].dims]) for n in node.input[2:]):
+    if any((stored := own.get(n)) and stored != (weights[n].data_type, [*weights[n].dims]) for n in node.input[2:]):
         return False
     ends, pending, seen = {*node.input[:2]}, [str(node.output[0])], set()
     while pending:

@@ -40,19 +40,19 @@ def fuse_products(model: ModelProto) -> ModelProto:
     nodes = [_fused(node, makers, weights, views) or node for node in model.graph.node]
     if not views:
         return model
-    made = ModelProto()
-    made.CopyFrom(model)
-    live, kept = {value.name for value in model.graph.output}, list[NodeProto]()
+    result = ModelProto()
+    result.CopyFrom(model)
+    live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
     for node in reversed(nodes):
         if live & {*node.output}:
-            kept.append(node)
+            live_nodes.append(node)
             live |= names_read(node)
-    replace_field(made.graph.node, kept[::-1])
-    replace_field(made.graph.initializer, [t for t in (*weights.values(), *views.values()) if t.name in live])
-    del made.graph.value_info[:]
-    if all(entry.domain != CONTRIB for entry in made.opset_import):
-        made.opset_import.add(domain=CONTRIB, version=1)
-    return made
+    replace_field(result.graph.node, live_nodes[::-1])
+    replace_field(result.graph.initializer, [t for t in (*weights.values(), *views.values()) if t.name in live])
+    del result.graph.value_info[:]
+    if all(entry.domain != CONTRIB for entry in result.opset_import):
+        result.opset_import.add(domain=CONTRIB, version=1)
+    return result
 
 
 def _fused(
@@ -80,6 +80,6 @@ def _fused(
         return None
     name = f"{numbers.name}/bytes"
     views[name] = reinterpret(numbers, name, TensorProto.UINT8, [rows, count, block * bits // 8])
-    made = {"K": columns, "N": rows, "bits": bits, "block_size": block}
+    attributes = {"K": columns, "N": rows, "bits": bits, "block_size": block}
     inputs = [node.input[0], name, scales.name]
-    return helper.make_node("MatMulNBits", inputs, [*node.output], node.name, domain=CONTRIB, **made)
+    return helper.make_node("MatMulNBits", inputs, [*node.output], node.name, domain=CONTRIB, **attributes)

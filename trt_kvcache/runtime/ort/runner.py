@@ -49,21 +49,21 @@ class _Bound:
     """The arrays that one shape of step reads and writes, to which ONNX Runtime holds pointers.
 
     Attributes:
-        constants: whose are in `given`.
+        constants: whose are in `arrays`.
     """
 
     binding: Any
     inputs: dict[str, Array]
-    given: dict[str, Array]
+    arrays: dict[str, Array]
     logits: Array
     constants: tuple[Constants, ...] = ()
 
     def give(self, constants: tuple[Constants, ...]) -> None:
         """Put the constants of the rows of a step in place, unless they are there since the last one."""
         if constants != self.constants:
-            for name, array in self.given.items():
-                for row, held in enumerate(constants):
-                    array[row] = np.asarray(held.arrays[name])[0]
+            for name, array in self.arrays.items():
+                for row, constant in enumerate(constants):
+                    array[row] = np.asarray(constant.arrays[name])[0]
             self.constants = constants
 
 
@@ -136,7 +136,7 @@ class OnnxRuntimeRunner:
         self._source = imported.source
         self._identity: str | None = None
         # Without the time of the inode, which a backup by hard links changes.
-        self._stamps = [(path, found[:-1]) for path, found in self._source.stamps.items()]
+        self._stamps = [(path, times[:-1]) for path, times in self._source.stamps.items()]
         self._inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
         self._limits = index_limits(imported.model, imported.plan)
@@ -273,10 +273,10 @@ class OnnxRuntimeRunner:
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
         """See `Runner.write_adapter`."""
-        held = self._adapters[name][slot]
-        held[...] = 0
+        weights = self._adapters[name][slot]
+        weights[...] = 0
         if data is not None:
-            held[: data.shape[0], : data.shape[1]] = data
+            weights[: data.shape[0], : data.shape[1]] = data
 
     def host_memory(self, size: int) -> HostMemory:
         """See `Runner.host_memory`."""
@@ -292,8 +292,8 @@ class OnnxRuntimeRunner:
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
         """See `Runner.unpack_rows`."""
-        for rows, held in self._packed(row, start, stop, data):
-            rows[...] = held
+        for rows, content in self._packed(row, start, stop, data):
+            rows[...] = content
 
     def view(self, name: str) -> Array:
         """The whole buffer of one cache, without a copy."""
@@ -342,9 +342,9 @@ class OnnxRuntimeRunner:
         binding = session.binding()
         spans = self._inputs.span_sizes(batch)
         inputs = self._inputs.arrays(batch)
-        held = batch.constants[0].arrays if batch.constants else {}
-        given = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in held.items()}
-        for name, array in (inputs | given | {n: self._spans[n][:size] for n, size in spans.items()}).items():
+        sample = batch.constants[0].arrays if batch.constants else {}
+        arrays = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in sample.items()}
+        for name, array in (inputs | arrays | {n: self._spans[n][:size] for n, size in spans.items()}).items():
             bind(binding.bind_input, name, array)
         for name, array in self._adapters.items():
             bind(binding.bind_input, name, array)
@@ -354,7 +354,7 @@ class OnnxRuntimeRunner:
             bind(binding.bind_output, buffer.present, self._present[name][rows])
         logits = np.empty(self._logits.shape(batch), self._logits.dtype)
         bind(binding.bind_output, self._logits.name, logits)
-        bound = _Bound(binding, inputs, given, logits)
+        bound = _Bound(binding, inputs, arrays, logits)
         if batch.length == 1:  # prompts come in all lengths, and their logits are large
             self._bindings[key] = bound
             if len(self._bindings) > _BINDINGS:
@@ -393,12 +393,12 @@ def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set
     for node in model.graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
-    found = set()
+    names = set()
     for buffer in carried:
         nodes = readers.get(buffer.past, [])
         if len(nodes) == 1 and (buffer.past, buffer.present) in _writes(nodes[0]):
-            found.add(buffer.past)
-    return found
+            names.add(buffer.past)
+    return names
 
 
 def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:

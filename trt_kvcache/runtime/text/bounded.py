@@ -127,9 +127,9 @@ def _read_decoder(decoder: dict[str, Any] | None) -> Any:
 
 def _check_decoders(decoder: dict[str, Any] | None, name: str) -> None:
     """Refuse decoders that take any time, or make texts of any length."""
-    found = list(each_decoder(decoder))
+    decoders = list(each_decoder(decoder))
     growth = 1.0
-    for part in found:
+    for part in decoders:
         kind = part.get("type")
         if kind not in _BOUNDED:
             raise OptionError(f"{name} decodes by {kind!r}; supported are {', '.join(_BOUNDED)}")
@@ -141,8 +141,8 @@ def _check_decoders(decoder: dict[str, Any] | None, name: str) -> None:
                     f"{name} decodes by a Replace of {pattern!r}; supported is that of a text, {{'String': ...}}"
                 )
             growth *= max(1.0, len(content.encode()) / len(text.encode()))
-    if len(found) > _MOST or growth > _GROWTH:
+    if len(decoders) > _MOST or growth > _GROWTH:
         raise OptionError(
-            f"{name} has {len(found)} decoders, which make a text {growth:.3g} times as long; supported are {_MOST}, "
-            f"and {_GROWTH} times"
+            f"{name} has {len(decoders)} decoders, which make a text {growth:.3g} times as long; supported are "
+            f"{_MOST}, and {_GROWTH} times"
         )

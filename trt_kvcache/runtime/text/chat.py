@@ -85,7 +85,7 @@ def render(
 
     Args:
         template: Jinja2.
-        chat: what it is given.
+        chat: its values.
         special_tokens: ``bos_token`` and others, for the template.
         special_texts: of all special tokens, which messages cannot write.
         name: of the tokenizer, for messages.
@@ -98,28 +98,28 @@ def render(
     if taken := next((value for value in _RESERVED if value in chat.values), None):
         raise OptionError(f"{taken} is no value that a chat template can be given; leave it out")
     compiled = _compile(template, name)
-    given = [_with_texts(message) for message in chat.messages]
+    messages = [_with_texts(message) for message in chat.messages]
     prompt = chat.generation_prompt and not chat.continues
 
     def write(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = chat.tools) -> str:
         values = {**special_tokens, **chat.values, "documents": None, "tools": tools}
         return compiled(messages=messages, add_generation_prompt=prompt, **values)
 
-    given, text = _written(write, given, name)
+    messages, text = _written(write, messages, name)
     if chat.continues:
-        text = _cut(write, given, name)
+        text = _continued(write, messages, name)
     known = [special for special in special_texts if special]
-    if not any(special in said for special in known for said in _strings([given, chat.tools])):
+    if not any(special in said for special in known for said in _strings([messages, chat.tools])):
         return [Part(text)]
     known.sort(key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, known)))
-    hidden, tools = _hidden([given, chat.tools], pattern, known)
+    hidden, tools = _hidden([messages, chat.tools], pattern, known)
 
     def write_hidden(messages: list[dict[str, Any]]) -> str:
         return write(messages, tools)
 
-    shown = _cut(write_hidden, hidden, name) if chat.continues else write_hidden(hidden)
-    return _apart(shown, text, pattern, known, name)
+    shown = _continued(write_hidden, hidden, name) if chat.continues else write_hidden(hidden)
+    return _parts(shown, text, pattern, known, name)
 
 
 def _compile(template: str, name: str) -> Callable[..., str]:
@@ -165,17 +165,17 @@ def _compile(template: str, name: str) -> Callable[..., str]:
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the message, in which arguments of calls are objects and texts at once."""
-    made = deepcopy(dict(message))
-    for call in _calls(made):
+    result = deepcopy(dict(message))
+    for call in _calls(result):
         arguments = call.get("arguments")
         try:
-            found = json.loads(arguments) if isinstance(arguments, str) else arguments
+            content = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            text = arguments if isinstance(arguments, str) else json.dumps(found, ensure_ascii=False)
-            call["arguments"] = _Arguments(found, text)
-    return made
+        if isinstance(content, dict):
+            text = arguments if isinstance(arguments, str) else json.dumps(content, ensure_ascii=False)
+            call["arguments"] = _Arguments(content, text)
+    return result
 
 
 def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -190,18 +190,18 @@ def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 # Messages that leave no trace.
 
 
-def _written(write: Write, given: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
+def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
     """The prompt, and the messages that it is of: with ``developer`` as ``system`` where the template knows no other.
 
     Raises:
         OptionError: see `render`.
     """
     try:
-        text = write(given)
-        _check_traces(write, given, text, name)
+        text = write(messages)
+        _check_traces(write, messages, text, name)
     except OptionError as error:
-        system = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in given]
-        if system == given:
+        system = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+        if system == messages:
             raise
         try:
             text = write(system)
@@ -209,12 +209,12 @@ def _written(write: Write, given: list[dict[str, Any]], name: str) -> tuple[list
         except OptionError:
             raise error from None
         return system, text
-    return given, text
+    return messages, text
 
 
-def _texts(given: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
+def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
     """A part that has to leave a trace: the message, the part of it, and where it stands."""
-    for at, message in enumerate(given):
+    for at, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and content.strip():
             yield at, "", message, "content"
@@ -227,19 +227,19 @@ def _texts(given: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, An
                 yield at, f", its call of '{call['name']}'", call, "name"
 
 
-def _check_traces(write: Write, given: list[dict[str, Any]], text: str, name: str) -> None:
-    marked = deepcopy(given)
+def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name: str) -> None:
+    marked = deepcopy(messages)
     for number, (_, _, place, key) in enumerate(_texts(marked)):
         place[key] += f"{_MARK}{number}."
     try:
         seen = write(marked)
-    except OptionError:  # a template may look at what it is given
+    except OptionError:  # a template may look at its values
         seen = ""
-    for number, (at, what, _, _) in enumerate(_texts(given)):
+    for number, (at, what, _, _) in enumerate(_texts(messages)):
         if f"{_MARK}{number}." in seen:
             continue
-        alone = deepcopy(given)
-        if what or given[at].get("role") != "assistant":
+        alone = deepcopy(messages)
+        if what or messages[at].get("role") != "assistant":
             _, _, place, key = list(_texts(alone))[number]
             place[key] = _MARK
         else:  # what it said earlier a template may leave out on purpose, but not that it spoke
@@ -250,32 +250,32 @@ def _check_traces(write: Write, given: list[dict[str, Any]], text: str, name: st
         except OptionError:
             continue
         raise OptionError(
-            f"the chat template of {name} does not write messages[{at}] ({given[at].get('role')}{what}), so that the "
-            "model would not see it; leave it out, or say it in a message of the user"
+            f"the chat template of {name} does not write messages[{at}] ({messages[at].get('role')}{what}), so that "
+            "the model would not see it; leave it out, or say it in a message of the user"
         )
 
 
 # The end of a prompt, and special tokens.
 
 
-def _cut(write: Write, given: list[dict[str, Any]], name: str) -> str:
+def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
     """The prompt up to the end of the last message's content.
 
     Raises:
         OptionError: the template does not write it.
     """
-    marked = deepcopy(given)
+    marked = deepcopy(messages)
     content = marked[-1].get("content")
     if not isinstance(content, str):
         raise OptionError("only a message of text can be continued: its content is none")
     marked[-1]["content"] = content + _MARK
-    text, found, _ = write(marked).partition(_MARK)
-    if not found:
+    text, mark, _ = write(marked).partition(_MARK)
+    if not mark:
         raise OptionError(f"the chat template of {name} does not write the last message, which is to be continued")
     return text
 
 
-def _apart(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str], name: str) -> list[Part]:
+def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str], name: str) -> list[Part]:
     """The prompt in parts, so that special tokens that messages spell are text.
 
     Args:
@@ -289,7 +289,7 @@ def _apart(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str]
         OptionError: the template treats messages with a special token in them in another way.
     """
     spelled = re.compile(_SPELLED.format("([0-9]+)"))
-    if spelled.sub(lambda found: known[int(found[1])], shown) != text:
+    if spelled.sub(lambda match: known[int(match[1])], shown) != text:
         raise OptionError(
             f"the messages spell a special token, and the chat template of {name} reads them in another way for it; "
             f"leave {', '.join(dict.fromkeys(pattern.findall(text)))} out of the messages"
@@ -298,7 +298,7 @@ def _apart(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str]
     # From one special token of the template to the next: a text with a spelled one in it is encoded as a whole.
     for piece in re.split(f"({pattern.pattern})", shown):
         plain = spelled.search(piece) is not None
-        written = spelled.sub(lambda found: known[int(found[1])], piece)
+        written = spelled.sub(lambda match: known[int(match[1])], piece)
         if parts and not plain and not parts[-1].plain:
             parts[-1] = Part(parts[-1].text + written)
         elif written:
@@ -323,13 +323,13 @@ def _hidden(value: Any, pattern: re.Pattern[str], known: Sequence[str]) -> Any:
     """The same with a mark in the place of each special token."""
 
     def mark(text: str) -> str:
-        return pattern.sub(lambda found: _SPELLED.format(known.index(found[0])), text)
+        return pattern.sub(lambda match: _SPELLED.format(known.index(match[0])), text)
 
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, dict):
-        made = {_hidden(key, pattern, known): _hidden(inner, pattern, known) for key, inner in value.items()}
-        return _Arguments(made, mark(str(value))) if isinstance(value, _Arguments) else made
+        hidden = {_hidden(key, pattern, known): _hidden(inner, pattern, known) for key, inner in value.items()}
+        return _Arguments(hidden, mark(str(value))) if isinstance(value, _Arguments) else hidden
     if isinstance(value, list):
         return [_hidden(inner, pattern, known) for inner in value]
     return value

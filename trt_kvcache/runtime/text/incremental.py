@@ -48,45 +48,45 @@ class TextStream:
         """
         self._tokenizer = tokenizer
         self._window = [int(token) for token in prompt[max(0, len(prompt) - _CONTEXT) :]]
-        self._given = _complete(self._decode())
+        self._emitted = _complete(self._decode())
         self._settled = len(self._window)
         self._stops = StopStrings(stops)
 
     @property
     def stopped(self) -> bool:
         """True once a stop string came; nothing is given out after that."""
-        return self._stops.found
+        return self._stops.matched
 
     def push(self, token: int) -> str:
         """Take one token; return the text that is certain now, which may be none."""
         self._window.append(token)
         text = self._decode()
-        if not text.startswith(self._given):
+        if not text.startswith(self._emitted):
             # The decoder took back what is out already (one that falls back to bytes does, where a character is
             # followed by a byte that fits none). What is out stays; go on from here.
-            self._window, self._given, self._settled = [token], "", 0
+            self._window, self._emitted, self._settled = [token], "", 0
             text = self._decode()
         complete = _complete(text)
-        new = complete[len(self._given) :]
+        new = complete[len(self._emitted) :]
         if new:
-            self._given = complete
+            self._emitted = complete
         if new and complete == text:
             # Everything is out: the tokens since the last such moment are context enough, if they make sense alone.
             recent = self._window[self._settled :]
             alone = self._decode(recent)
             if text.endswith(alone):
-                self._window, self._given = recent, alone
+                self._window, self._emitted = recent, alone
             self._settled = len(self._window)
         if len(self._window) > 4 * _CONTEXT:
             # Bytes that fit no character, one after another: without a bound, each would cost more than the last.
             self._window, self._settled = self._window[-_CONTEXT:], 0
-            self._given = _complete(self._decode())
+            self._emitted = _complete(self._decode())
         return self._stops.push(new)
 
     def flush(self) -> str:
         """Return what was held back; incomplete characters are U+FFFD now."""
-        rest = self._decode()[len(self._given) :]
-        self._given += rest
+        rest = self._decode()[len(self._emitted) :]
+        self._emitted += rest
         return self._stops.push(rest) + self._stops.flush()
 
     def _decode(self, tokens: Sequence[int] | None = None) -> str:
@@ -114,26 +114,26 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         """Start with nothing seen; `stops` are not empty texts."""
         self._stops = tuple(stops)
-        self._held = ""
-        self.found = False
+        self._pending = ""
+        self.matched = False
 
     def push(self, text: str) -> str:
         """Take more text; return what certainly comes before any stop string."""
-        if self.found or not self._stops:
-            return "" if self.found else text
-        text = self._held + text
+        if self.matched or not self._stops:
+            return "" if self.matched else text
+        text = self._pending + text
         places = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if places:
             # The one that is complete first, as if the text had come character by character.
-            self.found, self._held = True, ""
+            self.matched, self._pending = True, ""
             return text[: min(places)[1]]
         # Of the suffixes that some stop string begins with, the longest.
         longest = min(len(text), max(map(len, self._stops)) - 1)
-        held = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        length = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
+        self._pending = text[len(text) - length :]
+        return text[: len(text) - length]
 
     def flush(self) -> str:
         """Return what was held back: no stop string came of it."""
-        held, self._held = self._held, ""
-        return held
+        rest, self._pending = self._pending, ""
+        return rest

@@ -42,9 +42,9 @@ def read_token_bytes(
     kinds = {str(part.get("type")) for part in parts}
     known = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"}
     if not kinds or kinds - known:
-        found = ", ".join(sorted(kinds - known)) or "none"
+        names = ", ".join(sorted(kinds - known)) or "none"
         raise OptionError(
-            f"grammars need a tokenizer whose tokens are bytes, and {name} has the decoder {found}; use a model whose "
+            f"grammars need a tokenizer whose tokens are bytes, and {name} has the decoder {names}; use a model whose "
             "tokenizer is byte-level, or falls back to bytes"
         )
     replaced = [(p["pattern"]["String"], p["content"]) for p in parts if p.get("type") == "Replace"]

@@ -84,8 +84,8 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """The end-of-sequence token that ``tokenizer_config.json`` names; None where it names none."""
         name = self.special_tokens.get("eos_token")
-        found = None if name is None else self._tokenizer.token_to_id(name)
-        return None if found is None else int(found)
+        token = None if name is None else self._tokenizer.token_to_id(name)
+        return None if token is None else int(token)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -116,8 +116,8 @@ class Tokenizer:
         try:
             if isinstance(self._tokenizer, BoundedTokenizer):
                 return self._tokenizer.encode(text, add_special_tokens=special_tokens, plain=plain).ids
-            made = self._plain if plain else self._tokenizer
-            ids: list[int] = made.encode(text, add_special_tokens=special_tokens).ids
+            tokenizer = self._plain if plain else self._tokenizer
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library's is no Exception
@@ -131,9 +131,9 @@ class Tokenizer:
     def _plain(self) -> tokenizers.Tokenizer:
         """The tokenizer, for which special tokens are text."""
         assert not isinstance(self._tokenizer, BoundedTokenizer)
-        made = deepcopy(self._tokenizer)
-        made.encode_special_tokens = True
-        return made
+        tokenizer = deepcopy(self._tokenizer)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def token_bytes(self) -> TokenBytes:
         """The bytes of each token, for grammars.

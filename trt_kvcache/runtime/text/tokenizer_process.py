@@ -113,15 +113,15 @@ class _Work:
     def _load(self, data: bytes) -> Loaded:
         import tokenizers
 
-        made = self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        tokenizer = self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
         # Both are for training; here a prompt is what it is.
-        made.no_padding()
-        made.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
         added = [
-            AddedToken(name, token.content, made.id_to_token(name) or "", bool(token.special))
-            for name, token in made.get_added_tokens_decoder().items()
+            AddedToken(name, token.content, tokenizer.id_to_token(name) or "", bool(token.special))
+            for name, token in tokenizer.get_added_tokens_decoder().items()
         ]
-        return Loaded(made.get_vocab_size(with_added_tokens=True), tuple(added))
+        return Loaded(tokenizer.get_vocab_size(with_added_tokens=True), tuple(added))
 
     def _encode(self, request: _Request) -> tuple[int, ...]:
         self.tokenizer.encode_special_tokens = request.plain

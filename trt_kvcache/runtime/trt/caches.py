@@ -161,8 +161,8 @@ class DeviceCaches:
             address = self._row(name, row) + start * buffer.width
             self._cuda.download_rows(self._staging.address, address, buffer.pitch, width, buffer.planes)
             self._cuda.sync()
-            held = self._staging.data[: buffer.planes * width]
-            packed[:, start:stop] = held.reshape(buffer.planes, stop - start, buffer.width)
+            content = self._staging.data[: buffer.planes * width]
+            packed[:, start:stop] = content.reshape(buffer.planes, stop - start, buffer.width)
         return packed.reshape(-1).view(buffer.dtype).reshape(buffer.carried.row_shape(tokens))
 
     def write_row(self, name: str, row: int, data: Array) -> None:

@@ -60,14 +60,14 @@ class DeviceChoice:
 
     def __init__(self, cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> None:
         self._cuda, self._dtype, self._vocab = cuda, dtype, vocab
-        found, least, masks = _sizes(dtype, vocab, rows, most)
+        results, least, masks = _sizes(dtype, vocab, rows, most)
         arch = "sm_" + cuda.compute_capability.replace(".", "")
-        made = compile_choice(dtype.name, arch, driver=cuda.driver_version)
-        self._kernels = cuda.load_kernels(made.code, made.name, KERNELS)
+        compiled = compile_choice(dtype.name, arch, driver=cuda.driver_version)
+        self._kernels = cuda.load_kernels(compiled.code, compiled.name, KERNELS)
         self._most_lists = _most_lists(rows)
         self._words = words(vocab)
-        self._found, self._least, self._masks = map(cuda.allocate, (found, least, masks))
-        self._host, self._host_masks = cuda.allocate_pinned(found), cuda.allocate_pinned(masks)
+        self._results, self._least, self._masks = map(cuda.allocate, (results, least, masks))
+        self._host, self._host_masks = cuda.allocate_pinned(results), cuda.allocate_pinned(masks)
 
     def choose(
         self, start: int, pitch: int, rows: int, keep: int, highest: int, masks: Masks | None = None
@@ -118,8 +118,8 @@ class DeviceChoice:
     def _best(self, start: int, masks: int, pitch: int, rows: int, keep: int, vocab: int) -> npt.NDArray[np.uint64]:
         """The best key of each position ``[R * keep]``."""
         size = _KEY_BYTES * rows * keep
-        self._cuda.zero_rows(self._found, size, size, 1)
-        self._launch("best_token", (start, masks, self._found), pitch, rows, keep, vocab)
+        self._cuda.zero_rows(self._results, size, size, 1)
+        self._launch("best_token", (start, masks, self._results), pitch, rows, keep, vocab)
         return self._fetch(size).view(np.uint64)
 
     def _lists(
@@ -130,13 +130,13 @@ class DeviceChoice:
         At least `highest` scores reach the `highest`-th of the maxima of disjoint sets, and few others do.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
-        self._launch("set_maxima", (start, masks, self._found), pitch, rows, keep, vocab)
+        self._launch("set_maxima", (start, masks, self._results), pitch, rows, keep, vocab)
         maxima = self._fetch(_ORDER_BYTES * count * sets).view(np.uint32).reshape(count, sets)
         least = np.partition(maxima, sets - highest, axis=1)[:, sets - highest].copy()
         self._host.data[: least.nbytes] = least.view(np.uint8)
         self._cuda.upload(self._least, self._host.address, least.nbytes)
-        self._cuda.zero_rows(self._found, _LIST_BYTES, _KEY_BYTES, count)
-        self._launch("candidates", (start, masks, self._least, self._found), pitch, rows, keep, vocab)
+        self._cuda.zero_rows(self._results, _LIST_BYTES, _KEY_BYTES, count)
+        self._launch("candidates", (start, masks, self._least, self._results), pitch, rows, keep, vocab)
         lists = self._fetch(_LIST_BYTES * count).view(np.uint64).reshape(count, 1 + CANDIDATES)
         return lists, least
 
@@ -146,8 +146,8 @@ class DeviceChoice:
         self._cuda.launch_kernel(self._kernels[name], rows * keep * blocks, THREADS, *addresses, *sizes)
 
     def _fetch(self, size: int) -> npt.NDArray[np.uint8]:
-        """The bytes of the lists that were found, in pinned memory."""
-        self._cuda.download_rows(self._host.address, self._found, size, size, 1)
+        """The bytes of the results, in pinned memory."""
+        self._cuda.download_rows(self._host.address, self._results, size, size, 1)
         self._cuda.sync()
         return self._host.data[:size]
 
@@ -204,13 +204,13 @@ class DeviceChoice:
         highest = min(7, vocab)
         order = np.where(allowed, ordered(looked_at), 0)
         lists = self._lists(*where, highest, vocab)
-        for row, known, found, least in zip(order, allowed, *lists, strict=True):
+        for row, known, result, least in zip(order, allowed, *lists, strict=True):
             tokens = np.flatnonzero((row >= least) & known)
             count = tokens.size
-            same = found[0] == count >= min(highest, np.count_nonzero(known))
+            same = result[0] == count >= min(highest, np.count_nonzero(known))
             if same and count <= CANDIDATES:
                 keys = row[tokens].astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
-                same = np.array_equal(np.sort(found[1 : 1 + count]), np.sort(keys))
+                same = np.array_equal(np.sort(result[1 : 1 + count]), np.sort(keys))
             if not same:
                 raise BackendError(f"of {vocab} scores in {self._dtype.name} the GPU finds others to be the highest")
 
@@ -224,7 +224,7 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Bytes of what is found, of the scores that are searched for, and of masks.
+    """Bytes of the results, of the scores that are searched for, and of masks.
 
     Raises:
         OptionError: the kernels do not take such logits.

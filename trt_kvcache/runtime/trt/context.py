@@ -6,7 +6,7 @@ TensorRT's rules that shape this (NvInferRuntime.h, and its guides on CUDA graph
   each. Addresses are bound per context; all contexts are bound to the same buffers.
 - Activation memory need not exist per context: with ``USER_MANAGED`` all of them get the same block, as large as the
   largest profile needs. Steps run one after the other on one stream, so it is never used twice at a time.
-- A captured CUDA graph is void once its context is changed. Contexts behind graphs are therefore made for one set of
+- A captured CUDA graph is void once its context is changed. Contexts of graphs are therefore made for one set of
   shapes and addresses, and never touched again (`trt_kvcache.runtime.trt.graphs`).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from trt_kvcache.errors import BackendError
 from trt_kvcache.runtime.trt.cuda import Cuda
-from trt_kvcache.runtime.trt.jit import KernelCache, warn_not_kept
+from trt_kvcache.runtime.trt.jit import KernelCache, warn_unsaved
 from trt_kvcache.runtime.trt.load import TensorRT
 
 __all__ = ["Context", "ContextFactory"]
@@ -79,9 +79,9 @@ class Context:
         recorder.clear()
         shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
         # A tensor that it does not find has no rank, and looks like the shape of a single number.
-        found = len(shape) == len(self._trt.engine.get_tensor_shape(name))
-        found &= min(shape, default=0) >= 0 or not recorder.get_num_errors()
-        self._trt.check(found, f"tell the shape of {name!r}")
+        known = len(shape) == len(self._trt.engine.get_tensor_shape(name))
+        known &= min(shape, default=0) >= 0 or not recorder.get_num_errors()
+        self._trt.check(known, f"tell the shape of {name!r}")
         return shape
 
     def let_go(self) -> None:
@@ -123,7 +123,7 @@ class ContextFactory:
             try:
                 self.kernels = KernelCache(trt, self._new_config(), kernels)
             except BackendError as error:
-                warn_not_kept(error)
+                warn_unsaved(error)
 
     @property
     def activation_bytes(self) -> int:
@@ -178,9 +178,9 @@ class ContextFactory:
         how = self._config(graphs=graphs) if trt.rtx else trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
         context = trt.engine.create_execution_context(how)
         trt.check(context, "make an execution context")
-        made = Context(trt, context, self._cuda.stream, (how, self.kernels))
+        result = Context(trt, context, self._cuda.stream, (how, self.kernels))
         context.error_recorder = self._trt.recorder
         trt.check(context.set_optimization_profile_async(profile, self._cuda.stream), f"use profile {profile}")
         if self._activations:
-            made.lend(self._activations, self.activation_bytes)
-        return made
+            result.lend(self._activations, self.activation_bytes)
+        return result

@@ -119,7 +119,7 @@ class Cuda:
         self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def activated(self) -> Iterator[None]:
         """For what may come at any time, as when Python collects garbage: `activate`, for the length of a block.
 
         What the thread is at stays as it is: another GPU may be current, and a stream may record, which would not

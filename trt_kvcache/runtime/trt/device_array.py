@@ -71,8 +71,8 @@ class DeviceArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("an array on a GPU cannot be seen from the host without a copy")
-        found = self._fetch(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
-        return found if dtype is None else found.astype(dtype, copy=False)
+        array = self._fetch(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
         return f"<{self.dtype} {list(self.shape)} on {self.home.name}>"

@@ -42,25 +42,25 @@ class TensorRTEncoder:
         tensors = manifest.plan.tensors
         inputs = [SourceInput(t.name, array_dtype(t.dtype), t.shape) for t in tensors if t.io == "input"]
         self._reader = SourceReader(path, inputs)
-        made = {t.name for t in tensors if t.io == "output"}
+        outputs = {t.name for t in tensors if t.io == "output"}
         self._constants = list(constants)
-        self._masks = [t for t in constants if t.name not in made]
+        self._masks = [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
         """See `Encoder.encode`; what comes out are `DeviceArray`, and masks, which the host makes."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():
-            found: dict[str, Any] = dict(self._function.run(feed, self._fetch))
+            arrays: dict[str, Any] = dict(self._function.run(feed, self._fetch))
         if self._masks:
             length = next(
-                found[t.name].shape[t.axes.index("encoder") if "encoder" in t.axes else max(len(t.shape) - 2, 1)]
+                arrays[t.name].shape[t.axes.index("encoder") if "encoder" in t.axes else max(len(t.shape) - 2, 1)]
                 for t in self._constants
-                if t.name in found
+                if t.name in arrays
             )
             for tensor in self._masks:
-                found[tensor.name] = self._reader.mask(feed, length).astype(array_dtype(tensor.dtype), copy=False)
-        return {t.name: found[t.name] for t in self._constants}
+                arrays[tensor.name] = self._reader.mask(feed, length).astype(array_dtype(tensor.dtype), copy=False)
+        return {t.name: arrays[t.name] for t in self._constants}
 
     def _fetch(self, address: int, size: int) -> Array:
         with self._guard.lock, self._guard.idle, self._runner.running():
@@ -93,17 +93,17 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
     if not manifest.is_encoder:
         raise ManifestError(f"{path}: not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's")
     built = runner.manifest.encoder
-    found = manifest.engine
-    if built is None or (built.size, built.blake3) != (found.size, found.blake3):
+    identity = manifest.engine
+    if built is None or (built.size, built.blake3) != (identity.size, identity.blake3):
         with_it = "no encoder" if built is None else f"{built.name} (BLAKE3 {built.blake3[:12]})"
         raise ManifestError(
-            f"{path} (BLAKE3 {found.blake3[:12]}) is not the encoder that the decoder's engine was built with: that is "
-            f"{with_it}; build both again, or let the encoder run on the CPU (its .onnx file as --encoder)"
+            f"{path} (BLAKE3 {identity.blake3[:12]}) is not the encoder that the decoder's engine was built with: that "
+            f"is {with_it}; build both again, or let the encoder run on the CPU (its .onnx file as --encoder)"
         )
-    made = {t.name: t for t in manifest.plan.tensors if t.io == "output"}
+    outputs = {t.name: t for t in manifest.plan.tensors if t.io == "output"}
     for tensor in constants:
-        if tensor.name in made and made[tensor.name].dtype != tensor.dtype:
+        if tensor.name in outputs and outputs[tensor.name].dtype != tensor.dtype:
             raise ManifestError(
-                f"{path}: makes '{tensor.name}' as {made[tensor.name].dtype}, and the decoder takes {tensor.dtype}; "
+                f"{path}: makes '{tensor.name}' as {outputs[tensor.name].dtype}, and the decoder takes {tensor.dtype}; "
                 "build both again"
             )

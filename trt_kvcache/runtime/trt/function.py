@@ -74,12 +74,12 @@ class EngineFunction:
             if t.io == "input"
         }
         self._context.prepare(largest, {})
-        made, _ = self._layout()
+        output_bytes, _ = self._layout()
         sizes = {name: prod(largest[name]) * dtype.itemsize for name, dtype in self._inputs.items()}
         needs = [
             Need("the encoder's activations", taken(self.factory.activation_bytes)),
             Need("its inputs", sum(map(taken, sizes.values()))),
-            Need("what it makes of one source", taken(made)),
+            Need("what it makes of one source", taken(output_bytes)),
         ]
         admit(needs, *cuda.free_memory(), cuda.name, 1, _LESS)
         self._addresses = {name: cuda.allocate(size) for name, size in sizes.items()}

@@ -22,7 +22,7 @@ from trt_kvcache.runtime.trt.cuda import Cuda
 __all__ = ["MOST_GRAPHS", "StepGraphs"]
 
 MOST_GRAPHS = 32
-"""Recorded steps that are kept; the one that was used longest ago makes room. Each holds a context."""
+"""Recorded steps that are kept; the one that was used longest ago goes first. Each holds a context."""
 
 _MOST_SEEN = 1024
 

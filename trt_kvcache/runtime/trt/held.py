@@ -12,10 +12,10 @@ from trt_kvcache.runtime.trt.function import EngineFunction
 from trt_kvcache.runtime.trt.graphs import StepGraphs
 from trt_kvcache.runtime.trt.load import TensorRT
 
-__all__ = ["Held"]
+__all__ = ["Resources"]
 
 
-class Held:
+class Resources:
     """Apart from the runner, which may be gone: GPU memory is no Python object, and would stay until the process ends.
 
     Attributes:
@@ -47,7 +47,7 @@ class Held:
         """
         if self.in_use or os.getpid() != self._process:
             return
-        with self.cuda.apart():
+        with self.cuda.activated():
             try:
                 # Where the GPU is lost, whoever ran the step that lost it knows; what is left is to let go.
                 with suppress(BackendError):

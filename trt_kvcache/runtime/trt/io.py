@@ -59,7 +59,7 @@ class StepBuffers:
         self._logits.settle(largest[self._logits.name][-1])
         self.addresses: dict[str, int] = {}
         self._inputs: dict[str, _Input] = {}
-        self._given: tuple[Constants, ...] = ()
+        self._constants: tuple[Constants, ...] = ()
         self._choice: DeviceChoice | None = None
 
     @property
@@ -84,8 +84,8 @@ class StepBuffers:
                 offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
         longest = max((self._size(name) for name in self._spans), default=0)
         large = (Role.CONSTANT, Role.ADAPTER_WEIGHTS)
-        given = _CONSTANT_STAGING if any(t.role in large for t in self._tensors.values()) else 0
-        self._staging = self._cuda.allocate_pinned(max(offset, longest, given))
+        constants = _CONSTANT_STAGING if any(t.role in large for t in self._tensors.values()) else 0
+        self._staging = self._cuda.allocate_pinned(max(offset, longest, constants))
         self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
         for name in self._spans:
             values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
@@ -102,18 +102,18 @@ class StepBuffers:
 
     def give(self, constants: tuple[Constants, ...]) -> None:
         """Copy the constants of the rows of a step to where it reads them, unless they are there since the last one."""
-        if constants == self._given:
+        if constants == self._constants:
             return
-        self._given = ()
+        self._constants = ()
         for name in constants[0].arrays if constants else ():
             address = self.addresses[name]
-            for array in (held.arrays[name] for held in constants):
+            for array in (row.arrays[name] for row in constants):
                 if isinstance(array, DeviceArray):
                     self._cuda.copy_rows(address, array.address, array.nbytes, array.nbytes, 1)
                 else:
                     self._upload(address, array.reshape(-1).view(np.uint8))
                 address += array.nbytes
-        self._given = constants
+        self._constants = constants
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
         """See `Runner.write_adapter`."""

@@ -14,7 +14,7 @@ from trt_kvcache.errors import BackendError, OutputError
 from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.runtime.trt.load import TensorRT
 
-__all__ = ["KernelCache", "kernel_cache_path", "warn_not_kept"]
+__all__ = ["KernelCache", "kernel_cache_path", "warn_unsaved"]
 
 _LARGEST = 1 << 32  # bytes of compiled kernels
 _KEEP = "keep the kernels that it compiles"
@@ -58,7 +58,7 @@ class KernelCache:
         try:
             self._trt.check(config.set_runtime_cache(self._cache), _KEEP)
         except BackendError as error:
-            warn_not_kept(error)
+            warn_unsaved(error)
 
     def save(self) -> None:
         """Write the file if there is anything new. A folder that cannot be written is worth a warning, not an error."""
@@ -70,11 +70,11 @@ class KernelCache:
             with atomic_file(self._path) as file:
                 file.write(content)
         except OutputError as error:
-            warn_not_kept(error)
+            warn_unsaved(error)
             return
         self._stored = content
 
 
-def warn_not_kept(why: Exception) -> None:
+def warn_unsaved(why: Exception) -> None:
     """Say that the next start compiles again, which is worth no error."""
     warnings.warn(f"compiled kernels are not kept for the next start: {why}", RuntimeWarning, stacklevel=3)

@@ -143,23 +143,23 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
     """
     problems = []
     carried = [c for c in manifest.plan.caches if c.carried]
-    for what, found, expected in (
+    for what, actual, expected in (
         ("aliases", manifest.aliases, {c.present: c.past for c in carried if c.in_place}),
         ("double_buffered", manifest.double_buffered, manifest.plan.double_buffered),
     ):
-        for present in sorted({*found, *expected}):
-            if found.get(present) != expected.get(present):
+        for present in sorted({*actual, *expected}):
+            if actual.get(present) != expected.get(present):
                 problems.append(
-                    f"{what} binds {present!r} to {found.get(present)!r}, the plan to {expected.get(present)!r}"
+                    f"{what} binds {present!r} to {actual.get(present)!r}, the plan to {expected.get(present)!r}"
                 )
     tensors = {(t.io, t.name): t for t in manifest.plan.tensors}
     for cache in carried:
         for key in (("input", cache.past), ("output", cache.present)):
             tensor = tensors.get(key)
             if tensor is None or (tensor.shape, tensor.dtype) != (cache.physical_shape, cache.dtype):
-                found_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                actual_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 problems.append(
-                    f"{key[0]} {key[1]!r} is {found_text}, its cache {cache.dtype} {list(cache.physical_shape)}"
+                    f"{key[0]} {key[1]!r} is {actual_text}, its cache {cache.dtype} {list(cache.physical_shape)}"
                 )
         if cache.physical_shape[cache.physical_sequence_axis] != cache.capacity:
             problems.append(f"cache {cache.past!r} has a capacity of {cache.capacity}, its shape says otherwise")
@@ -167,8 +167,8 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
         for key in (("input", state.past), ("output", state.present)):
             tensor = tensors.get(key)
             if tensor is None or tensor.shape[1:] != state.shape[1:] or tensor.dtype != state.dtype:
-                found_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                problems.append(f"{key[0]} {key[1]!r} is {found_text}, its state {state.dtype} {list(state.shape)}")
+                actual_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                problems.append(f"{key[0]} {key[1]!r} is {actual_text}, its state {state.dtype} {list(state.shape)}")
     logits_span = manifest.plan.logits_span
     spans = {span.name for span in manifest.plan.spans} | ({logits_span.name} if logits_span else set())
     inputs = {t.name for t in manifest.plan.tensors if t.io == "input" and t.role is Role.SPAN}
@@ -219,10 +219,10 @@ def _refusal(
         advice = f"build it again on this machine with --compute-capabilities {CURRENT}, which is {sm}"
     else:
         advice = f"build it again on this machine, for {sm}"
-    found = f" [{', '.join(reasons)}]" if reasons else ""
+    details = f" [{', '.join(reasons)}]" if reasons else ""
     return (
         f"{path}: {title} cannot open this engine, built with version {built}, on {cuda.name} (compute capability "
-        f"{cuda.compute_capability}): {words}{found}; {advice}"
+        f"{cuda.compute_capability}): {words}{details}; {advice}"
     )
 
 

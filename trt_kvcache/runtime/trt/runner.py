@@ -32,7 +32,7 @@ from trt_kvcache.runtime.trt.context import Context, ContextFactory
 from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Pinned, cuda_bindings, taken
 from trt_kvcache.runtime.trt.function import EngineFunction
 from trt_kvcache.runtime.trt.graphs import StepGraphs
-from trt_kvcache.runtime.trt.held import Held
+from trt_kvcache.runtime.trt.held import Resources
 from trt_kvcache.runtime.trt.io import StepBuffers
 from trt_kvcache.runtime.trt.jit import kernel_cache_path
 from trt_kvcache.runtime.trt.load import check_manifest, load_tensorrt, open_engine
@@ -102,13 +102,13 @@ class TensorRTRunner:
         self._last = 0  # context of the last step
         self._cuda = Cuda(device, bindings.cuda)
         self._kernels = None if kernel_cache is None else Path(kernel_cache)
-        self._held = Held(self._cuda)
+        self._resources = Resources(self._cuda)
         try:
             self._open(path, bindings.tensorrt, cuda_graphs)
         except BaseException:
-            self._held.let_go()
+            self._resources.let_go()
             raise
-        self._end = weakref.finalize(self, self._held.close)  # where nobody closes it, and at exit
+        self._end = weakref.finalize(self, self._resources.close)  # where nobody closes it, and at exit
 
     def _open(self, path: Path, module: Any, cuda_graphs: bool) -> None:
         manifest, cuda = self._manifest, self._cuda
@@ -118,10 +118,10 @@ class TensorRTRunner:
         caches = Need(f"caches for {self._max_batch} sequences", needed(self._max_batch), needed)
         # Before the engine is opened, which takes memory for the weights: about as much as the file is long.
         admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self._max_batch)
-        self._held.trt = trt = open_engine(path, manifest, module, cuda)
+        self._resources.trt = trt = open_engine(path, manifest, module, cuda)
         self._name = f"{trt.title}, {cuda.name}"
 
-        self._held.factory = factory = ContextFactory(trt, cuda, self._kernel_file(path))
+        self._resources.factory = factory = ContextFactory(trt, cuda, self._kernel_file(path))
         for index in range(len(manifest.profiles)):
             self._contexts.append(factory.make(index))
         largest = self._shapes.largest(self._contexts, self._max_batch, self._max_chunk, self.max_logits)
@@ -141,16 +141,16 @@ class TensorRTRunner:
         self.host_choice = self._buffers.choose()
         if self.host_choice:
             self._name += ", tokens chosen on the host"
-        self._held.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
+        self._resources.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
 
     @property
     def graphs(self) -> StepGraphs | None:
         """The recorded steps; None where steps are not to be recorded."""
-        return self._held.graphs
+        return self._resources.graphs
 
     @property
     def _contexts(self) -> list[Context]:
-        return self._held.contexts
+        return self._resources.contexts
 
     @property
     def name(self) -> str:
@@ -229,7 +229,7 @@ class TensorRTRunner:
             upload = partial(self._buffers.upload, shapes)
 
             def make() -> Context:
-                context = self._held.factory.make(index, graphs=True)
+                context = self._resources.factory.make(index, graphs=True)
                 context.prepare(shapes, addresses)
                 return context
 
@@ -320,9 +320,9 @@ class TensorRTRunner:
             BackendError, ManifestError, UnsupportedModelError: see `EngineFunction`.
         """
         with self.running():
-            made = EngineFunction(engine, manifest, self._held.trt.module, self._cuda, self._kernel_file(engine))
-            self._held.functions.append(made)
-            return made
+            other = EngineFunction(engine, manifest, self._resources.trt.module, self._cuda, self._kernel_file(engine))
+            self._resources.functions.append(other)
+            return other
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -332,7 +332,7 @@ class TensorRTRunner:
         """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
-        self._held.in_use = True
+        self._resources.in_use = True
         try:
             self._cuda.activate()
             yield
@@ -342,7 +342,7 @@ class TensorRTRunner:
             self._cuda.sync()  # what an interrupt left on the stream reads what the next step fills
             raise
         finally:
-            self._held.in_use = False
+            self._resources.in_use = False
 
     def _give_back(self, pinned: Pinned) -> None:
         if self._end.alive:  # else all went with the runner

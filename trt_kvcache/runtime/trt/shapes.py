@@ -46,14 +46,14 @@ class StepShapes:
         Raises:
             BackendError: no profile takes it.
         """
-        found = self._kinds.get(signature)
-        if found is None:
+        kind = self._kinds.get(signature)
+        if kind is None:
             shapes = self._shapes(batch)
-            found = self._profile(shapes, batch), shapes
+            kind = self._profile(shapes, batch), shapes
             if len(self._kinds) == _MOST_KINDS:
                 self._kinds.clear()
-            self._kinds[signature] = found
-        return found
+            self._kinds[signature] = kind
+        return kind
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
         """The largest shapes of all tensors but caches, over all steps that can come; outputs as TensorRT infers them.
@@ -79,17 +79,17 @@ class StepShapes:
             shapes = self._shapes(batch)
             context = contexts[self._profile(shapes, batch)]
             context.prepare(shapes, {})
-            found = dict(shapes)
+            sizes = dict(shapes)
             for tensor in self._manifest.plan.tensors:
                 if tensor.io == "output":
-                    found[tensor.name] = context.output_shape(tensor.name)
+                    sizes[tensor.name] = context.output_shape(tensor.name)
             for state in self._manifest.plan.states:
-                if found[state.present] != found[state.past]:
+                if sizes[state.present] != sizes[state.past]:
                     raise UnsupportedModelError(
-                        f"state {state.past!r} is {list(found[state.past])}, and what replaces it, {state.present!r}, "
-                        f"{list(found[state.present])}; state must keep its shape from step to step"
+                        f"state {state.past!r} is {list(sizes[state.past])}, and what replaces it, {state.present!r}, "
+                        f"{list(sizes[state.present])}; state must keep its shape from step to step"
                     )
-            for name, shape in found.items():
+            for name, shape in sizes.items():
                 if name not in carried:
                     if min(shape, default=1) < 0:
                         raise UnsupportedModelError(
@@ -123,11 +123,11 @@ class StepShapes:
                 for low, size, high in zip(range_.min, shapes[name], range_.max, strict=True)
             ):
                 return index
-        given = "".join(
+        constants = "".join(
             f", {name!r} {list(shapes[name])}" for name in (batch.constants[0].arrays if batch.constants else ())
         )
         raise BackendError(
-            f"a step of {batch.rows} sequences and {batch.length} tokens each{given} fits none of the engine's "
+            f"a step of {batch.rows} sequences and {batch.length} tokens each{constants} fits none of the engine's "
             f"profiles (batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache "
             "inspect' shows all ranges); build the engine again with other shapes"
         )
