@@ -21,7 +21,7 @@ from onnx import ModelProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.extensions import apart, define, for_cpu
+from trt_kvcache.importer.extensions import define, for_cpu, unstacked
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
@@ -332,7 +332,7 @@ class _Sampler(Tape):
 @contextmanager
 def _original(imported: ImportedModel, folder: Path) -> Iterator[tuple[ModelProto, Path, bool]]:
     """The original as ONNX Runtime runs it, the folder of its data, and whether it is the twin of a bfloat16 model."""
-    model, _ = for_cpu(with_exact_products(define(apart(imported.source.proto, imported.plan))))
+    model, _ = for_cpu(with_exact_products(define(unstacked(imported.source.proto, imported.plan))))
     model = _with_last_logits(model, imported.plan)
     if not has_bfloat16(model):
         yield model, folder, False

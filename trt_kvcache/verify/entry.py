@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.extensions import apart, define, for_cpu
+from trt_kvcache.importer.extensions import define, for_cpu, unstacked
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.engine import RunError
@@ -124,7 +124,7 @@ def _verify(imported: ImportedModel, verify: VerifyOptions, folder: Path | None)
 @contextmanager
 def _both_sides(imported: ImportedModel, left: Path, right: Path) -> Iterator[tuple[Side, Side, bool, list[str]]]:
     """Original and rewritten model, whether they are float32 twins, and notes; `left`, `right`: of external data."""
-    original, notes = for_cpu(with_exact_products(define(apart(imported.source.proto, imported.plan))))
+    original, notes = for_cpu(with_exact_products(define(unstacked(imported.source.proto, imported.plan))))
     rewritten, _ = for_cpu(imported.model)
     check_runnable(rewritten)
     if not has_bfloat16(original) and not has_bfloat16(rewritten):

@@ -35,7 +35,7 @@ class ModelPair:
 
 def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
     """Reads both models; of the plan, only the roles of inputs and outputs are believed."""
-    sides = (Graph(_runnable(extensions.apart(original, plan))), Graph(_runnable(rewritten)))
+    sides = (Graph(_runnable(extensions.unstacked(original, plan))), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
     constants = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}

@@ -41,7 +41,6 @@ from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = [
     "EXTENSIONS",
-    "apart",
     "define",
     "edit",
     "for_cpu",
@@ -50,6 +49,7 @@ __all__ = [
     "notes",
     "read",
     "unround",
+    "unstacked",
 ]
 
 Test = Callable[[onnx.ModelProto], bool]
@@ -145,7 +145,7 @@ def unround(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Counter[Hashable]]
     return model, sum(steps, Counter())
 
 
-def apart(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
+def unstacked(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
     """The model as exported with the inputs and outputs that the plan knows (`CachePlan.original`)."""
     if not plan.stacks:
         return model

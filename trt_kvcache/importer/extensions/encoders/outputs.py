@@ -15,7 +15,7 @@ import onnx
 from onnx import helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.stacked_caches.apart import take_parts
+from trt_kvcache.importer.extensions.stacked_caches.unstacked import take_parts
 from trt_kvcache.importer.extensions.tool_repairs.merged import take_first_branch as take_first_branch
 from trt_kvcache.importer.plan import Stack, TensorRole
 from trt_kvcache.importer.protos import elem_type_of, names_read, replace_field, shape_of

@@ -27,7 +27,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import Finish
-from trt_kvcache.importer.extensions.stacked_caches.apart import unstacked as unstacked
+from trt_kvcache.importer.extensions.stacked_caches.unstacked import unstacked as unstacked
 from trt_kvcache.importer.graph import (
     FLOATS,
     INT64,
