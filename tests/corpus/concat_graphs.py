@@ -30,13 +30,15 @@ class Decoder:
             "positions", "buffer" (GPT-2's), "own" (an input), "none", or a function that gives a bool ``[., ., S, T]``.
         apply: how the mask meets the scores: "add", "where" or "hide".
         repeat: how key heads are repeated: "expand", "tile", "gather" or "none".
-        layout: of the caches: "bnsd", "bsnd" or "flat".
-        positions: where they come from: "input", "past", "padding", "present" or "none".
+        layout: of the caches: "bnsd", "bsnd", "bnds" or "flat".
+        positions: where they come from: "input", "past", "padding", "present" or "none", or a function that makes them.
         sinks: what stands beside the scores: "" nothing, "weight" a logit per head, "zero" a constant.
         scores, masked, weights, keys, values: change a tensor on its way, in every layer: scores before and after the
             mask, what the softmax makes of them, repeated keys and values.
         after: changes the hidden states at the end of the model.
         attend: attention over queries, keys and values that is written in another way; see `merged_graphs`.
+        write: writes new rows to a cache, in its layout; returns what attention reads.
+        rows: those of the past and of the present of a layer's keys or values.
     """
 
     heads: int = 4
@@ -56,7 +58,7 @@ class Decoder:
     sinks: str = ""
     repeat: str = "expand"
     layout: str = "bnsd"
-    positions: str = "input"
+    positions: str | Callable[[Build], str] = "input"
     own_type: Any = np.bool_
     batch: Dim = "batch"
     sequence: Dim = "sequence"
@@ -73,6 +75,8 @@ class Decoder:
     values: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     after: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     attend: Callable[[Build, str, str, str], str] = field(default=lambda *operands: _attend(*operands))
+    write: Callable[[Build, str, str, str], str] = field(default=lambda *names: joined(*names))
+    rows: Callable[[int, str], tuple[Dim, Dim]] | None = None
 
 
 class Build(Graph):
@@ -84,6 +88,7 @@ class Build(Graph):
         self.tokens = ""
         self.pasts: list[str] = []
         self.presents: list[str] = []
+        self.layer = 0
         self._made: dict[str, str] = {}
         self._rng = np.random.default_rng(11)
 
@@ -107,9 +112,13 @@ class Build(Graph):
         return self.once("length", lambda: self.size_of(self.tokens, 1))
 
     @property
+    def axis(self) -> int:
+        """The rows of caches."""
+        return 1 if self.decoder.layout == "flat" else self.decoder.layout.index("s")
+
+    @property
     def past(self) -> str:
-        axis = 2 if self.decoder.layout == "bnsd" else 1
-        return self.once("past", lambda: self.size_of(self.pasts[0], axis))
+        return self.once("past", lambda: self.size_of(self.pasts[0], self.axis))
 
     @property
     def all(self) -> str:
@@ -162,31 +171,36 @@ def make_decoder(decoder: Decoder) -> onnx.ModelProto:
         g.tokens = g.input("input_ids", TensorProto.INT64, [decoder.batch, decoder.sequence])
         x = g.Gather(g.weight(VOCABULARY, width), g.tokens, axis=0)
     _declare_caches(g)
-    if decoder.positions not in ("none", "present"):
-        x = g.Add(x, _signal(g, POSITIONS[decoder.positions](g)))
-    for layer in range(decoder.layers):
-        x = g.Add(x, _layer(g, x, layer))
-    if decoder.positions == "present":
-        x = g.Add(x, _signal(g, POSITIONS["present"](g)))
+    make = POSITIONS.get(decoder.positions) if isinstance(decoder.positions, str) else decoder.positions
+    if make and decoder.positions != "present":
+        x = g.Add(x, _signal(g, make(g)))
+    for g.layer in range(decoder.layers):
+        x = g.Add(x, _layer(g, x))
+    if make and decoder.positions == "present":
+        x = g.Add(x, _signal(g, make(g)))
     if decoder.last:
         x = g.Slice(x, [-1], [2**31], [1])
     x = decoder.after(g, x)
     g.MatMul(x, g.weight(width, VOCABULARY), out="logits")
     g.output("logits", kind, [decoder.batch, 1 if decoder.last else decoder.sequence, VOCABULARY])
-    for layer, present in enumerate(g.presents):
-        g.output(present, kind, _shape(decoder, f"{decoder.total}_{layer}"))
+    for index, present in enumerate(g.presents):
+        g.output(present, kind, _shape(decoder, _rows(decoder, index)[1]))
     model = g.model(decoder.opset)
     onnx.checker.check_model(model, full_check=True)
     return model
 
 
-def _shape(decoder: Decoder, length: str) -> list[Dim]:
-    heads, size = decoder.kv_heads, decoder.size
-    return {
-        "bnsd": [decoder.batch, heads, length, size],
-        "bsnd": [decoder.batch, length, heads, size],
-        "flat": [decoder.batch, length, heads * size],
-    }[decoder.layout]
+def _rows(decoder: Decoder, index: int) -> tuple[Dim, Dim]:
+    if decoder.rows is None:
+        return "past", f"{decoder.total}_{index}"
+    return decoder.rows(index // 2, ("key", "value")[index % 2])
+
+
+def _shape(decoder: Decoder, length: Dim) -> list[Dim]:
+    dims: dict[str, Dim] = {"b": decoder.batch, "n": decoder.kv_heads, "s": length, "d": decoder.size}
+    if decoder.layout == "flat":
+        return [decoder.batch, length, decoder.kv_heads * decoder.size]
+    return [dims[axis] for axis in decoder.layout]
 
 
 def _declare_caches(g: Build) -> None:
@@ -194,7 +208,8 @@ def _declare_caches(g: Build) -> None:
     for layer in range(decoder.layers):
         for kind in ("key", "value"):
             past, present = (n.format(layer=layer, kind=kind) for n in decoder.names)
-            g.pasts.append(g.input(past, TYPES[decoder.dtype], _shape(decoder, "past")))
+            shape = _shape(decoder, _rows(decoder, len(g.pasts))[0])
+            g.pasts.append(g.input(past, TYPES[decoder.dtype], shape))
             g.presents.append(present)
 
 
@@ -214,7 +229,7 @@ def _from_padding(g: Build) -> str:
 
 
 def _from_present(g: Build) -> str:
-    total = g.size_of(g.presents[0], 2 if g.decoder.layout == "bnsd" else 1)
+    total = g.size_of(g.presents[0], g.axis)
     rows = g.Range(g.Sub(total, g.length), total, 1)
     return g.Unsqueeze(rows, [0])
 
@@ -227,12 +242,12 @@ POSITIONS: dict[str, Callable[[Build], str]] = {
 }
 
 
-def _layer(g: Build, x: str, layer: int) -> str:
+def _layer(g: Build, x: str) -> str:
     decoder = g.decoder
     width, narrow = decoder.heads * decoder.size, decoder.kv_heads * decoder.size
     query = _split(g, g.MatMul(x, g.weight(width, width)), decoder.heads)
     new = [g.MatMul(x, g.weight(width, narrow)) for _ in range(2)]
-    keys, values = (_cached(g, tensor, 2 * layer + i) for i, tensor in enumerate(new))
+    keys, values = (_cached(g, tensor, 2 * g.layer + i) for i, tensor in enumerate(new))
     keys, values = decoder.keys(g, _repeat(g, keys)), decoder.values(g, _repeat(g, values))
     output = decoder.attend(g, query, keys, values)
     merged = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [0, 0, width])
@@ -246,13 +261,20 @@ def _split(g: Build, tensor: str, heads: int) -> str:
 
 def _cached(g: Build, new: str, index: int) -> str:
     """Write to a cache; returns it as ``[B, N, T, D]``."""
-    past, present, heads = g.pasts[index], g.presents[index], g.decoder.kv_heads
-    if g.decoder.layout == "bnsd":
-        return g.Concat(past, _split(g, new, heads), out=present, axis=2)
-    if g.decoder.layout == "flat":
-        return _split(g, g.Concat(past, new, out=present, axis=1), heads)
-    rows = g.Reshape(new, [0, 0, heads, g.decoder.size])
-    return g.Transpose(g.Concat(past, rows, out=present, axis=1), perm=[0, 2, 1, 3])
+    past, present, heads, layout = g.pasts[index], g.presents[index], g.decoder.kv_heads, g.decoder.layout
+    if layout == "flat":
+        return _split(g, g.decoder.write(g, past, new, present), heads)
+    rows = turned(g, g.Reshape(new, [0, 0, heads, g.decoder.size]), "bsnd", layout)
+    return turned(g, g.decoder.write(g, past, rows, present), layout, "bnsd")
+
+
+def turned(g: Graph, tensor: str, layout: str, to: str) -> str:
+    return tensor if layout == to else g.Transpose(tensor, perm=[layout.index(axis) for axis in to])
+
+
+def joined(g: Build, past: str, new: str, present: str = "") -> str:
+    """The rows of a past, then the new ones."""
+    return g.Concat(past, new, out=present, axis=g.axis)
 
 
 def _repeat(g: Build, tensor: str) -> str:
@@ -405,7 +427,7 @@ def entries() -> Iterator[Entry]:
 
 
 def decoders(
-    group: str, forms: Mapping[str, Decoder | dict[str, Any]], capacity: int = 24, **options: Any
+    group: str, forms: Mapping[str, Decoder | dict[str, Any]], capacity: int | None = 24, **options: Any
 ) -> Iterator[Entry]:
     """Decoders of these forms."""
     made = {n: how if isinstance(how, Decoder) else Decoder(**how) for n, how in forms.items()}

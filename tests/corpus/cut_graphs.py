@@ -6,16 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import onnx
-from concat_graphs import VOCABULARY
-from graphs import Dim, Graph
+from concat_graphs import Build, Decoder, _attend, decoders, joined
+from graphs import Dim
 from onnx import TensorProto
 
-from corpus import Entry, built
+from corpus import Entry
 
-HEADS, KV_HEADS, SIZE = 4, 2, 4
-WIDTH = HEADS * SIZE
 FAR = 2**31
 
 
@@ -34,7 +30,6 @@ class Cut:
         sequence: S where it is fixed, or a symbol.
         reads: "all" rows, or what is left of them after the "cut".
         counted: the layer from whose rows positions are counted; None: they are an input.
-        after: adds something to the hidden states.
     """
 
     kept: tuple[int, ...] = (7,)
@@ -47,200 +42,121 @@ class Cut:
     sequence: Dim = "sequence"
     reads: str = "all"
     counted: int | None = None
-    after: Callable[[Built, str], str] | None = None
+
+    def decoder(self) -> Decoder:
+        fused = self.attention == "fused"
+        return Decoder(
+            layers=len(self.kept), layout=self.layout, sequence=self.sequence, mask="none", scale="none",
+            repeat="none" if fused else "gather", opset=24 if fused else 18, attend=self._fused if fused else _attend,
+            scores=self._hide, write=self._write, positions="input" if self.counted is None else self._positions,
+            rows=lambda layer, kind: (f"past_{layer}_{kind}", f"after_{layer}_{kind}"),
+        )  # fmt: skip
+
+    def _positions(self, g: Build) -> str:
+        assert self.counted is not None
+        return g.Unsqueeze(g.Range(*_ends(g, self.counted), 1), [0])
+
+    def _mask(self, g: Build) -> str:
+        return MASKS[self.mask](g, self.window[g.layer]) if self.mask else ""
+
+    def _hide(self, g: Build, scores: str) -> str:
+        mask = self._mask(g)
+        return g.Where(mask, scores, g.number(g.decoder.lowest)) if mask else scores
+
+    def _fused(self, g: Build, query: str, keys: str, values: str) -> str:
+        mask = self._mask(g)
+        return g.Attention(query, keys, values, *([mask] if mask else []))
+
+    def _write(self, g: Build, past: str, new: str, present: str) -> str:
+        kept = self.kept[g.layer]
+        if not kept:
+            return joined(g, past, new, present)
+        kept += self.values * present.endswith("value")
+        whole = joined(g, _slice(g, past, -kept) if self.cut == "twice" else past, new)
+        g.Identity(CUTS[self.cut](g, whole, kept), out=present)
+        return whole if self.reads == "all" else present
 
 
-class Built(Graph):
-    """A decoder under construction."""
-
-    def __init__(self, how: Cut) -> None:
-        super().__init__()
-        self.how = how
-        self.rng = np.random.default_rng(5)
-        self.tokens = self.input("input_ids", TensorProto.INT64, ["batch", how.sequence])
-        self.padding = self.input("attention_mask", TensorProto.INT64, ["batch", "total"]) if "pad" in how.mask else ""
-        self.length = self.rows(self.tokens, 1)
-        self.pasts = {
-            f"{layer}.{kind}": self.input(
-                f"past_key_values.{layer}.{kind}", TensorProto.FLOAT, _shape(how, f"past_{layer}_{kind}")
-            )
-            for layer in range(len(how.kept))
-            for kind in ("key", "value")
-        }
-        if how.counted is None:
-            self.positions = self.input("position_ids", TensorProto.INT64, ["batch", how.sequence])
-        else:
-            held = self.rows(self.pasts[f"{how.counted}.key"])
-            numbers = self.range(held, self.Add(held, self.length))
-            self.positions = self.Unsqueeze(numbers, [0])
-
-    @property
-    def axis(self) -> int:
-        return 2 if self.how.layout == "bnsd" else 1
-
-    def weight(self, *shape: int) -> str:
-        return self.constant(self.rng.standard_normal(shape) / np.sqrt(shape[0]), np.float32)
-
-    def rows(self, tensor: str, axis: int | None = None) -> str:
-        """One dimension as ``[1]``."""
-        place = self.axis if axis is None else axis
-        return self.Shape(tensor, start=place, end=place + 1)
-
-    def slice(self, tensor: str, start: str | int, end: str | int = FAR, axis: int | None = None, step: int = 1) -> str:
-        bounds = [b if isinstance(b, str) else self.constant([b]) for b in (start, end)]
-        return self.Slice(tensor, *bounds, [self.axis if axis is None else axis],
-                                   [step])  # fmt: skip
-
-    def range(self, start: str, end: str) -> str:
-        zero = self.constant([0])
-        ends = [self.Squeeze(t, zero) for t in (start, end)]
-        return self.Range(*ends, 1)
+def _slice(
+    g: Build, tensor: str, start: str | int, end: str | int = FAR, axis: int | None = None, step: int = 1
+) -> str:
+    bounds = [b if isinstance(b, str) else g.constant([b]) for b in (start, end)]
+    return g.Slice(tensor, *bounds, [g.axis if axis is None else axis], [step])
 
 
-def _computed(g: Built, joined: str, kept: int) -> str:
+def _rows(g: Build, tensor: str) -> str:
+    """``[1]``."""
+    return g.Shape(tensor, start=g.axis, end=g.axis + 1)
+
+
+def _ends(g: Build, layer: int) -> tuple[str, str]:
+    """P and P + S of a layer."""
+    held = g.size_of(g.pasts[2 * layer], g.axis)
+    return held, g.Add(held, g.length)
+
+
+def _computed(g: Build, joined: str, kept: int) -> str:
     """From Max(T - R, 0) on."""
-    first = g.Sub(g.rows(joined), [kept])
-    return g.slice(joined, g.Max(first, [0]))
+    return _slice(g, joined, g.Max(g.Sub(_rows(g, joined), [kept]), [0]))
 
 
-def _chosen(g: Built, joined: str, kept: int) -> str:
+def _chosen(g: Build, joined: str, kept: int) -> str:
     """From Where(T > R, T - R, 0) on."""
-    total, rows = g.rows(joined), g.constant([kept])
-    full = g.Greater(total, rows)
-    return g.slice(joined, g.Where(full, g.Sub(total, rows), [0]))
+    total, rows = _rows(g, joined), g.constant([kept])
+    return _slice(g, joined, g.Where(g.Greater(total, rows), g.Sub(total, rows), [0]))
 
 
-def _by_update(g: Built, joined: str, kept: int) -> str:
-    """As many rows more as there are new tokens."""
-    return g.slice(joined, g.Neg(g.Add(g.length, [kept])))
-
-
-CUTS: dict[str, Callable[[Built, str, int], str]] = {
-    "slice": lambda g, joined, kept: g.slice(joined, -kept),
-    "twice": lambda g, joined, kept: g.slice(g.slice(joined, -kept - 3), -kept),
+CUTS: dict[str, Callable[[Build, str, int], str]] = {
+    "slice": lambda g, joined, kept: _slice(g, joined, -kept),
+    "twice": lambda g, joined, kept: _slice(g, _slice(g, joined, -kept - 3), -kept),
     "computed": _computed,
     "chosen": _chosen,
-    "the oldest rows": lambda g, joined, kept: g.slice(joined, 0, kept),
-    "backwards": lambda g, joined, kept: g.slice(joined, -1, -kept - 1, step=-1),
-    "heads": lambda g, joined, kept: g.slice(joined, -KV_HEADS, axis=3 - g.axis),
-    "by the update": _by_update,
-    "by a position": lambda g, joined, kept: g.slice(joined, g.Neg(g.slice(
-        g.Reshape(g.positions, [-1]), 0, 1, axis=0))),
+    "the oldest rows": lambda g, joined, kept: _slice(g, joined, 0, kept),
+    "backwards": lambda g, joined, kept: _slice(g, joined, -1, -kept - 1, step=-1),
+    "heads": lambda g, joined, kept: _slice(g, joined, -2, axis=3 - g.axis),
+    "by the update": lambda g, joined, kept: _slice(g, joined, g.Neg(g.Add(g.length, [kept]))),
+    "by a position": lambda g, joined, kept: _slice(g, joined, g.Neg(_slice(
+        g, g.Reshape(g.position_ids, [-1]), 0, 1, axis=0))),
 }  # fmt: skip
 
 
-def _spread(g: Built, window: int, keys: str, queries: str) -> str:
+def _spread(g: Build, window: int, keys: str, queries: str) -> str:
     """Causal, and in the window: bool ``[.., S, T]`` from positions of keys and queries."""
     near = g.LessOrEqual(keys, queries)
-    if window:
-        near = g.And(near, g.Greater(keys, g.Sub(queries, window)))
-    return near
+    return g.And(near, g.Greater(keys, g.Sub(queries, window))) if window else near
 
 
-def _lengths(g: Built, past: str, window: int) -> str:
+def _lengths(g: Build, window: int) -> str:
     """Positions counted from the first row that is left."""
-    held = g.rows(past)
-    total = g.Add(held, g.length)
-    keys = g.Unsqueeze(g.range(g.constant([0]), total), [0, 1, 2])
-    queries = g.Unsqueeze(g.range(held, total), [0, 1, 3])
-    return _spread(g, window, keys, queries)
+    held, total = _ends(g, g.layer)
+    keys, queries = g.Range(0, total, 1), g.Range(held, total, 1)
+    return _spread(g, window, g.Unsqueeze(keys, [0, 1, 2]), g.Unsqueeze(queries, [0, 1, 3]))
 
 
-def _positions(g: Built, past: str, window: int) -> str:
+def _positions(g: Build, window: int) -> str:
     """Positions of tokens: the last rows are the newest ones."""
-    total = g.Add(g.rows(past), g.length)
-    last = g.slice(g.positions, -1, axis=1)  # [B, 1]
-    back = g.Sub(g.range(g.constant([0]), total), g.Sub(total, [1]))
-    keys = g.Unsqueeze(g.Add(last, back), [1, 2])
-    return _spread(g, window, keys, g.Unsqueeze(g.positions, [1, 3]))
+    _, total = _ends(g, g.layer)
+    last = _slice(g, g.position_ids, -1, axis=1)  # [B, 1]
+    keys = g.Add(last, g.Sub(g.Range(0, total, 1), g.Sub(total, 1)))
+    return _spread(g, window, g.Unsqueeze(keys, [1, 2]), g.Unsqueeze(g.position_ids, [1, 3]))
 
 
-def _padded(g: Built, past: str, window: int, newest: bool | None) -> str:
+def _padded(g: Build, window: int, newest: bool | None) -> str:
     """The padding mask over the newest rows, or over the first ones; None: it has no others."""
-    total = g.Add(g.rows(past), g.length)
+    total = g.Unsqueeze(_ends(g, g.layer)[1], [0])
     ends = (g.Neg(total), FAR) if newest else (0, total)
-    part = g.padding if newest is None else g.slice(g.padding, *ends, axis=1)
+    part = g.padding if newest is None else _slice(g, g.padding, *ends, axis=1)
     seen = g.Cast(part, to=TensorProto.BOOL)
-    return g.And(g.Unsqueeze(seen, [1, 2]), _lengths(g, past, window))
+    return g.And(g.Unsqueeze(seen, [1, 2]), _lengths(g, window))
 
 
-MASKS: dict[str, Callable[[Built, str, int], str]] = {
+MASKS: dict[str, Callable[[Build, int], str]] = {
     "lengths": _lengths,
     "positions": _positions,
-    "padding": lambda g, past, window: _padded(g, past, window, newest=True),
-    "padding of the rows": lambda g, past, window: _padded(g, past, window, newest=None),
-    "padding from the first": lambda g, past, window: _padded(g, past, window, newest=False),
+    "padding": lambda g, window: _padded(g, window, newest=True),
+    "padding of the rows": lambda g, window: _padded(g, window, newest=None),
+    "padding from the first": lambda g, window: _padded(g, window, newest=False),
 }
-
-
-def make_cut(how: Cut) -> onnx.ModelProto:
-    """The decoder as a model."""
-    g = Built(how)
-    x = g.Gather(g.weight(VOCABULARY, WIDTH), g.tokens, axis=0)
-    column = g.Unsqueeze(g.Cast(g.positions, to=TensorProto.FLOAT), [-1])
-    angles = g.Mul(column, g.constant(np.linspace(0.05, 1.5, WIDTH), np.float32))
-    x = g.Add(x, g.Sin(angles))
-    for layer in range(len(how.kept)):
-        x = g.Add(x, _layer(g, x, layer))
-    if how.after is not None:
-        x = how.after(g, x)
-    g.MatMul(x, g.weight(WIDTH, VOCABULARY), out="logits")
-    g.output("logits", TensorProto.FLOAT, ["batch", how.sequence, VOCABULARY])
-    for layer in range(len(how.kept)):
-        for kind in ("key", "value"):
-            g.output(f"present.{layer}.{kind}", TensorProto.FLOAT, _shape(how, f"after_{layer}_{kind}"))
-    model = g.model(24 if how.attention == "fused" else 18)
-    onnx.checker.check_model(model, full_check=True)
-    return model
-
-
-def _shape(how: Cut, rows: Dim) -> list[Dim]:
-    return ["batch", KV_HEADS, rows, SIZE] if how.layout == "bnsd" else ["batch", rows, KV_HEADS, SIZE]
-
-
-def _layer(g: Built, x: str, layer: int) -> str:
-    how = g.how
-    query = g.Transpose(_heads(g, g.MatMul(x, g.weight(WIDTH, WIDTH)), HEADS), perm=[0, 2, 1, 3])
-    pasts: list[str] = []
-    read: list[str] = []
-    for kind in ("key", "value"):
-        past = g.pasts[f"{layer}.{kind}"]
-        new = _heads(g, g.MatMul(x, g.weight(WIDTH, KV_HEADS * SIZE)), KV_HEADS)
-        kept = how.kept[layer] + (how.values if kind == "value" and how.kept[layer] else 0)
-        pasts.append(past)
-        read.append(_cached(g, past, new, kept, f"present.{layer}.{kind}"))
-    keys, values = (t if how.layout == "bnsd" else g.Transpose(t, perm=[0, 2, 1, 3]) for t in read)
-    mask = MASKS[how.mask](g, pasts[0], how.window[layer]) if how.mask else ""
-    if how.attention == "fused":
-        output = g.Attention(query, keys, values, *([mask] if mask else []))
-    else:
-        scores = g.MatMul(query, g.Transpose(_repeat(g, keys), perm=[0, 1, 3, 2]))
-        if mask:
-            scores = g.Where(mask, scores, g.constant(-65504.0, np.float32))
-        output = g.MatMul(g.Softmax(scores, axis=-1), _repeat(g, values))
-    merged = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
-    return g.MatMul(merged, g.weight(WIDTH, WIDTH))
-
-
-def _heads(g: Built, tensor: str, heads: int) -> str:
-    return g.Reshape(tensor, [0, 0, heads, SIZE])
-
-
-def _cached(g: Built, past: str, new: str, kept: int, present: str) -> str:
-    """The keys or values that attention reads."""
-    if g.how.layout == "bnsd":
-        new = g.Transpose(new, perm=[0, 2, 1, 3])
-    if not kept:
-        return g.Concat(past, new, out=present, axis=g.axis)
-    before = g.slice(past, -kept) if g.how.cut == "twice" else past
-    joined = g.Concat(before, new, axis=g.axis)
-    g.Identity(CUTS[g.how.cut](g, joined, kept), out=present)
-    return joined if g.how.reads == "all" else present
-
-
-def _repeat(g: Built, tensor: str) -> str:
-    return g.Gather(tensor, np.arange(HEADS) // (HEADS // KV_HEADS), axis=1)
-
 
 FORMS: dict[str, Cut] = {
     "a window of two": Cut(kept=(1,), window=(2,)),
@@ -284,11 +200,11 @@ def entries() -> Iterator[Entry]:
     how: list[dict[str, Any]] = [{"cut": c} for c in CUTS] + [{"mask": m} for m in MASKS]
     how += [{"attention": "fused"}, {"layout": "bsnd"}, {"kept": (0, 7), "window": (0, 8)}, {"sequence": 1}]
     how += [{"values": 1}, {"reads": "cut"}]
-    cuts = {str(h): (lambda h=h: make_cut(Cut(**h))) for h in how}
-    yield from built("cut", cuts, capacity=24)
-    forms = {n: (lambda h=h: make_cut(h)) for n, h in FORMS.items()}
-    yield from built("cut", forms, capacity=40)
+    cuts = {str(h): Cut(**h).decoder() for h in how}
+    forms = {n: h.decoder() for n, h in FORMS.items()}
     at_the_end = {n: m for n, m in forms.items() if n.startswith("kept")}
-    yield from built("cut, capacity 9", at_the_end, capacity=9)
     rings = {n: m for n, m in cuts.items() if "attention" in n or "kept" in n or n == "{'mask': 'lengths'}"}
-    yield from built("cut, circular", rings, capacity=24, sliding="circular", window_chunk=8)
+    yield from decoders("cut", cuts)
+    yield from decoders("cut", forms, capacity=40)
+    yield from decoders("cut, capacity 9", at_the_end, capacity=9)
+    yield from decoders("cut, circular", rings, sliding="circular", window_chunk=8)

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-from graphs import Dim, Graph
+from concat_graphs import Build, Decoder, joined, make_decoder
+from graphs import Dim
 from onnx import TensorProto
 
 from corpus import Entry, built
 
 ROWS, LONG = 8, 40
-HEADS, SIZE, VOCABULARY = 2, 4, 32
-WIDTH = HEADS * SIZE
 FAR = 2**62
 
 
@@ -40,157 +39,89 @@ class Shifted:
     length: Dim = "sequence"
     batch: Dim = "batch"
     layout: str = "bnsd"
-    rows: int = ROWS
+
+    def decoder(self) -> Decoder:
+        return Decoder(
+            heads=2, layers=len(self.layers), batch=self.batch, sequence=self.length, layout=self.layout, lowest=-1e4,
+            mask="none", scores=self._masked, write=self._written, rows=self._rows,
+        )  # fmt: skip
+
+    def _rows(self, layer: int, kind: str) -> tuple[Dim, Dim]:
+        fixed = LONG if self.layers[layer] == "full" else ROWS
+        return ("past", "total") if self.layers[layer] == "grows" else (fixed, fixed)
+
+    def _written(self, g: Build, past: str, new: str, present: str) -> str:
+        """Write to a cache; returns what attention reads."""
+        form = self.layers[g.layer]
+        if form == "grows":
+            return joined(g, past, new, present)
+        if form == "full":
+            return scattered(g, past, new, present, counted_rows(g))
+        if form == "still":
+            index = g.Expand(g.constant([[[[5]]]]), g.Shape(new))
+            return g.ScatterElements(past, index, new, out=present, axis=g.axis)
+        if form == "cat":
+            return joined(g, _cut(g, past, g.Unsqueeze(g.length, [0])), new, present)
+        if form == "roll":
+            rolled = joined(g, _cut(g, past, 1), _cut(g, past, 0, 1))
+            back = scattered(g, rolled, new, "", g.constant([ROWS - 1]))
+            g.Identity(back, out=present)  # attention reads what lies before the output, as torch exports it
+            return back
+        if form == "front":
+            return joined(g, new, _cut(g, past, 0, -1), present)
+        whole = joined(g, past, new)
+        cut = g.Identity(_cut(g, whole, 0, ROWS) if form == "oldest" else _cut(g, whole, -ROWS), out=present)
+        return whole if form == "whole" else cut
+
+    def _masked(self, g: Build, scores: str) -> str:
+        form, lowest = self.layers[g.layer], g.number(g.decoder.lowest)
+        if form in ("full", "grows"):
+            return g.Where(g.once(form, lambda: self._causal(g)), scores, lowest)
+        if self.mask == "none":
+            return scores
+        if self.mask == "added":
+            return g.Add(scores, g.once("own", lambda: self._own(g, TensorProto.FLOAT)))
+        return g.Where(g.once("own", lambda: self._own(g, TensorProto.BOOL)), scores, lowest)
+
+    def _causal(self, g: Build) -> str:
+        own = g.Unsqueeze(g.position_ids, [1, 3])
+        if self.layers[g.layer] == "full":
+            return g.LessOrEqual(np.arange(LONG), own)
+        total = g.Add(g.size_of(g.pasts[2 * g.layer], g.axis), g.length)
+        return g.LessOrEqual(g.Range(0, total, 1), own)
+
+    def _own(self, g: Build, kind: int) -> str:
+        if self.mask == "still":
+            return g.constant(np.arange(ROWS) < 6, np.bool_)
+        if self.mask in ("own", "added"):
+            return g.input("mask", kind, [self.batch, 1, self.length, ROWS])
+        own = g.Unsqueeze(g.position_ids, [1, 3])  # the tokens in the last rows, up to each query's own
+        tokens = g.Sub(g.ReduceMax(own, [2]), np.arange(ROWS)[::-1].copy())
+        least = g.constant(1 if self.mask == "late" else 0)
+        return g.And(g.GreaterOrEqual(tokens, least), g.LessOrEqual(tokens, own))
 
 
-class _Build(Graph):
-    def __init__(self, how: Shifted) -> None:
-        super().__init__()
-        self.how = how
-        self.rng = np.random.default_rng(5)
-        self.masks: dict[str, str] = {}
-        self.axis = how.layout.index("s")
+def _cut(g: Build, tensor: str, start: str | int, end: int = FAR) -> str:
+    return g.Slice(tensor, start if isinstance(start, str) else [start], [end], [g.axis])
 
-    def weight(self, *shape: int) -> str:
-        return self.constant(self.rng.standard_normal(shape) / np.sqrt(shape[0]), np.float32)
 
-    def cut(self, tensor: str, start: str | int, end: int = FAR) -> str:
-        first = start if isinstance(start, str) else self.constant([start])
-        return self.Slice(tensor, first, [end], [self.axis])
+def counted_rows(g: Build) -> str:
+    """``[S]`` from a counter on, the tokens before the step of all sequences."""
+    count = g.once("cur_len", lambda: g.input("cur_len", TensorProto.INT64, []))
+    return g.once("rows", lambda: g.Add(g.Range(0, g.length, 1), count))
 
-    def joined(self, *tensors: str, out: str = "") -> str:
-        return self.node("Concat", tensors, out, axis=self.axis)
 
-    @property
-    def new(self) -> str:
-        """S, ``[1]``."""
-        return self.Shape("input_ids", start=1, end=2)
-
-    @property
-    def count(self) -> str:
-        """Tokens before the step, for all sequences."""
-        if all(value.name != "cur_len" for value in self.inputs):
-            self.input("cur_len", TensorProto.INT64, [])
-        return "cur_len"
-
-    @property
-    def steps(self) -> str:
-        """``0 .. S - 1``."""
-        return self.Range(self.constant(0), self.Squeeze(self.new), 1)
-
-    def shape(self, rows: Dim) -> list[Dim]:
-        dims: dict[str, Dim] = {"b": self.how.batch, "n": HEADS, "s": rows, "d": SIZE}
-        return [dims[axis] for axis in self.how.layout]
+def scattered(g: Build, past: str, new: str, present: str, rows: str) -> str:
+    """Write new rows to places ``[S]``, which are the same for all sequences."""
+    order = [g.axis, *(axis for axis in range(4) if axis != g.axis)]
+    first = [g.Transpose(tensor, perm=order) for tensor in (past, new)]
+    written = g.ScatterND(first[0], g.Unsqueeze(rows, [1]), first[1])
+    return g.Transpose(written, out=present, perm=[order.index(axis) for axis in range(4)])
 
 
 def make_shifted(how: Shifted) -> onnx.ModelProto:
     """The decoder as a model."""
-    g = _Build(how)
-    tokens = g.input("input_ids", TensorProto.INT64, [how.batch, how.length])
-    positions = g.input("position_ids", TensorProto.INT64, [how.batch, how.length])
-    column = g.Unsqueeze(g.Cast(positions, to=TensorProto.FLOAT), [-1])
-    signal = g.Sin(g.Mul(column, g.constant(np.linspace(0.1, 1.5, WIDTH), np.float32)))
-    x = g.Add(g.Gather(g.weight(VOCABULARY, WIDTH), tokens, axis=0), signal)
-    for layer, form in enumerate(how.layers):
-        x = g.Add(x, _layer(g, x, layer, form))
-    g.MatMul(x, g.weight(WIDTH, VOCABULARY), out="logits")
-    g.output("logits", TensorProto.FLOAT, [how.batch, how.length, VOCABULARY])
-    model = g.model(18)
-    onnx.checker.check_model(model, full_check=True)
-    return model
-
-
-def _layer(g: _Build, x: str, layer: int, form: str) -> str:
-    query, *news = (g.Reshape(g.MatMul(x, g.weight(WIDTH, WIDTH)), [0, 0, HEADS, SIZE]) for _ in range(3))
-    read = []
-    for part, new in zip(("key", "value"), news, strict=True):
-        past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
-        rows: Dim = {"full": LONG, "grows": "past"}.get(form, g.how.rows)
-        g.input(past, TensorProto.FLOAT, g.shape(rows))
-        if g.how.layout != "bsnd":
-            new = g.Transpose(new, perm=[0, 2, 1, 3] if g.how.layout == "bnsd" else [0, 2, 3, 1])
-        read.append(_written(g, form, past, new, present))
-        g.output(present, TensorProto.FLOAT, g.shape("total" if form == "grows" else rows))
-    if g.how.layout != "bnsd":
-        perm = [0, 2, 1, 3] if g.how.layout == "bsnd" else [0, 1, 3, 2]
-        read = [g.Transpose(tensor, perm=perm) for tensor in read]
-    query = g.Transpose(query, perm=[0, 2, 1, 3])
-    scores = g.MatMul(query, g.Transpose(read[0], perm=[0, 1, 3, 2]))
-    scores = g.Mul(scores, g.constant(SIZE**-0.5, np.float32))
-    scores = _masked(g, scores, form)
-    out = g.MatMul(g.Softmax(scores, axis=-1), read[1])
-    merged = g.Reshape(g.Transpose(out, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
-    return g.MatMul(merged, g.weight(WIDTH, WIDTH))
-
-
-def _written(g: _Build, form: str, past: str, new: str, present: str) -> str:
-    """Write to a cache; returns what attention reads."""
-    if form == "grows":
-        return g.joined(past, new, out=present)
-    if form == "full":
-        order = [2, 0, 1, 3] if g.axis == 2 else [1, 0, 2, 3]
-        major, rows = (g.Transpose(t, perm=order) for t in (past, new))
-        index = g.Unsqueeze(g.Add(g.count, g.steps), [1])
-        written = g.ScatterND(major, index, rows)
-        return g.Transpose(written, out=present, perm=[int(i) for i in np.argsort(order)])
-    if form == "still":
-        index = g.Expand(g.constant([[[[5]]]]), g.Shape(new))
-        return g.ScatterElements(past, index, new, out=present, axis=g.axis)
-    if form == "cat":
-        return g.joined(g.cut(past, g.new), new, out=present)
-    if form == "roll":
-        order = [2, 0, 1, 3] if g.axis == 2 else [1, 0, 2, 3]
-        rolled = g.joined(g.cut(past, 1), g.cut(past, 0, 1))
-        major, rows = (g.Transpose(t, perm=order) for t in (rolled, new))
-        written = g.ScatterND(major, [[g.how.rows - 1]], rows)
-        back = g.Transpose(written, perm=[int(i) for i in np.argsort(order)])
-        g.Identity(back, out=present)  # attention reads what lies before the output, as torch exports it
-        return back
-    if form == "front":
-        return g.joined(new, g.cut(past, 0, -1), out=present)
-    whole = g.joined(past, new)
-    if form == "oldest":
-        return g.Identity(g.cut(whole, 0, g.how.rows), out=present)
-    cut = g.Identity(g.cut(whole, -g.how.rows), out=present)
-    return whole if form == "whole" else cut
-
-
-def _masked(g: _Build, scores: str, form: str) -> str:
-    if form in ("full", "grows"):
-        if form not in g.masks:
-            g.masks[form] = _causal(g, form)
-        return g.Where(g.masks[form], scores, g.constant(-1e4, np.float32))
-    if g.how.mask == "none":
-        return scores
-    if g.how.mask in ("own", "added"):
-        kind = TensorProto.BOOL if g.how.mask == "own" else TensorProto.FLOAT
-        if "own" not in g.masks:
-            g.masks["own"] = g.input("mask", kind, [g.how.batch, 1, g.how.length, g.how.rows])
-        if g.how.mask == "added":
-            return g.Add(scores, "mask")
-    elif "own" not in g.masks:
-        g.masks["own"] = g.constant(np.arange(g.how.rows) < 6, np.bool_) if g.how.mask == "still" else _counted(g)
-    return g.Where(g.masks["own"], scores, g.constant(-1e4, np.float32))
-
-
-def _causal(g: _Build, form: str) -> str:
-    own = g.Unsqueeze("position_ids", [1, 3])
-    if form == "full":
-        return g.LessOrEqual(np.arange(LONG), own)
-    past = next(value.name for value in g.inputs if "past" in [d.dim_param for d in value.type.tensor_type.shape.dim])
-    total = g.Add(g.Shape(past, start=g.axis, end=g.axis + 1), g.new)
-    scalar = g.Squeeze(total)
-    return g.LessOrEqual(g.Range(0, scalar, 1), own)
-
-
-def _counted(g: _Build) -> str:
-    """The tokens in the last rows, up to each query's own."""
-    own = g.Unsqueeze("position_ids", [1, 3])
-    last = g.ReduceMax(own, [2])
-    age = g.constant(np.arange(g.how.rows)[::-1].copy())
-    tokens = g.Sub(last, age)
-    least = g.constant(1 if g.how.mask == "late" else 0)
-    return g.And(g.GreaterOrEqual(tokens, least), g.LessOrEqual(tokens, own))
+    return make_decoder(how.decoder())
 
 
 FORMS: dict[str, dict[str, Any]] = {
