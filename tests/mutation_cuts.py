@@ -2,19 +2,12 @@
 
 `faulty` changes a rewritten model at random: whatever the check takes, `verify` has to find equal. `Miscut` plants a
 fault in the check's own cutting (a region that nobody runs, boundaries that are exchanged, a tensor that is taken for
-another, blind digests) and in the rewritten model a fault that it hides: `verify` has to find that one. By hand::
-
-    PYTHONPATH=tests:tests/corpus python tests/mutation_cuts.py --seeds 0:500 tests/models/optimum/llama/model.onnx ...
-    PYTHONPATH=tests:tests/corpus python tests/mutation_cuts.py --miscut --seeds 0:200
+another, blind digests) and in the rewritten model a fault that it hides: `verify` has to find that one.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import tempfile
-from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -25,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import onnx
-from concat_graphs import Decoder, make_decoder
 from mutations import Mutator, alike, types_of
 from onnx import helper
 
@@ -321,31 +313,3 @@ def exposed(pair: Pair, seed: int) -> tuple[str, str]:
     if not pair.passes(wrong.hides):
         return wrong.name, "missed"
     return wrong.name, "whole models" if taken else "elsewhere"
-
-
-def main() -> None:
-    """Prints one line for each fault that the check takes, or for each wrong cut, and the number of each outcome."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("models", nargs="*", type=Path)
-    parser.add_argument("--seeds", default="0:20", help="FIRST:LAST")
-    parser.add_argument("--miscut", action="store_true", help="plant faults in the cutting")
-    given = parser.parse_args()
-    seeds = range(*map(int, given.seeds.split(":")))
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        onnx.save(make_decoder(Decoder(layers=2)), path)
-        for source in given.models or [path]:
-            pair = Pair(source, PlanOptions(capacity=CAPACITY))
-            for seed in seeds:
-                name, said = exposed(pair, seed) if given.miscut else trial(pair, seed)
-                counts[name if given.miscut else str(source)][said if given.miscut else name] += 1
-                if given.miscut or name == "wrong":
-                    sys.stdout.write(f"{source}\t{seed}\t{name}\t{said}\n")
-                    sys.stdout.flush()
-    for what, found in counts.items():
-        sys.stdout.write(f"{what}: {dict(found)}\n")
-
-
-if __name__ == "__main__":
-    main()

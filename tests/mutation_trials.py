@@ -1,18 +1,13 @@
 """The importer against decoders whose meaning was changed at random.
 
 A mutated model is its own specification: the importer refuses it by an error of its own, or the rewritten model gives
-the numbers that the mutated one gives in ONNX Runtime. Anything else is a bug. By hand, at scale::
-
-    PYTHONPATH=tests python tests/mutation_trials.py --seeds 0:500 tests/models/optimum/llama/model.onnx ...
+the numbers that the mutated one gives in ONNX Runtime. Anything else is a bug.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import signal
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -162,26 +157,3 @@ def mutant(source: Path, folder: Path, seed: int, kinds: Sequence[str] = ()) -> 
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
     return path, done
-
-
-def main() -> None:
-    """Mutates models and prints one line for each mutation."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--seeds", default="0:20", help="FIRST:LAST")
-    parser.add_argument("--capacity", type=int, help="of caches that grow")
-    parser.add_argument("--kinds", nargs="*", default=(), help="of changes; all where left out")
-    arguments = parser.parse_args()
-    first, last = map(int, arguments.seeds.split(":"))
-    for seed in range(first, last):
-        for source in arguments.models:
-            with tempfile.TemporaryDirectory() as folder:
-                path, done = mutant(source, Path(folder), seed, arguments.kinds)
-                word, reason = judge(path, PlanOptions(capacity=arguments.capacity))
-            line = "\t".join((word, str(source), str(seed), done, " | ".join(reason.splitlines()[-4:])))
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,7 @@
-"""Judge what becomes of the models of `plain_graphs`: the rewritten model against an interpreter in NumPy of its own.
-
-With ``PYTHONPATH=tests/corpus``, ``python tests/plain_judge.py --seeds A:B [--build]`` prints a table of outcomes;
-``--seed N`` prints one model in detail.
-"""
+"""Judge the models of `plain_graphs`: the rewritten model against an interpreter in NumPy of its own."""
 
 from __future__ import annotations
 
-import argparse
-import collections
-import re
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +16,8 @@ from harness import Array, Feeds, build, run, to_logical, to_physical
 from mutation_cuts import KINDS
 from mutations import Mutator
 from onnx import helper, numpy_helper
-from plain_graphs import VOCABULARY, Plain, plain_model
+from plain_graphs import VOCABULARY, Plain
 from reference import attention, tensor_scatter
-from scatter_graphs import scatter_plain
 
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import ImportedModel
@@ -565,50 +556,3 @@ def _close(name: str, result: Array, expected: Array, where: str, tolerance: flo
         text = f"'{name}'{list(place)} is {float(result[place]):g}, was {float(expected[place]):g}"
         raise _DiffersError(WRONG, f"{text} ({int(bad.sum())} of {bad.size}); {where}")
     return count
-
-
-# By hand.
-
-
-def _say(text: object) -> None:
-    sys.stdout.write(f"{text}\n")
-
-
-def pattern(detail: str) -> str:
-    """A message without names and numbers: for counting."""
-    text = re.sub(r"^(\w+: )(/\S+: )?", r"\1", detail)
-    text = re.sub(r"'[^']*'", "'..'", text)
-    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "#", text)[:110]
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:200")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--build", action="store_true")
-    parser.add_argument("--scatter", action="store_true", help="models without attention")
-    parser.add_argument("--every", type=int, default=1, help="build every n-th model")
-    given = parser.parse_args(arguments)
-    draw = scatter_plain if given.scatter else plain_model
-    if given.seed is not None:
-        plain = draw(given.seed)
-        _say(onnx.printer.to_text(plain.model))
-        _say(f"{plain.odd}\n{plain.options}\n{judge(plain, build_too=given.build)}")
-        return
-    first, last = map(int, given.seeds.split(":"))
-    table: dict[tuple[str, str], list[tuple[int, Outcome, Plain]]] = collections.defaultdict(list)
-    for seed in range(first, last):
-        plain = draw(seed)
-        outcome = judge(plain, build_too=given.build and seed % given.every == 0)
-        table[outcome.kind, pattern(outcome.detail)].append((seed, outcome, plain))
-    for (kind, what), found in sorted(table.items(), key=lambda item: (item[0][0], -len(item[1]))):
-        _say(f"{len(found):5} {kind:24} {what}")
-        if kind not in (EQUAL, REFUSED):
-            for seed, outcome, plain in found[:6]:
-                _say(f"{'':12}{seed}: {', '.join(plain.odd)}: {outcome.detail[:230]}")
-    totals = collections.Counter(kind for (kind, _), found in table.items() for _ in found)
-    _say(dict(totals))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,18 +1,8 @@
-"""Judge what becomes of the models of `spellings`: the rewritten model's logits against ONNX Runtime on the original.
-
-With ``PYTHONPATH=.:tests:tests/corpus``, ``python tests/spelling_judge.py --seeds A:B`` prints a table of outcomes of
-models of which every part is drawn; ``--single N`` of models with one unusual spelling each, N for each spelling;
-``--seed N [--part PART --how HOW] [--text]`` prints one model in detail.
-"""
+"""Judge the models of `spellings`: the rewritten model's logits against ONNX Runtime on the original."""
 
 from __future__ import annotations
 
-import argparse
-import collections
-import re
-import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from spellings import CAPACITY, VOCABULARY, Spelling, all_single, make, spelled, twin
+from spellings import CAPACITY, VOCABULARY, Spelling, make, twin
 
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model
@@ -164,66 +154,3 @@ def _apart(one: Sequence[Array], other: Sequence[Array]) -> str:
             far = "" if a.shape != b.shape else f", {np.abs(a - b).max():.3g} apart"
             return f"step {step}: {a.shape} and {b.shape}{far}"
     return ""
-
-
-# By hand.
-
-
-def _say(text: object) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
-def pattern(outcome: Outcome) -> str:
-    """A message without names and numbers: for counting."""
-    text = outcome.detail.strip().splitlines()[-1] if outcome.detail.strip() else ""
-    text = re.sub(r"'[^']*'", "'..'", text)
-    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "#", text)[:170]
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds")
-    parser.add_argument("--single", type=int)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--kept", type=float, default=0.0, help="how probable it is that a part is spelled as usual")
-    parser.add_argument("--part", default="")
-    parser.add_argument("--how", default="")
-    parser.add_argument("--text", action="store_true")
-    parser.add_argument("--log", type=argparse.FileType("w"), help="a line for each model")
-    given = parser.parse_args(arguments)
-    if given.seed is not None:
-        one = spelled(given.seed, given.part, given.how, kept=given.kept)
-        if given.text:
-            _say(onnx.printer.to_text(make(one)))
-        _say(f"{one}\n{one.unusual}\n{judge(one)}")
-        return
-    drawn: list[Spelling] = []
-    if given.single:
-        drawn = [spelled(1000 * i + n, part, how) for i, (part, how) in enumerate(all_single())
-                 for n in range(given.single) if given.part in ("", part)]  # fmt: skip
-    if given.seeds:
-        first, last = map(int, given.seeds.split(":"))
-        drawn += [spelled(seed, kept=given.kept) for seed in range(first, last)]
-    table: dict[tuple[str, str], list[tuple[Spelling, Outcome]]] = collections.defaultdict(list)
-    start = time.time()
-    for spelling in drawn:
-        outcome = judge(spelling)
-        table[outcome.kind, pattern(outcome)].append((spelling, outcome))
-        if given.log:
-            given.log.write(
-                f"{outcome.kind}\t{spelling.seed}\t{spelling.unusual}\t{' '.join(outcome.detail.split())}\n"
-            )
-            given.log.flush()
-    for (kind, what), found in sorted(table.items(), key=lambda item: (item[0][0], -len(item[1]))):
-        _say(f"{len(found):5} {kind:12} {what}")
-        for spelling, outcome in found[: 8 if given.single else 2]:
-            if kind != EQUAL:
-                shown = spelling.unusual if given.single or kind != REFUSED else ""
-                _say(f"{'':12}{spelling.seed}: {shown} {outcome.detail[-200:] if kind not in (EQUAL, REFUSED) else ''}")
-    totals = collections.Counter(kind for (kind, _), found in table.items() for _ in found)
-    _say(f"{dict(totals)}, {time.time() - start:.0f} s")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

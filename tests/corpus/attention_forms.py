@@ -209,9 +209,9 @@ def _zero_row(g: Build, values: str) -> str:
     return g.Pad(values, [0, 0, 0, 0, 0, 0, 1, 0])
 
 
-def _near_in_turns(g: Build, scores: str) -> str:
-    """A window in every other layer, as gpt-oss has it."""
-    if sum(n.op_type == "Softmax" for n in g.nodes) % 2:
+def near_in_turns(g: Build, scores: str) -> str:
+    """A window in every other layer, as Gemma and gpt-oss have it."""
+    if g.layer % 2:
         return scores
     far = g.LessOrEqual(g.key_rows, g.Sub(g.query_rows, 4))
     return g.Where(g.to_scores(far), g.number(-1e4), scores)
@@ -230,7 +230,7 @@ SINKS: dict[str, dict[str, Any]] = {
     "one token": {"sinks": "zero", "sequence": 1},
     "float16": {"sinks": "weight", "dtype": np.float16},
     "float16, upcast": {"sinks": "weight", "dtype": np.float16, "upcast": True, "size": 16},
-    "windows in turns": {"sinks": "weight", "layers": 2, "scores": _near_in_turns},
+    "windows in turns": {"sinks": "weight", "layers": 2, "scores": near_in_turns},
     "in another order than their weight": _beside(_heads_turned),
     "of the scores": _beside(_of_tokens),
     "of the length": _beside(_of_length),

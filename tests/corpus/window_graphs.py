@@ -7,21 +7,14 @@ from functools import partial
 from typing import Any
 
 import onnx
-from concat_graphs import Build, decoders
+from attention_forms import near_in_turns
+from concat_graphs import decoders
 from graphs import Graph
 from onnx import TensorProto
 
 from corpus import Entry, built
 
 LONG = 40
-
-
-def near_in_turns(g: Build, scores: str) -> str:
-    """Every other layer sees all, as Gemma's do."""
-    if sum(n.op_type == "Softmax" for n in g.nodes) % 2:
-        return scores
-    far = g.LessOrEqual(g.key_rows, g.Sub(g.query_rows, 4))
-    return g.Where(g.to_scores(far), g.number(-1e4), scores)
 
 
 FORMS: dict[str, dict[str, Any]] = {
