@@ -10,132 +10,89 @@ import numpy as np
 import onnx
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
-from graphs import Graph
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from corpus import Entry, built
 
-F32, I64 = TensorProto.FLOAT, TensorProto.INT64
-SHAPE = ["B", 2, 8, 4]
 CONFIG = DecoderConfig(layers=2, hidden=32, head_size=8, vocab=64)
+CACHE = "float[B,2,8,4]"
+WRITE = "TensorScatter <axis = 2>"
 
 
-def cache_graph() -> tuple[Graph, list[str]]:
-    graph = Graph()
-    inputs = [graph.input("past", F32, SHAPE), graph.input("update", F32, ["B", 2, "S", 4])]
-    inputs.append(graph.input("write_indices", I64, ["B"]))
-    graph.output("present", F32, SHAPE)
-    return graph, inputs
+def update(body: str, inputs: str = "", constants: str = "", functions: str = "") -> onnx.ModelProto:
+    """A model that updates a cache, in ONNX text."""
+    return parser.parse_model(f"""
+        <ir_version: 11, opset_import: ["" : 24, "local" : 1, "my" : 1]>
+        graph ({CACHE} past, float[B,2,S,4] update, int64[B] write_indices{inputs}) => ({CACHE} present)
+        <{constants}> {{ {body} }}
+        {functions}""")
 
 
-def scatter_function(name: str = "Write", inner: str | None = None) -> onnx.FunctionProto:
-    op = helper.make_node("TensorScatter", ["p", "u", "w"], ["r"], axis=2)
-    if inner:
-        op = helper.make_node(inner, ["p", "u", "w"], ["r"], domain="local")
-    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("local", 1)]
-    return helper.make_function("local", name, ["p", "u", "w"], ["r"], [op], opsets)
-
-
-def functions(depth: int, opset: int = 24, domain: str = "", *, endless: bool = False) -> onnx.ModelProto:
+def functions(depth: int, last: str = WRITE, opset: int = 24, local: int = 1) -> onnx.ModelProto:
     """An update in functions of functions."""
-    graph, inputs = cache_graph()
-    names = [f"Write{i}" for i in range(depth)]
-    inner = [*names[1:], names[0] if endless else None]
-    made = [scatter_function(name, below) for name, below in zip(names, inner, strict=True)]
-    next(o for o in made[0].opset_import if o.domain == domain).version = opset if domain == "" else 25
-    graph.node("Write0", inputs, "present", domain="local")
-    return graph.model(domains=["local"], functions=made)
+    calls = [*(f"local.Write{i}" for i in range(1, depth)), last]
+    texts = [
+        f"""<domain: "local", opset_import: ["" : {opset if i == 0 else 24}, "local" : {local if i == 0 else 1}]>
+        Write{i} (p, u, w) => (r) {{ r = {call} (p, u, w) }}"""
+        for i, call in enumerate(calls)
+    ]
+    return update("[node_present] present = local.Write0 (past, update, write_indices)", functions="\n".join(texts))
 
 
-def named_as_an_operator() -> onnx.ModelProto:
-    """TensorRT's parser takes its own Relu for my::Relu; inlined, it cannot."""
-    graph, inputs = cache_graph()
-    graph.TensorScatter(inputs[0], graph.Relu("update", domain="my"), inputs[2], out="present", axis=2)
-    square = helper.make_function("my", "Relu", ["x"], ["y"], [helper.make_node("Mul", ["x", "x"], ["y"])],
-                                  [helper.make_opsetid("", 24)])  # fmt: skip
-    return graph.model(domains=["my"], functions=[square])
+def of_function(call: str, body: str) -> onnx.ModelProto:
+    """New rows that a function makes."""
+    return update(
+        f"new = my.{call} (update, scale)  present = {WRITE} (past, new, write_indices)",
+        constants="float[4] scale = {1, 1, 1, 1}",
+        functions=f'<domain: "my", opset_import: ["" : 24]> {call} (x, scale, bias) => (y) {{ {body} }}',
+    )
 
 
 def input_left_out() -> onnx.ModelProto:
     """No entry: ONNX Runtime 1.31 dies of it."""
-    graph, inputs = cache_graph()
-    normed = graph.Norm(inputs[1], graph.constant(np.ones(4), np.float32), domain="my")
-    graph.TensorScatter(inputs[0], normed, inputs[2], out="present", axis=2)
-    node = helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["y"])
-    norm = helper.make_function("my", "Norm", ["x", "scale", "bias"], ["y"], [node], [helper.make_opsetid("", 24)])
-    return graph.model(domains=["my"], functions=[norm])
+    return of_function("Norm", "y = LayerNormalization (x, scale, bias)")
 
 
-def branch(inputs: list[str], *, written: bool) -> onnx.GraphProto:
-    """A branch that captures the cache from outside; its inner names repeat those of the other branch."""
-    if written:
-        nodes = [
-            helper.make_node("Identity", [inputs[1]], ["row"]),
-            helper.make_node("TensorScatter", [inputs[0], "row", inputs[2]], ["out"], axis=2),
-        ]
-    else:
-        nodes = [helper.make_node("Identity", [inputs[0]], ["row"]), helper.make_node("Identity", ["row"], ["out"])]
-    return helper.make_graph(nodes, "branch", [], [helper.make_tensor_value_info("out", F32, SHAPE)])
-
-
-def condition(taken: str = "then_branch", *, nested: bool = False, computed: bool = False) -> onnx.ModelProto:
-    """An If whose branch `taken` writes the cache."""
-    graph, inputs = cache_graph()
-    value = graph.input("condition", TensorProto.BOOL, []) if computed else ""
-    value = value or graph.constant(taken == "then_branch", np.bool_)
+def condition(taken: str, constant: str, *, inputs: str = "", nested: bool = False) -> onnx.ModelProto:
+    """An If whose branch `taken` writes the cache; the inner names of both are the same."""
     other = "else_branch" if taken == "then_branch" else "then_branch"
-    branches = {taken: branch(inputs, written=True), other: branch(inputs, written=False)}
+    written = f"row = Identity (update)  out = {WRITE} (past, row, write_indices)"
+    rest = f"{other} = b () => ({CACHE} out) {{ row = Identity (past)  out = Identity (row) }}"
+    body = f"If (c) <{taken} = a () => ({CACHE} out) {{ {written} }}, {rest}>"
     if nested:
-        inner = helper.make_node("If", [value], ["inner"], **branches)
-        info = [helper.make_tensor_value_info("inner", F32, SHAPE)]
-        branches[taken] = helper.make_graph([inner], "outer", [], info)
-    graph.If(value, out="present", **branches)
-    return graph.model()
+        body = f"If (c) <{taken} = n () => ({CACHE} inner) {{ inner = {body} }}, {rest}>"
+    return update(f"[node_present] present = {body}", inputs, constant)
 
 
-def loop_body(inputs: list[str]) -> onnx.GraphProto:
-    """(iteration, condition, cache) -> (condition, updated cache); iteration 0 adds nothing to the write index."""
-    info = helper.make_tensor_value_info
-    nodes = [
-        helper.make_node("Add", [inputs[2], "i"], ["where"]),
-        helper.make_node("TensorScatter", ["carried", inputs[1], "where"], ["written"], axis=2),
-        helper.make_node("Identity", ["go"], ["still"]),
-    ]
-    return helper.make_graph(
-        nodes, "body", [info("i", I64, []), info("go", TensorProto.BOOL, []), info("carried", F32, SHAPE)],
-        [info("still", TensorProto.BOOL, []), info("written", F32, SHAPE)],
+def loop(inputs: str = "", constant: str = "") -> onnx.ModelProto:
+    """Iteration 0 adds nothing to the write index."""
+    return update(
+        f"""[node_present] present = Loop (trips, , past) <body = b (int64 i, bool go, {CACHE} carried) => (
+            bool still, {CACHE} written) {{
+            where = Add (write_indices, i)
+            written = {WRITE} (carried, update, where)
+            still = Identity (go)
+        }}>""",
+        inputs, constant,
     )  # fmt: skip
-
-
-def loop(trips: int | None) -> onnx.ModelProto:
-    graph, inputs = cache_graph()
-    count = graph.input("trips", I64, []) if trips is None else graph.constant(trips)
-    graph.Loop(count, "", inputs[0], out="present", body=loop_body(inputs))
-    return graph.model()
 
 
 def without_caches() -> onnx.ModelProto:
     """Control flow that stays, in a branch of which another one lies that captures a constant."""
-    graph, inputs = cache_graph()
-    flag, shape = graph.input("flag", TensorProto.BOOL, [1]), ["B", 2, "S", 4]
-    chosen = graph.Squeeze(flag)
-
-    def body(factor: float, inner: onnx.NodeProto | None = None) -> onnx.GraphProto:
-        value = numpy_helper.from_array(np.array(factor, np.float32), "factor")
-        nodes = [helper.make_node("Mul", ["update", "factor"], ["scaled"])] if inner is None else [inner]
-        return helper.make_graph(nodes, "b", [], [helper.make_tensor_value_info("scaled", F32, shape)], [value])
-
-    bare = [helper.make_graph([helper.make_node(op, ["update", "factor"], [f"{op}_out"])], op, [],
-                              [helper.make_tensor_value_info(f"{op}_out", F32, shape)])
-            for op in ("Mul", "Div")]  # fmt: skip
-    inner = helper.make_node("If", [chosen], ["scaled"], then_branch=bare[0], else_branch=bare[1])
-    always = graph.constant(True, np.bool_)
-    scaled = graph.If(always, out="chosen", then_branch=body(2.0, inner), else_branch=body(3.0))
-    graph.TensorScatter(inputs[0], scaled, inputs[2], out="present", axis=2)
-    return graph.model()
+    rows = "float[B,2,S,4]"
+    return update(
+        f"""chosen = Squeeze (flag)
+        new = If (always) <
+            then_branch = t () => ({rows} s) <float factor = {{2}}> {{ s = If (chosen) <
+                then_branch = m () => ({rows} x) {{ x = Mul (update, factor) }},
+                else_branch = d () => ({rows} y) {{ y = Div (update, factor) }}> }},
+            else_branch = e () => ({rows} s) <float factor = {{3}}> {{ s = Mul (update, factor) }}>
+        present = {WRITE} (past, new, write_indices)""",
+        ", bool[1] flag", "bool always = {1}",
+    )  # fmt: skip
 
 
-def body_of(model: onnx.ModelProto, prefix: str, dropped: tuple[str, ...] = ()) -> onnx.GraphProto:
+def body_of(model: onnx.ModelProto, prefix: str) -> onnx.GraphProto:
     """A model's graph as a branch: initializers inside, its own names prefixed, inputs taken from outside."""
     graph = model.graph
     own = {n for node in graph.node for n in node.output} | {t.name for t in graph.initializer}
@@ -202,14 +159,18 @@ def merged(*, swapped: bool = False, both_cached: bool = False) -> onnx.ModelPro
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     **{f"functions {depth}": partial(functions, depth) for depth in (1, 2, 3)},
-    "functions of another opset": partial(functions, 1, 25),
-    "functions of another local opset": partial(functions, 1, domain="local"),
-    "endless functions": partial(functions, 1, endless=True),
-    **{f.__name__: f for f in (named_as_an_operator, without_caches)},
-    **{f"If {taken}": partial(condition, taken) for taken in ("then_branch", "else_branch")},
-    "If in If": partial(condition, nested=True),
-    "If computed": partial(condition, computed=True),
-    **{f"Loop {trips}": partial(loop, trips) for trips in (1, 2, None)},
+    "functions of another opset": partial(functions, 1, opset=25),
+    "functions of another local opset": partial(functions, 1, local=25),
+    "endless functions": partial(functions, 1, "local.Write0"),
+    # TensorRT's parser takes its own Relu for my::Relu; inlined, it cannot.
+    "named_as_an_operator": partial(of_function, "Relu", "y = Mul (x, x)"),
+    "without_caches": without_caches,
+    "If then_branch": partial(condition, "then_branch", "bool c = {1}"),
+    "If else_branch": partial(condition, "else_branch", "bool c = {0}"),
+    "If in If": partial(condition, "then_branch", "bool c = {1}", nested=True),
+    "If computed": partial(condition, "then_branch", "", inputs=", bool c"),
+    **{f"Loop {trips}": partial(loop, constant=f"int64 trips = {{{trips}}}") for trips in (1, 2)},
+    "Loop None": partial(loop, ", int64 trips"),
 }
 MERGED: dict[str, dict[str, bool]] = {
     "first": {}, "swapped": {"swapped": True}, "both with caches": {"both_cached": True}}  # fmt: skip
