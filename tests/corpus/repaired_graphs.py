@@ -6,17 +6,14 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import numpy as np
 import onnx
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
-from graphs import Graph
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 from state_graphs import beside_a_cache
 
 from corpus import Entry, built
 
-FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)
 Edit = Callable[[onnx.ModelProto], object]
 
@@ -63,111 +60,52 @@ def foreign(form: str, edit: Edit) -> onnx.ModelProto:
     return model
 
 
-def branch(nodes: list[onnx.NodeProto], output: str) -> onnx.GraphProto:
-    return helper.make_graph(nodes, "body", [], [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["B", 4])])
-
-
-def later_in_a_body() -> onnx.ModelProto:
-    """The tensors that an If reads are named in its bodies only, those nested in these too."""
-    graph = Graph()
-    graph.input("x", FLOAT, ["B", 4])
-    graph.input("choice", TensorProto.BOOL, [])
-    inner = branch([helper.make_node("Neg", ["late"], ["minus"])], "minus")
-    outer = branch([helper.make_node("If", ["choice"], ["picked"], then_branch=inner, else_branch=inner)], "picked")
-    plain = branch([helper.make_node("Abs", ["x"], ["kept"])], "kept")
-    graph.If("choice", out="y", then_branch=outer, else_branch=plain)
-    graph.Relu("x", out="late")
-    graph.output("y", FLOAT, ["B", 4])
-    return beside_a_cache(graph)
-
-
-def scalars_in_a_body() -> onnx.ModelProto:
-    graph = Graph()
-    graph.input("x", FLOAT, ["B", 4])
-    graph.input("choice", TensorProto.BOOL, [])
-    inputs = ["x", graph.constant(0)]
-    most, total = (
-        branch([helper.make_node(op, inputs, ["made"], keepdims=1)], "made") for op in ("ReduceMax", "ReduceSum")
-    )
-    graph.If("choice", out="y", then_branch=most, else_branch=total)
-    graph.output("y", FLOAT, ["B", 4])
-    return beside_a_cache(graph)
-
-
-def cycle() -> onnx.ModelProto:
-    graph = Graph()
-    graph.input("x", FLOAT, [4])
-    graph.Add("x", "b", out="a")
-    graph.Relu("a", out="b")
-    graph.output("b", FLOAT, [4])
-    return beside_a_cache(graph)
-
-
-def other_domain() -> onnx.ModelProto:
-    graph = Graph()
-    graph.input("x", FLOAT, [4])
-    graph.Own("x", out="y", domain="com.own")
-    graph.output("y", FLOAT, [4])
-    return beside_a_cache(graph)
-
-
+BRANCH = "() => (float[B,4]"
+BESIDE: dict[str, tuple[str, ...]] = {
+    # The tensors that an If reads are named in its bodies only, those nested in these too.
+    "later_in_a_body": (
+        "float[B,4] x, bool choice", "float[B,4] y",
+        f"""y = If (choice) <
+            then_branch = outer {BRANCH} picked) {{ picked = If (choice) <
+                then_branch = a {BRANCH} minus) {{ minus = Neg (late) }},
+                else_branch = b {BRANCH} minus) {{ minus = Neg (late) }}> }},
+            else_branch = plain {BRANCH} kept) {{ kept = Abs (x) }}>
+        late = Relu (x)""",
+    ),
+    "scalars_in_a_body": (
+        "float[B,4] x, bool choice", "float[B,4] y",
+        f"""y = If (choice) <
+            then_branch = most {BRANCH} made) {{ made = ReduceMax <keepdims = 1> (x, zero) }},
+            else_branch = total {BRANCH} made) {{ made = ReduceSum <keepdims = 1> (x, zero) }}>""",
+        "int64 zero = {0}",
+    ),
+    "cycle": ("float[4] x", "float[4] b", "[node_a] a = Add (x, b)  [node_b] b = Relu (a)"),
+    "other_domain": ("float[4] x", "float[4] y", "[node_y] y = own.Own (x)"),
+    # Where has a bool, Pow and CastLike two types, LayerNormalization may have two.
+    "types_of_their_own": (
+        "float16[B,4] h, float[B,4] f", "float[B,4] y",
+        "positive = Greater (f, f)  power = Pow (f, h)  like = CastLike (h, f)  y = Where (positive, power, like)",
+    ),
+}  # fmt: skip
 # Element types that contradict each other, as converters to float16 leave them.
+WRONG_TYPES = {
+    # onnxconverter-common: the result of a Cast that stayed, stated as what the rest became.
+    "stated_otherwise": """graph (float16[B,4] h) => (float16[B,4] y) <float16[B,4] cast> {
+        [node_cast] cast = Cast <to = 1> (h)  [node_y] y = Add (cast, h) }""",
+    "mixed": "graph (float16[B,4] h, float[B,4] f) => (float16[B,4] y) { [node_y] y = Add (h, f) }",
+    # NVIDIA ModelOpt's PTQ of a file that was float16 already.
+    "quantized": """graph (float16[B,4] h, float[B,4] f) => (float16[B,4] y) <float scale = {0.1}, int8 zero = {0}> {
+        small = QuantizeLinear (f, scale, zero)  wide = DequantizeLinear (small, scale)
+        [node_y] y = Add (h, wide) }""",
+    # onnxruntime.transformers.optimizer over optimum-onnx' Llama in float16.
+    "fused": """graph (float16[B,2,S,8] x, int64[B,S] positions) => (float16[B,2,S,8] y)
+        <float[1,4] cos = {1, 1, 1, 1}, float[1,4] sin = {1, 1, 1, 1}> {
+        [node_y] y = com.microsoft.RotaryEmbedding (x, positions, cos, sin) }""",
+}
 
 
-def graph(out: int = FLOAT) -> Graph:
-    made = Graph()
-    made.input("half", HALF, ["B", 4])
-    made.input("float", FLOAT, ["B", 4])
-    made.output("y", out, ["B", 4])
-    return made
-
-
-def stated_otherwise() -> onnx.ModelProto:
-    """onnxconverter-common: the result of a Cast that stayed, stated as what the rest became."""
-    made = graph(HALF)
-    made.Cast("half", out="cast", to=FLOAT)
-    made.Add("cast", "half", out="y")
-    model = made.model()
-    model.graph.value_info.append(helper.make_tensor_value_info("cast", HALF, ["B", 4]))
-    return model
-
-
-def mixed() -> onnx.ModelProto:
-    made = graph(HALF)
-    made.Add("half", "float", out="y")
-    return made.model()
-
-
-def quantized() -> onnx.ModelProto:
-    """NVIDIA ModelOpt's PTQ of a file that was float16 already."""
-    made = graph(HALF)
-    small = made.QuantizeLinear("float", made.constant(0.1, np.float32), made.constant(0, np.int8))
-    made.Add("half", made.DequantizeLinear(small, made.constant(0.1, np.float32)), out="y")
-    return made.model()
-
-
-def fused() -> onnx.ModelProto:
-    """onnxruntime.transformers.optimizer over optimum-onnx' Llama in float16."""
-    made = Graph()
-    made.input("x", HALF, ["B", 2, "S", 8])
-    made.input("positions", TensorProto.INT64, ["B", "S"])
-    tables = [made.constant(np.ones((4, 4)), np.float32) for _ in range(2)]
-    made.RotaryEmbedding("x", "positions", *tables, out="y", domain="com.microsoft")
-    made.output("y", HALF, ["B", 2, "S", 8])
-    return made.model(21, ["com.microsoft"])
-
-
-def types_of_their_own() -> onnx.ModelProto:
-    """Where has a bool, Pow and CastLike two types, LayerNormalization may have two."""
-    made = graph()
-    positive = made.Greater("float", "float")
-    power = made.Pow("float", "half")
-    like = made.CastLike("half", "float")
-    made.Where(positive, power, like, out="y")
-    return beside_a_cache(made)
-
-
-WRONG_TYPES = (stated_otherwise, mixed, quantized, fused)
+def text(graph: str) -> onnx.ModelProto:
+    return parser.parse_model(f'<ir_version: 11, opset_import: ["" : 24, "com.microsoft" : 1]> {graph}')
 
 
 def entries() -> Iterator[Entry]:
@@ -177,6 +115,5 @@ def entries() -> Iterator[Entry]:
         **{edit.__name__: ("concat", edit) for edit in (scalars_for_lists, other_rank)},
     }
     yield from built("repaired", {n: partial(foreign, *how) for n, how in edits.items()}, capacity=16)
-    made = (later_in_a_body, scalars_in_a_body, cycle, other_domain, types_of_their_own)
-    yield from built("repaired", {make.__name__: make for make in made})
-    yield from built("wrong types", {make.__name__: make for make in WRONG_TYPES})
+    yield from built("repaired", {name: partial(beside_a_cache, *parts) for name, parts in BESIDE.items()})
+    yield from built("wrong types", {name: partial(text, graph) for name, graph in WRONG_TYPES.items()})
