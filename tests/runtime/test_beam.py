@@ -158,11 +158,11 @@ def test_early_stopping_ends_with_the_first_full_set() -> None:
 def test_room_ends_with_capacity() -> None:
     model = random_model(5, 8)
     config = GenerationConfig(max_new_tokens=6, num_beams=3)
-    found = search(model, config, free_tokens=2)
+    found = search(model, config, room=2)
     assert {len(hypothesis.tokens) for hypothesis in found} == {3}
     assert {hypothesis.finish_reason for hypothesis in found} == {FinishReason.CAPACITY}
-    assert {hypothesis.finish_reason for hypothesis in search(model, config, free_tokens=5)} == {FinishReason.LENGTH}
-    assert {len(hypothesis.tokens) for hypothesis in search(model, config, free_tokens=0)} == {1}
+    assert {hypothesis.finish_reason for hypothesis in search(model, config, room=5)} == {FinishReason.LENGTH}
+    assert {len(hypothesis.tokens) for hypothesis in search(model, config, room=0)} == {1}
 
 
 def test_nothing_left_is_an_error() -> None:
