@@ -52,13 +52,13 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
     graph = onnx.shape_inference.infer_shapes(detach_weights(model)[0]).graph
     types = {info.name: info.type.tensor_type.elem_type for info in (*graph.input, *graph.value_info)}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    found: dict[str, KernelConfig] = {}
+    configs: dict[str, KernelConfig] = {}
     for node in nodes:
         operator = OPERATORS[node.op_type]
         names = [onnx.TensorProto.DataType.Name(types.get(name, 0)).lower() for name in node.input]
         config = operator.config(dict(zip(operator.inputs, names, strict=True)))
-        found.setdefault(config.name, config)
-    return tuple(found.values())
+        configs.setdefault(config.name, config)
+    return tuple(configs.values())
 
 
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:

@@ -82,12 +82,12 @@ class CompiledKernel:
         """
         if self.ptx:
             raise OptionError(f"kernel {self.name} is PTX, whose registers are not known yet: compile a cubin")
-        found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
+        sizes = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
         used = re.findall(r"Used (\d+) registers", self.log)
-        if not found or not used:
+        if not sizes or not used:
             raise BackendError(f"NVRTC {_text(self.nvrtc)} gave no account of kernel {self.name}: {self.log.strip()!r}")
         registers = max(map(int, used))
-        stack, stores, loads = (max(map(int, counts)) for counts in zip(*found, strict=True))
+        stack, stores, loads = (max(map(int, counts)) for counts in zip(*sizes, strict=True))
         return ResourceUse(registers, stack, stores, loads, _occupancy(registers, self.arch))
 
 
@@ -124,13 +124,13 @@ def compile_source(
     options = (f"--gpu-architecture={target}", *_OPTIONS, *(() if ptx else ("--ptxas-options=-v",)))
     key = blake3("\0".join((source, *options, arch, str(ptx), _text(version))).encode()).hexdigest()
     path = kernel_folder() / f"{key}.kernel"
-    kept = _read(path)
-    if kept is not None:
-        return kept
+    cached = _read(path)
+    if cached is not None:
+        return cached
     code, log = _compile(source, name, options, ptx=ptx)
-    made = CompiledKernel(name, arch, version, ptx, code, log)
-    _write(path, made)
-    return made
+    kernel = CompiledKernel(name, arch, version, ptx, code, log)
+    _write(path, kernel)
+    return kernel
 
 
 def kernel_folder() -> Path:
@@ -220,7 +220,7 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """Return a kept kernel, or None if there is no complete one."""
+    """Return a cached kernel, or None if there is no complete one."""
     try:
         digest, content = (data := path.read_bytes())[:32], data[32:]
         if blake3(content).digest() != digest:

@@ -59,7 +59,7 @@ class Operator:
             ("Pair", self.caches == 2),
             ("Quantized", self.quantized),
         )
-        return "KVCacheUpdate" + "".join(part for part, given in parts if given)
+        return "KVCacheUpdate" + "".join(part for part, applies in parts if applies)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -177,8 +177,8 @@ def _text(shape: Sequence[int | None]) -> str:
 
 def _all_operators() -> dict[str, Operator]:
     parts = itertools.product(UpdateForm, UpdateMode, (1, 2), (False, True))
-    made = [Operator(form, mode, caches, quantized) for form, mode, caches, quantized in parts]
-    return {operator.name: operator for operator in made}
+    operators = [Operator(form, mode, caches, quantized) for form, mode, caches, quantized in parts]
+    return {operator.name: operator for operator in operators}
 
 
 OPERATORS = _all_operators()

@@ -118,15 +118,15 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
 def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
     """Return the function with this signature; its refusals are added to `errors`."""
 
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TrtKvCacheError as error:
             errors.append(error)
             raise
 
-    kept.__signature__ = signature  # type: ignore[attr-defined]
-    return kept
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    return wrapper
 
 
 def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
