@@ -25,8 +25,8 @@ from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model, pipeline
 from trt_kvcache.importer.check import models
 from trt_kvcache.importer.check import region as cutting
-from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.graph import Graph
+from trt_kvcache.importer.check.pair import pair_models
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.prepare import Prepared
 from trt_kvcache.importer.rewritten import misfit

@@ -25,8 +25,8 @@ from verify import mistakes as m
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
 from trt_kvcache.importer.check import check_rewrite
-from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.graph import Graph as CheckedGraph
+from trt_kvcache.importer.check.pair import pair_models
 from trt_kvcache.importer.check.region import _integers as integers
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.check.shapes import Kinds

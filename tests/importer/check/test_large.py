@@ -22,8 +22,8 @@ from verify import mistakes as m
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, pipeline, plan_model, rewrite_model
 from trt_kvcache.importer.check import check_rewrite, models
-from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.narrow import bytes_read
+from trt_kvcache.importer.check.pair import pair_models
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.experts import exact_experts

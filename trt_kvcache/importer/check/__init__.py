@@ -5,7 +5,7 @@ one. Both parts run in ONNX Runtime on random queries, keys and values, over ste
 from each other.
 
     graph         digests: tensors that are equal by construction
-    cut           both models, with the inputs that mean the same on both sides
+    pair          both models, with the inputs that mean the same on both sides
     shapes        shapes in batch and new tokens
     region        between boundaries, caches and inputs on one end, joins and presents on the other
     narrow        regions with large weights: few rows and columns, random numbers

@@ -26,7 +26,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.compare import sequence_axis, token
-from trt_kvcache.importer.check.cut import ModelPair
+from trt_kvcache.importer.check.pair import ModelPair
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
@@ -37,8 +37,8 @@ from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find
 from trt_kvcache.importer.steps.engine import RunError, UnfusedSession
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
+from trt_kvcache.importer.steps.single_tokens import SingleTokens
 from trt_kvcache.importer.steps.step import Step, read_limits
-from trt_kvcache.importer.steps.tokens_apart import SingleTokens
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

@@ -10,9 +10,9 @@ import onnx
 from onnx import TensorProto, external_data_helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.check.cut import pair_models
 from trt_kvcache.importer.check.independence import compare_batches
 from trt_kvcache.importer.check.narrow import bytes_read, drawn, has_caches, narrowed
+from trt_kvcache.importer.check.pair import pair_models
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region, find_regions
 from trt_kvcache.importer.check.run import run_region

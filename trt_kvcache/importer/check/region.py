@@ -18,8 +18,8 @@ import onnx
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.cut import ModelPair, check_interface
 from trt_kvcache.importer.check.graph import Graph
+from trt_kvcache.importer.check.pair import ModelPair, check_interface
 from trt_kvcache.importer.check.shapes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role
 from trt_kvcache.importer.protos import FLOATS, copied, is_op, names_read, part_of, replace_field

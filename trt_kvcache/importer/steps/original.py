@@ -34,8 +34,8 @@ from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, R
 from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
 from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import arrange
+from trt_kvcache.importer.steps.single_tokens import SingleTokens
 from trt_kvcache.importer.steps.step import rows_together
-from trt_kvcache.importer.steps.tokens_apart import SingleTokens
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
