@@ -160,6 +160,14 @@ def _hostile(folder: Path, edit: Callable[[onnx.ModelProto, random.Random], None
     return path
 
 
+def test_the_memory_of_a_process_is_its_own() -> None:
+    """Not that of the process that started it."""
+    large = np.ones(1 << 26)
+    code = "from trt_kvcache.machine import peak_memory; print(peak_memory())"
+    peak = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert 0 < int(peak) < large.nbytes
+
+
 def test_a_run_may_take_the_memory_that_is_free() -> None:
     with bounded_memory(), pytest.raises(MemoryError):
         held = [np.empty(free_memory(swap=True) // 4, np.uint8) for _ in range(6)]

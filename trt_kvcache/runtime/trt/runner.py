@@ -32,10 +32,10 @@ from trt_kvcache.runtime.trt.context import Context, ContextFactory
 from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Pinned, cuda_bindings, taken
 from trt_kvcache.runtime.trt.function import EngineFunction
 from trt_kvcache.runtime.trt.graphs import StepGraphs
-from trt_kvcache.runtime.trt.held import Resources
 from trt_kvcache.runtime.trt.io import StepBuffers
 from trt_kvcache.runtime.trt.jit import kernel_cache_path
 from trt_kvcache.runtime.trt.load import check_manifest, load_tensorrt, open_engine
+from trt_kvcache.runtime.trt.resources import Resources
 from trt_kvcache.runtime.trt.shapes import StepShapes
 
 __all__ = ["Bindings", "TensorRTRunner"]
