@@ -27,7 +27,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.latent_attention.computed import Computed
-from trt_kvcache.importer.extensions.latent_attention.rows import MOVES, RowFunction
+from trt_kvcache.importer.extensions.latent_attention.rows import RowFunction
 from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, dtype_name, elem_type, is_op, producer
 from trt_kvcache.importer.normalize.attention.search import smallest
 from trt_kvcache.importer.normalize.canonical import Canonical
@@ -35,7 +35,7 @@ from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
-from trt_kvcache.importer.operators import VIEWS
+from trt_kvcache.importer.operators import MOVES, VIEWS
 
 _JOINS = ("Concat", "Split")
 

@@ -17,12 +17,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.latent_attention.rows import MOVES, RowFunction, Rows
+from trt_kvcache.importer.extensions.latent_attention.rows import RowFunction, Rows
 from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
 
 

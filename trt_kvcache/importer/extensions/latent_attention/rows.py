@@ -27,9 +27,8 @@ from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.operators import MOVES
 
-MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
-"""Operators that only move and repeat what a row holds."""
 Axes = tuple[int, ...]
 _OTHERS = ("Attention", "Shape", "Size")
 _SAMPLES = 3
