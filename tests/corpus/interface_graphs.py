@@ -14,7 +14,7 @@ from concat_graphs import make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Dim, Graph, attention_model, scatter_model
-from onnx import TensorProto
+from onnx import TensorProto, parser
 
 from corpus import Entry, built
 
@@ -298,26 +298,26 @@ HOLDERS = (
 )  # fmt: skip
 
 
-def beside(*, nameless: bool = False) -> onnx.ModelProto:
+def text(inputs: str, outputs: str, nodes: str) -> onnx.ModelProto:
+    return parser.parse_model(
+        f'<ir_version: 11, opset_import: ["" : 24]> graph ({inputs}) => ({outputs}) {{ {nodes} }}'
+    )
+
+
+def beside(length: str = "L") -> onnx.ModelProto:
     """Another tensor is as long as the caches, whatever their length is called."""
-    graph = Graph()
-    past, update = graph.input("past", FLOAT, [B, "L", 8]), graph.input("update", FLOAT, [B, S, 8])
-    graph.TensorScatter(past, update, out="present", axis=1)
-    graph.output("present", FLOAT, [B, "L", 8])
-    graph.Neg(graph.input("beside", FLOAT, [B, "L"]), out="beside_out")
-    graph.output("beside_out", FLOAT, [B, "L"])
-    model = graph.model()
-    for value in (model.graph.input[0], model.graph.output[0]) if nameless else ():
-        value.type.tensor_type.shape.dim[1].Clear()
-    return model
+    return text(
+        f"float[batch,{length},8] past, float[batch,S,8] update, float[batch,L] beside",
+        f"float[batch,{length},8] present, float[batch,L] beside_out",
+        "present = TensorScatter <axis = 1> (past, update)  beside_out = Neg (beside)",
+    )
 
 
 def computed_cache() -> onnx.ModelProto:
-    graph = Graph()
-    raw, update = graph.input("raw", FLOAT, [B, 2, "L", 8]), graph.input("update", FLOAT, [B, 2, S, 8])
-    graph.TensorScatter(graph.Neg(raw), update, out="present")
-    graph.output("present", FLOAT, [B, 2, "L", 8])
-    return graph.model()
+    return text(
+        "float[batch,2,L,8] raw, float[batch,2,S,8] update", "float[batch,2,L,8] present",
+        "past = Neg (raw)  [node_present] present = TensorScatter (past, update)",
+    )  # fmt: skip
 
 
 def unused_outputs(opset: int = 24) -> onnx.ModelProto:
@@ -432,7 +432,7 @@ def _lengths() -> Iterator[Entry]:
     for capacity in (0, -3, 16, 32):
         yield from built(f"capacity, {capacity}", {"fixed": fixed, "open": open_}, capacity=capacity)
     more: dict[str, Callable[[], onnx.ModelProto]] = {
-        "beside": beside, "nameless": partial(beside, nameless=True), "computed": computed_cache}  # fmt: skip
+        "beside": beside, "nameless": partial(beside, "?"), "computed": computed_cache}  # fmt: skip
     yield from built("capacity, 16", more, capacity=16)
     yield from built("capacity, 4", {"long update": partial(scatter_model, ("B", 2, "L", 8), length=6)}, capacity=4)
     yield from built("capacity, digits", {"digits": partial(scatter_model, ("3", "2", "16", "8"))})

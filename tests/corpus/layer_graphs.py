@@ -19,11 +19,11 @@ CAPACITY = 16
 class Layers(Graph):
     """A graph with the inputs that all layers of a decoder share."""
 
-    def __init__(self, dtype: int = HALF, length: Dim = "S") -> None:
+    def __init__(self, dtype: int = HALF, length: Dim = "S", lengths: str = "valid") -> None:
         super().__init__()
         self.dtype, self.length = dtype, length
-        self.input("write_indices", TensorProto.INT64, ["B"])
-        self.input("valid", TensorProto.INT64, ["B"])
+        for name in filter(None, ("write_indices", lengths)):
+            self.input(name, TensorProto.INT64, ["B"])
 
     def cache(
         self, name: str, size: int = 16, capacity: int = CAPACITY, mode: str = "linear", *, flat: bool = False

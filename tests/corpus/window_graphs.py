@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 from attention_forms import near_in_turns
 from concat_graphs import decoders
-from graphs import Graph
+from layer_graphs import Layers
 from onnx import TensorProto
 
 from corpus import Entry, built
@@ -27,33 +27,23 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def canonical(nonpad: bool, *, shown: bool = False, **attrs: int) -> onnx.ModelProto:
+def canonical(*, lengths: str = "nonpad_kv_seqlen", shown: bool = False, **attrs: int) -> onnx.ModelProto:
     """A model with TensorScatter caches and an Attention of opset 25; `shown`: its scores are an output."""
-    g = Graph()
-    query = g.input("query", TensorProto.FLOAT, ["B", 2, "S", 4])
-    indices = g.input("write_indices", TensorProto.INT64, ["B"])
-    presents = []
-    for kind in ("key", "value"):
-        past = g.input(f"{kind}_cache", TensorProto.FLOAT, ["B", 2, LONG, 4])
-        new = g.input(f"new_{kind}", TensorProto.FLOAT, ["B", 2, "S", 4])
-        presents.append(g.TensorScatter(past, new, indices, out=f"updated_{kind}_cache", axis=2))
-        g.output(presents[-1], TensorProto.FLOAT, ["B", 2, LONG, 4])
-    lengths = ["", "", "", g.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])] if nonpad else []
-    scores = ["", "", "scores"] if shown else []
-    g.Attention(query, *presents, *lengths, out=["out", *scores], **attrs)
-    g.output("out", TensorProto.FLOAT, ["B", 2, "S", 4])
-    if scores:
-        g.output("scores", TensorProto.FLOAT, ["B", 2, "S", LONG])
+    g = Layers(TensorProto.FLOAT, "S", lengths)
+    inputs = [g.query(heads=2), *g.caches(capacity=LONG), *(["", "", "", lengths] if lengths else [])]
+    g.Attention(*inputs, out=["y", "", "", "scores"] if shown else "y", **attrs)
+    for name, size in {"y": 16, **({"scores": LONG} if shown else {})}.items():
+        g.output(name, TensorProto.FLOAT, ["B", 2, "S", size])
     return g.model(25)
 
 
 CANONICAL: dict[str, dict[str, Any]] = {
-    "window": {"nonpad": True, "is_causal": 1, "left_window_size": 4},
-    "causal": {"nonpad": True, "is_causal": 1},
-    "not causal": {"nonpad": True, "left_window_size": 4},
-    "of the first key": {"nonpad": False, "is_causal": 1, "left_window_size": 4},
-    "no window": {"nonpad": True, "is_causal": 1, "left_window_size": -1},
-    "scores shown": {"nonpad": True, "shown": True, "is_causal": 1, "left_window_size": 4},
+    "window": {"is_causal": 1, "left_window_size": 4},
+    "causal": {"is_causal": 1},
+    "not causal": {"left_window_size": 4},
+    "of the first key": {"lengths": "", "is_causal": 1, "left_window_size": 4},
+    "no window": {"is_causal": 1, "left_window_size": -1},
+    "scores shown": {"shown": True, "is_causal": 1, "left_window_size": 4},
 }
 
 
