@@ -54,8 +54,9 @@ ACTIONS = st.one_of([
     st.tuples(st.just(name), *values)
     for name, values in {
         "add": (GIVEN, COUNT, YES, YES), "draw": (TOKENS, COUNT, SLOT), "go_on": (SLOT, GIVEN, COUNT),
-        "park": (GIVEN,), "step": (st.integers(1, 6),), "fork": (SLOT,), "reorder": (st.lists(SLOT, min_size=5),),
-        "move": (SLOT,), "compact": (), "crop": (SLOT, st.integers(0, 20)), "reset": (SLOT,), "travel": (SLOT,),
+        "park": (GIVEN, st.integers(0, 9)), "step": (st.integers(1, 6),), "fork": (SLOT,),
+        "reorder": (st.lists(SLOT, min_size=5),), "move": (SLOT,), "compact": (), "crop": (SLOT, st.integers(0, 20)),
+        "reset": (SLOT,), "travel": (SLOT,),
         "offload": (SLOT,), "restore": (SLOT,), "remove": (SLOT, YES),
         "stream": (st.lists(GIVEN, min_size=1, max_size=3), COUNT),
         "read": (SLOT, st.integers(1, 9)), "leave": (SLOT,), "cancel": (SLOT,), "beams": (TOKENS, COUNT),
@@ -73,8 +74,8 @@ class Hashes:
         helpers: dict[str, Any] = {"max_sequences": runner.max_batch + 3} if helped else {}
         if helped and len(runner.plan.caches) == 1 and runner.plan.caches[0].mode is UpdateMode.LINEAR:
             helpers["prefix_cache"] = 200
-            if runner.max_chunk > 1 and runner.max_logits != 1:
-                helpers["draft"] = DraftModel(HashRunner(max_batch=2))
+        if helped and runner.max_chunk > 1 and runner.max_logits != 1:
+            helpers["draft"] = DraftModel(HashRunner(max_batch=2))
         self.session = DecodeSession(runner, embeddings=self.embeddings, **helpers)
         self.windows = [c.capacity for c in runner.plan.caches if c.mode is UpdateMode.CIRCULAR]
         self.crops = True
@@ -281,12 +282,17 @@ class Play:
             self.session.add(tokens, GenerationConfig(max_new_tokens=count), slot=slot, keep=True, **beside)
             self.runs[slot] = Run(alone, count, keep=True)
 
-    def park(self, what: Given) -> None:
+    def park(self, what: Given, keep: int) -> None:
         if self.cache.free:
             tokens, beside = self.world.arguments(what)
             slot, alone = self.cache.acquire(constants=beside.pop("constants", None)), self.world.alone(what)
-            logits = self.session.update({slot: tokens}, **{name: {slot: array} for name, array in beside.items()})
-            alone.scored(logits[slot][-1])
+            given = {name: {slot: array} for name, array in beside.items()}
+            logits = self.session.update({slot: tokens}, keep, **given)[slot]
+            assert len(logits) == min(keep, len(tokens))
+            for back, scores in enumerate(logits[::-1]):
+                before = alone.copy()
+                before.cut(len(alone) - back)
+                before.scored(scores)
             self.parked[slot] = alone
 
     def step(self, count: int = 1) -> None:

@@ -30,26 +30,6 @@ def test_rows_that_were_given_nothing_share_steps_with_the_others() -> None:
         assert all(batch.positions is None for batch in runner.given)
 
 
-def test_tokens_behind_an_image_stand_behind_its_largest_position() -> None:
-    """As transformers has it for Qwen2-VL: text, an image of 2 x 3 patches, text, and what is generated."""
-    places = [[0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]]
-    runner = EmbeddedRunner(max_chunk=4)
-    with DecodeSession(runner, embeddings=TABLE) as session:
-        slot = session.add([1] * 10, config(3), positions=places, keep=True)
-        while session.running:
-            session.step()
-        np.testing.assert_array_equal(np.concatenate(runner.written, axis=2)[0], [[*p, 7, 8] for p in places])
-        session.cache.crop(slot, 5)
-        session.update({slot: [3]})
-        np.testing.assert_array_equal(runner.written[-1], [[[5]] * 3])  # after the 4 of the row that is left
-        session.update({slot: [3, 4]}, positions={slot: [0, 9]})
-        session.update({slot: [3]})
-        np.testing.assert_array_equal(runner.written[-1], [[[10]] * 3])
-        session.cache.reset(slot)
-        session.update({slot: [3]})
-        assert runner.given[-1].positions is None
-
-
 def test_the_models_positions_bound_a_sequence_not_its_tokens() -> None:
     """A prompt of more tokens than the model has positions, all of them small."""
     runner = EmbeddedRunner(max_chunk=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -60,49 +59,6 @@ def log_probabilities(logits: Logits) -> list[float]:
     top = float(logits.max())
     total = math.log(sum(math.exp(float(value) - top) for value in logits))
     return [float(value) - top - total for value in logits]
-
-
-def every_hypothesis(model: Model, vocab: int, config: GenerationConfig) -> dict[tuple[int, ...], float]:
-    """All continuations that end, with their scores, one by one."""
-    found = {}
-    for length in range(1, config.max_new_tokens + 1):
-        for tokens in itertools.product(range(vocab), repeat=length):
-            ends = tokens[-1] in config.eos_token_ids
-            if any(token in config.eos_token_ids for token in tokens[:-1]) or (
-                not ends and length < config.max_new_tokens
-            ):
-                continue
-            total = sum(log_probabilities(model(PROMPT + tokens[:at]))[token] for at, token in enumerate(tokens))
-            found[tokens] = total / length**config.length_penalty
-    return found
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.integers(0, 10**6),
-    st.integers(2, 4),
-    st.integers(1, 3),
-    st.sampled_from([-1.0, 0.0, 0.7, 1.0, 2.0]),
-    st.sampled_from([(), (0,), (0, 1)]),
-)
-def test_full_width_is_exhaustive(seed: int, vocab: int, length: int, penalty: float, eos: tuple[int, ...]) -> None:
-    """As wide as there are sequences, nothing is pruned: the hypotheses are all there are, best first."""
-    model = random_model(seed, vocab)
-    config = GenerationConfig(
-        max_new_tokens=length,
-        num_beams=max(2, vocab**length),
-        length_penalty=penalty,
-        early_stopping="never",
-        eos_token_id=eos,
-    )
-    expected = every_hypothesis(model, vocab, config)
-    found = search(model, config)
-    assert {hypothesis.tokens for hypothesis in found} == set(expected)
-    for hypothesis in found:
-        assert hypothesis.score == pytest.approx(expected[hypothesis.tokens], abs=1e-5)
-        ended = hypothesis.tokens[-1] in eos
-        assert hypothesis.finish_reason is (FinishReason.EOS if ended else FinishReason.LENGTH)
-    assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
 
 
 @settings(deadline=None, max_examples=40)

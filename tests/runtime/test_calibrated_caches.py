@@ -35,7 +35,6 @@ from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, Promp
 from trt_kvcache.importer import import_model, quantize_caches
 from trt_kvcache.plan import CacheDtype, Fallback, Target
 from trt_kvcache.reports import VerifyReport
-from trt_kvcache.runtime.ort import runner as ort_runner
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.verify import verify_quantized
 
@@ -214,25 +213,6 @@ def test_engines_decode_as_the_cpu_does(tmp_path: Path, kind: CacheDtype, target
     if kind is INT8:
         with DecodeSession.open(model) as session:
             assert [r.tokens for r in session.generate(PROMPTS, config)] == wanted
-
-
-def test_attention_of_onnx_runtime_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers as by ordinary operators."""
-    model = write_decoder(tmp_path / "model.onnx", CONFIG)
-    planned = options(INT8, calibrate_caches(model, PROMPTS))
-    opened: list[onnx.ModelProto] = []
-    admit = ort_runner.admit_weights
-    monkeypatch.setattr(ort_runner, "admit_weights", lambda proto: (opened.append(proto), admit(proto)))
-    logits = []
-    for fuse in (ort_runner.fuse_attention, lambda proto, plan: proto):
-        monkeypatch.setattr(ort_runner, "fuse_attention", fuse)
-        with DecodeSession.open(model, plan_options=planned) as session:
-            logits.append(session.update({session.cache.acquire(): PROMPTS[0]}, keep=10))
-    kinds = [{node.op_type for node in proto.graph.node} for proto in opened]
-    assert "GroupQueryAttention" in kinds[0]
-    assert {"QuantizeLinear", "TensorScatter", "DequantizeLinear"} <= kinds[1]
-    (one,), (other,) = (list(found.values()) for found in logits)
-    np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
 def test_files_say_their_scales(tmp_path: Path) -> None:

@@ -15,9 +15,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runtime.engines import drain
 from runtime.hash_runner import (
-    TABLE,
-    Alone,
-    EmbeddedRunner,
     HashRunner,
     continued,
     next_token,
@@ -88,13 +85,6 @@ def test_greedy_tokens_are_the_same(kind: type[HashRunner], rows: int, guessed: 
         assert shares
         assert min(shares) == 1 if kind is HashRunner else 0.3 < sum(shares) / len(shares) < 1
     assert draft.closed
-
-
-def test_rings_take_guesses_until_they_are_full() -> None:
-    with drafted(HashRunner(), HashRunner(RINGED)) as session:
-        (result,) = session.generate([[1, 2, 3]], config(30))
-        assert result.tokens == continued(session._runner, [1, 2, 3], 30)  # type: ignore[arg-type]
-        assert 0 < result.speculation.proposed < 50
 
 
 def test_a_step_of_the_model_gives_several_tokens() -> None:
@@ -228,17 +218,6 @@ def test_a_draft_that_fails_costs_its_guesses_alone() -> None:
         assert result.tokens == continued(session._runner, [*range(10)], 20)  # type: ignore[arg-type]
         assert result.speculation.impossible == "the draft holds 16 tokens; use one with more capacity"
         assert 4 <= result.speculation.accepted <= 8
-
-
-def test_a_draft_sees_ids_where_the_model_was_given_embeddings() -> None:
-    for draft in (DraftModel(HashRunner()), DraftModel(EmbeddedRunner(), TABLE)):
-        runner = EmbeddedRunner()
-        with DecodeSession(runner, embeddings=TABLE, draft=draft) as session:
-            alone = Alone.of(runner)
-            alone.extend([150, 160])
-            embeds = np.array([[150, 0], [160, 0]], np.float32)
-            slot = session.add([8, 8], config(9), inputs_embeds=embeds)
-            assert drain(session)[slot] == alone.continued(9)
 
 
 def test_an_interrupt_at_any_line_changes_no_token() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from runtime.engines import drain
-from runtime.hash_runner import TABLE, Alone, EmbeddedRunner, HashRunner, continued, rows, with_encoder, with_state
+from runtime.hash_runner import HashRunner, continued, with_encoder, with_state
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import CacheFileError, OptionError, OutputError, SessionError, SlotError
@@ -33,30 +32,6 @@ def start(session: DecodeSession, prompt: list[int]) -> int:
 
 def alone(session: DecodeSession, text: list[int], count: int) -> list[int]:
     return continued(session._runner, text, count)  # type: ignore[arg-type]
-
-
-def test_idle_sequences_make_room() -> None:
-    """Six chats in two rows, and four of them at a time; the one that was used longest ago goes."""
-    with swapping() as session:
-        runner: Any = session._runner
-        chats = {start(session, [first, 2]): [first, 2] for first in range(6)}
-        assert session.cache.offloaded == (0, 1, 2, 3)
-        assert session.cache.free == 0
-        for turn in range(3):
-            for slot in [*chats][turn : turn + 4]:
-                session.add([turn], config(3 + slot), slot=slot, keep=True)
-            for slot, tokens in drain(session).items():
-                assert tokens == alone(session, [*chats[slot], turn], 3 + slot)
-                chats[slot] = session.cache.tokens(slot)
-        session.remove(5)
-        fork = session.cache.fork(session.cache.offloaded[0])
-        session.update({slot: [9] for slot in session.cache.slots}, 0)  # more at once than there are rows
-        for slot in session.cache.slots:
-            assert int(session.update({slot: [8]})[slot].argmax()) == alone(session, session.cache.tokens(slot), 1)[0]
-        assert fork in session.cache.slots
-        for slot in session.cache.slots:
-            session.remove(slot)
-        assert runner.host == {}
 
 
 def test_those_that_run_keep_their_rows_and_others_wait() -> None:
@@ -281,57 +256,6 @@ def test_guesses_and_what_was_cut_are_not_kept() -> None:
         assert drain(session)[slot] == continued(session._runner, [*text[:6], 1, 2, 3], 4)  # type: ignore[arg-type]
         computes(session, [*text[:6], 1, 2, 3, 4], 2)
         computes(session, [*text, *continued(session._runner, text, 8)], 3)  # type: ignore[arg-type]
-
-
-def test_embeddings_and_positions_are_not_taken_for_ids(tmp_path: Path) -> None:
-    """Nor is the text after them; the text before them is."""
-    runner = EmbeddedRunner()
-    with caching(runner=runner, embeddings=TABLE) as session:
-
-        def run(given: dict[str, Any], computed: int) -> None:
-            alone = Alone.of(runner)
-            alone.take(TEXT[:5])
-            numbers = given["inputs_embeds"][:, 0] if "inputs_embeds" in given else TABLE[TEXT[5:], 0]
-            alone.extend(numbers, given.get("positions"))
-            slot = session.cache.acquire()
-            del runner.steps[:]
-            session.update({slot: TEXT[:5]}, 0)
-            beside = {kind: {slot: value.T if kind == "positions" else value} for kind, value in given.items()}
-            session.update({slot: TEXT[5:]}, 1, **beside)
-            assert sum(step.tokens.size for step in runner.steps) == computed
-            assert int(session.update({slot: [3]})[slot].argmax()) == after(alone)
-            session.cache.save(tmp_path / "slot", [slot])
-            session.remove(slot)
-            (slot,) = session.cache.load(tmp_path / "slot").values()
-            session.update({slot: [4] * 5})
-            session.remove(slot)
-
-        run({"inputs_embeds": rows(range(40, 46))}, 11)
-        run({"positions": np.array([[9 + i] * 3 for i in range(6)])}, 7)
-        run({}, 7)
-        slot = session.cache.acquire()
-        session.update({slot: TEXT})
-        assert counted(session)[2] == 4 + 4 + 8
-
-
-def after(alone: Alone) -> int:
-    alone.take([3])
-    return alone.next()
-
-
-def test_it_goes_with_offloaded_sequences_and_beams() -> None:
-    with caching(runner=HashRunner(max_batch=2), max_sequences=6) as session:
-        for _ in range(2):
-            slots = [session.add([*TEXT, i], asked(5), keep=True) for i in range(5)]
-            assert drain(session) == {
-                slot: continued(session._runner, [*TEXT, i], 5) for i, slot in enumerate(slots)  # type: ignore[arg-type]
-            }  # fmt: skip
-            for slot in slots:
-                session.remove(slot)
-        before = counted(session)[2]
-        plain = DecodeSession(HashRunner()).generate([TEXT], asked(5, num_beams=2))
-        assert session.generate([TEXT], asked(5, num_beams=2))[0].tokens == plain[0].tokens
-        assert counted(session)[2] == before + 8
 
 
 def test_models_whose_rows_cannot_be_reused_are_refused() -> None:

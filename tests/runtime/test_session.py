@@ -124,15 +124,6 @@ def test_clients_take_turns() -> None:
     assert started == [many[0], many[1], two[0], alone, many[2], two[1], many[3]]
 
 
-def test_capacity_ends_a_sequence() -> None:
-    runner = HashRunner([("linear", 16)])
-    with DecodeSession(runner) as session:
-        result, full = session.generate([[1, 2, 3], list(range(16))], config(50))
-    assert result.tokens == continued(runner, [1, 2, 3], 14)  # the last one is chosen, and has no place any more
-    assert full.tokens == continued(runner, range(16), 1)
-    assert result.finish_reason is full.finish_reason is FinishReason.CAPACITY
-
-
 def test_threads_share_the_steps() -> None:
     runner = HashRunner(KINDS[2], max_batch=3)
     session = DecodeSession(runner)
@@ -214,31 +205,6 @@ def test_a_cancelled_astream_whose_step_fails_later_says_nothing() -> None:
         asyncio.run(cancelled())
         assert not session.cache.slots
     assert said == []
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("kinds", KINDS)
-def test_more_logits_than_a_step_gives_take_more_steps(kinds: Sequence[tuple[str, int]], most: int) -> None:
-    """Of an engine that gives logits of a few positions: the same numbers, and drafts that are no longer."""
-    runner, bounded = HashRunner(kinds), HashRunner(kinds, max_logits=most)
-    text = [list(range(20)), [7, 3], [5] * 9]
-    for keep in (1, 4, 9, 30):
-        found = []
-        for one in (runner, bounded):
-            session = DecodeSession(one)
-            slots = [session.cache.acquire() for _ in text]
-            given = dict(zip(slots, text, strict=True))
-            found.append([*session.update(given, keep).values(), *session.update({slots[1]: [4, 4]}, keep).values()])
-            for slot in slots:
-                session.cache.release(slot)
-        for wanted, made in zip(*found, strict=True):
-            assert np.array_equal(wanted, made)
-        expected = [continued(runner, text[0][: i + 1], 1)[0] for i in range(20)][-keep:]
-        assert found[0][0].argmax(-1).tolist() == expected
-    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], list(range(20)) * 2]
-    drafted = session.generate(prompts, config(20, prompt_lookup_num_tokens=5, max_matching_ngram_size=1))
-    assert [r.tokens for r in drafted] == [continued(runner, p, 20) for p in prompts]
-    assert max(step.keep for step in bounded.steps) <= most
 
 
 def test_a_failed_update_is_undone() -> None:

@@ -87,21 +87,6 @@ def test_rows_of_one_length_share_a_step(device: str, tmp_path: Path) -> None:
 
 
 @BOTH
-def test_beams_share_what_their_prompt_was_given(device: str, tmp_path: Path) -> None:
-    config, prompts = GenerationConfig(max_new_tokens=5, num_beams=3), [[5, 9, 3], [1, 2, 4, 8, 16, 32]]
-    constants = [encoder_constants("hidden", "bool", length, seed) for seed, length in enumerate((6, 11))]
-    with opened(device, tmp_path, "hidden", "bool") as session:
-        both = session.generate(prompts, config, constants)
-        again = session.generate(prompts[1:], config, constants[1:])
-        other = session.generate(prompts[1:], config, constants[:1])
-        slot = session.cache.acquire(constants=constants[0])
-        constants[0]["encoder_hidden_states"][...] = np.nan  # the caller's array may change
-        assert np.isfinite(session.update({slot: [1]})[slot]).all()
-    assert both[1].tokens == again[0].tokens
-    assert other[0].tokens != again[0].tokens
-
-
-@BOTH
 def test_what_is_missing_unknown_or_wrong_is_refused(device: str, tmp_path: Path) -> None:
     constants = encoder_constants("keys", "ones", 6, 0)
     key = "past_key_values.b.encoder.key"

@@ -37,12 +37,8 @@ def session(model: Path) -> Iterator[DecodeSession]:
         yield opened
 
 
-def test_a_prompt_comes_in_one_step(model: Path, session: DecodeSession) -> None:
+def test_prompts_come_in_one_step(model: Path, session: DecodeSession) -> None:
     assert session.max_chunk == 24
-    assert session.generate([PROMPT], max_new_tokens=6)[0].tokens == greedy(model, PROMPT, 6)
-
-
-def test_beams_and_rows_beside_change_nothing(model: Path, session: DecodeSession) -> None:
     prompts = [PROMPT, PROMPT[:4], PROMPT[3:]]
     found = session.generate(prompts, max_new_tokens=4)
     assert [g.tokens for g in found] == [greedy(model, prompt, 4) for prompt in prompts]
