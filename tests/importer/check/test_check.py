@@ -84,14 +84,6 @@ FAULTS = (*MASKS, m.write_one_early, m.swap_keys_and_values, wrong_scale, unchan
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("source", SOURCES)
-def test_right_models_pass(source: str, tmp_path: Path) -> None:
-    make, options = SOURCES[source]
-    plan = check(make(), tmp_path, options)
-    assert plan.caches
-
-
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("source", "fault"),
     [(s, f) for s in SOURCES for f in FAULTS if s != "circular" or f not in MASKS],  # it has no causal mask
@@ -163,11 +155,6 @@ def test_operands_that_may_not_change_places_keep_them() -> None:
     assert differences("a", "b") != differences("b", "a")
 
 
-def test_the_message_names_query_and_key(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"after \d tokens, \d new, sequence 0: .* query \d of the step"):
-        check(make_decoder(Decoder(window=5)), tmp_path, PLAN, m.next_key_visible)
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_message_names_the_layer(layer: int, tmp_path: Path) -> None:
     def late(model: onnx.ModelProto) -> None:
@@ -178,10 +165,14 @@ def test_the_message_names_the_layer(layer: int, tmp_path: Path) -> None:
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, late)
 
 
-def test_the_message_names_a_key_among_new_tokens(tmp_path: Path) -> None:
-    words = "after 0 tokens, 4 new, sequence 0: .* query 0 of the step sees key 1 in the rewritten model alone"
+@pytest.mark.parametrize(
+    ("window", "words"),
+    [(0, "after 0 tokens, 4 new, sequence 0: .* query 0 of the step sees key 1 in the rewritten model alone"),
+     (5, r"after \d tokens, \d new, sequence 0: .* query \d of the step")],
+)  # fmt: skip
+def test_the_message_names_query_and_key(window: int, words: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
-        check(make_decoder(Decoder()), tmp_path, PLAN, m.next_key_visible)
+        check(make_decoder(Decoder(window=window)), tmp_path, PLAN, m.next_key_visible)
 
 
 @pytest.mark.parametrize("form", ["products", "scores", "an operator", "double products"])
@@ -490,16 +481,6 @@ def endless(graph: Graph, query: str) -> str:
     return graph.Mul(graph.Mul(last, graph.constant([[0.0]], np.float32)), start)
 
 
-@pytest.mark.slow
-def test_a_mask_that_never_ends_is_refused(tmp_path: Path) -> None:
-    onnx.save(hostile(endless), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError) as refused:
-        plan_model(tmp_path / "model.onnx", PlanOptions(check_seconds=3))
-    assert "\n" not in str(refused.value)
-    onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
-    plan_model(tmp_path / "model.onnx", PLAN)  # another process took the place of the one that was ended
-
-
 def test_the_process_may_die(tmp_path: Path) -> None:
     from trt_kvcache.importer.check import process
 
@@ -537,3 +518,4 @@ def test_a_caller_with_another_limit_ends_no_check(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert plan_model(tmp_path / "model.onnx", replace(PLAN, check_memory=6)).caches
     assert "took more than 3 s" in refusal.result()
+    assert "\n" not in refusal.result()

@@ -18,7 +18,6 @@ from concat_graphs import Decoder, make_decoder
 from onnx import numpy_helper
 from verify import mistakes as m
 
-from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline
 from trt_kvcache.importer.check import models, verdicts
 from trt_kvcache.importer.check import run as running
@@ -256,11 +255,6 @@ def test_keys_tell_parts_apart() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_recheck_is_on_or_off() -> None:
-    with pytest.raises(OptionError, match="recheck"):
-        PlanOptions(recheck="yes")  # type: ignore[arg-type]
-
-
 @posix
 def test_plan_keeps_verdicts_and_rechecks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own: what one command found, the next one believes, unless it is told not to."""
@@ -269,17 +263,8 @@ def test_plan_keeps_verdicts_and_rechecks(tmp_path: Path, monkeypatch: pytest.Mo
     onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
 
     def entries(*flags: str) -> dict[Path, bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "trt_kvcache",
-            "plan",
-            str(tmp_path / "model.onnx"),
-            "--capacity",
-            "24",
-            *flags,
-        ]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        command = ["plan", str(tmp_path / "model.onnx"), "--capacity", "24", *flags]
+        subprocess.run([sys.executable, "-m", "trt_kvcache", *command], check=True, capture_output=True, timeout=120)
         return {path: path.read_bytes() for path in (tmp_path / "cache" / "trt-kvcache" / "verdicts").iterdir()}
 
     first = entries()
