@@ -27,12 +27,11 @@ from trt_kvcache.cli.manifest_view import manifest_lines
 from trt_kvcache.engine import marked
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
 from trt_kvcache.engine.protocol import Done, Job
-from trt_kvcache.errors import BackendError, ManifestError, OptionError, TrtKvCacheError, VerificationError
+from trt_kvcache.errors import BackendError, ManifestError, OptionError, VerificationError
 from trt_kvcache.files import identify
 from trt_kvcache.proof import check as checking
 from trt_kvcache.proof import contents
 from trt_kvcache.proof.check import CheckReport, check_engine_on_gpu
-from trt_kvcache.proof.file import Facts
 from trt_kvcache.proof.locate import with_layer
 from trt_kvcache.runtime.trt.runner import Bindings
 
@@ -305,14 +304,6 @@ def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest_path(own.with_suffix(".engine")).unlink()
     lost = CliRunner().invoke(app, ["check", str(own.with_suffix(".engine"))])
     assert (lost.exit_code, lost.stderr.count("\n")) == (1, 1)
-
-
-def test_facts_are_plain_data(own: Path) -> None:
-    facts = recorded(own).facts
-    assert isinstance(facts, Facts)
-    assert {e.name for e in facts.episodes} == {"start", "decode", "full", "drawn"}
-    assert facts.rows == 3
-    assert not isinstance(facts, TrtKvCacheError)
 
 
 # `check --locate` names the layer that goes wrong: on the stand-in, whose engines compute the model with a fault.

@@ -18,7 +18,7 @@ from verify.mistakes import verify_with
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model, pipeline
-from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
+from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.verify import VerifyOptions, VerifyReport, sessions, verify_import, verify_model
 from trt_kvcache.verify.sessions import OrtSession, RunError
 
@@ -68,14 +68,6 @@ def test_updates_straddle_the_wrap_without_a_contract(tmp_path: Path) -> None:
     report = verify(tmp_path, DecoderConfig(mode="circular"), fallback=Fallback.FUNCTIONAL)
     assert any(start % 64 + s.length > 64 for s in report.steps for start in s.starts)
     assert not any("contract" in note for note in report.notes)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("layout", CacheLayout)
-@pytest.mark.parametrize("span", [True, False])
-def test_options(tmp_path: Path, span: bool, layout: CacheLayout) -> None:
-    report = verify(tmp_path, DecoderConfig(), attention_span=span, cache_layout=layout)
-    assert any(step.spans for step in report.steps) is span
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
