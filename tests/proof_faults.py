@@ -51,7 +51,6 @@ from trt_kvcache.verify.twin import TwinFolder
 MODELS = Path(__file__).parent / "models"
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 CAPACITY, BATCH, CHUNK, LOGITS = 40, 4, 8, 4
-_ONE = "fault/one"
 
 
 # --- right engines

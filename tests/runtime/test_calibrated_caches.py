@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
-from numpy.typing import NDArray
 from onnx import numpy_helper
 from runtime.engines import open_engine, write_engine
 from runtime.families import Twin, turned
+from runtime.test_quantized_caches import FORMS, FP8, FULL, INT4, INT8, MOST, RTX, SHORT, Array, read
 from typer.testing import CliRunner
 
 from trt_kvcache import (
@@ -24,7 +24,6 @@ from trt_kvcache import (
     DecodeSession,
     GenerationConfig,
     PlanOptions,
-    VerifyOptions,
     calibrate_caches,
     plan_model,
     rewrite_model,
@@ -38,28 +37,12 @@ from trt_kvcache.reports import VerifyReport
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.verify import verify_quantized
 
-Array = NDArray[Any]
 CONFIG = DecoderConfig(layers=2, capacity=64, vocab=128, form="heads-major")
-INT8, INT4, FP8 = CacheDtype.INT8, CacheDtype.INT4, CacheDtype.FP8
-RTX, FULL = Target.TENSORRT_RTX, Target.TENSORRT
-FORMS = [(INT8, RTX), (INT4, RTX), (INT8, FULL), (INT4, FULL), (FP8, FULL)]
-MOST = {INT8: 127, INT4: 7, FP8: 448}
 PROMPTS = [[5, 9, 3, 77, 1, 2, 4, 8, 16, 32], [100, 90, 80, 70], list(range(20, 50))]
-SHORT = VerifyOptions(chunks=(6,), tokens=3, batch=1)
 
 
 def options(kind: CacheDtype, ranges: dict[str, float], target: Target = RTX) -> PlanOptions:
     return PlanOptions(cache_dtype=kind, cache_ranges=ranges, target=target)
-
-
-def rows_of(model: Path, planned: PlanOptions, prompt: Sequence[int] = PROMPTS[0]) -> dict[str, Array]:
-    """All caches of one sequence after a prompt, by name, written in two steps and a single token."""
-    runner = OnnxRuntimeRunner(model, planned, max_batch=1)
-    with DecodeSession(runner) as session:
-        slot = session.cache.acquire()
-        for part in filter(None, (prompt[:6], prompt[6:-1], prompt[6:][-1:])):
-            session.update({slot: part})
-        return {c.past: runner.read_row(c.past, 0, len(prompt)) for c in runner.plan.caches}
 
 
 def codes_of(rows: Array, span: float, kind: CacheDtype) -> Array:
@@ -114,10 +97,10 @@ CASES = [
 def test_sessions_equal_numpy(tmp_path: Path, config: DecoderConfig, kind: CacheDtype, attention: bool) -> None:
     """Bytes of the caches, and logits of three sequences; every other range is halved, so that codes saturate."""
     model = write_decoder(tmp_path / "model.onnx", config)
-    own = rows_of(model, PlanOptions())
+    own = read(model, PlanOptions(), PROMPTS[0])
     ranges = calibrate_caches(model, PROMPTS)
     ranges = {name: span / (1 + at % 2) for at, (name, span) in enumerate(ranges.items())}
-    found = rows_of(model, options(kind, ranges))
+    found = read(model, options(kind, ranges), PROMPTS[0])
     for name in list(own)[:2]:  # later layers read what was quantized
         wanted = held(codes_of(own[name], ranges[name], kind), kind, attention=attention)
         assert found[name].dtype == wanted.dtype
@@ -140,7 +123,7 @@ def test_sessions_equal_numpy(tmp_path: Path, config: DecoderConfig, kind: Cache
 def test_ranges_are_the_largest_magnitudes(tmp_path: Path, dtype: str) -> None:
     model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, dtype=dtype))
     found = calibrate_caches(model, PROMPTS[:2], PlanOptions(target=FULL))
-    rows = [rows_of(model, PlanOptions(), prompt) for prompt in PROMPTS[:2]]
+    rows = [read(model, PlanOptions(), prompt) for prompt in PROMPTS[:2]]
     for name, span in found.items():
         largest = max(float(np.abs(turned(each[name])).max()) for each in rows)
         assert span == pytest.approx(largest, rel=1e-5 if dtype == "float32" else 0.01)

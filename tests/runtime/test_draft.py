@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
-from itertools import count, product
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runtime.engines import drain
 from runtime.hash_runner import (
@@ -21,7 +18,6 @@ from runtime.hash_runner import (
     with_encoder,
     with_state,
 )
-from runtime.interrupts import interrupted
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import OptionError
@@ -220,25 +216,6 @@ def test_a_draft_that_fails_costs_its_guesses_alone() -> None:
         assert 4 <= result.speculation.accepted <= 8
 
 
-def test_an_interrupt_at_any_line_changes_no_token() -> None:
-    for line in count(1, 11):
-        with drafted(Sometimes()) as session:
-            slots = [session.add([first, 2], config(9)) for first in (1, 5)]
-            found: dict[int, list[int | None]] = {slot: [] for slot in slots}
-            with interrupted(line, "runtime/draft") as left:
-                for _ in range(20):
-                    with suppress(KeyboardInterrupt):
-                        for event in session.step():
-                            found[event.sequence].append(event.token)
-            for slot in slots:
-                text = [session._runner, [1 if slot == slots[0] else 5, 2]]
-                want: Any = continued(*text, 9)  # type: ignore[arg-type]
-                assert found[slot] == want[: len(found[slot])]
-            if left[0] > 0:
-                assert all(len(tokens) == 9 for tokens in found.values())
-                return
-
-
 def test_drafts_that_cannot_be_used_are_refused() -> None:
     plain = HashRunner().plan
     back = "the draft cannot take back tokens that were rejected: '{}' keeps no earlier state; use another draft"
@@ -317,29 +294,6 @@ def ids(*tokens: int) -> npt.NDArray[np.int64]:
 )
 def test_look_up(tokens: tuple[int, ...], count: int, ngram: int, expected: tuple[int, ...]) -> None:
     assert tuple(look_up(ids(*tokens), count, ngram)) == expected
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 4))
-def test_a_proposal_followed_the_longest_suffix_before(tokens: list[int], count: int, ngram: int) -> None:
-    found = look_up(ids(*tokens), count, ngram).tolist()
-    assert len(found) <= count
-    sizes = [
-        size
-        for size in range(1, min(ngram, len(tokens) - 1) + 1)
-        if any(tokens[at : at + size] == tokens[-size:] for at in range(len(tokens) - size))
-    ]
-    if not sizes:
-        assert found == []
-        return
-    size = max(sizes)
-    after = [
-        tokens[at + size : at + size + count]
-        for at in range(len(tokens) - size)
-        if tokens[at : at + size] == tokens[-size:]
-    ]
-    assert found in after
-    assert len(found) == max(map(len, after))
 
 
 def test_nothing_after_the_end_is_chosen() -> None:

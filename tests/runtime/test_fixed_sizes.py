@@ -14,7 +14,6 @@ from runtime.embedded_models import MODELS
 from runtime.engines import runner_on
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.axes import fixed_length, fixed_rows
@@ -71,12 +70,6 @@ def test_a_vocabulary_that_the_model_leaves_open(device: str, tmp_path: Path) ->
     assert not any(opened.read_row(c.past, 0, 32).any() for c in opened.plan.caches)
     batch = StepBatch(0, np.array([[1, 2, 3]]), np.zeros(1, np.int64))
     np.testing.assert_allclose(opened.step(batch), fixed.step(batch), rtol=1e-5, atol=1e-5)
-
-
-def test_fixed_steps_beside_a_ring_are_refused(tmp_path: Path) -> None:
-    words = "tokens per step is fixed at 4, and cache 'key_cache.0' stands beside or is a circular cache"
-    with pytest.raises(UnsupportedModelError, match=words):
-        runner(replace(BASE, mode="circular", sequence=4), tmp_path, "cpu")
 
 
 @pytest.mark.few(1)

@@ -245,19 +245,6 @@ def test_what_was_used_longest_ago_goes() -> None:
         computes(session, long, 24)
 
 
-def test_guesses_and_what_was_cut_are_not_kept() -> None:
-    text = [7, 8, 7, 8, 7, 8, 7]
-    with caching() as session:
-        computes(session, text, 7, 1)
-        slot = session.add(text, asked(8, prompt_lookup_num_tokens=3), keep=True)
-        assert drain(session)[slot] == continued(session._runner, text, 8)  # type: ignore[arg-type]
-        session.cache.crop(slot, 6)
-        session.add([1, 2, 3], asked(4), slot=slot)
-        assert drain(session)[slot] == continued(session._runner, [*text[:6], 1, 2, 3], 4)  # type: ignore[arg-type]
-        computes(session, [*text[:6], 1, 2, 3, 4], 2)
-        computes(session, [*text, *continued(session._runner, text, 8)], 3)  # type: ignore[arg-type]
-
-
 def test_models_whose_rows_cannot_be_reused_are_refused() -> None:
     plain, ringed = HashRunner().plan, HashRunner((("linear", 64), ("circular", 8))).plan
     for plan, words in (

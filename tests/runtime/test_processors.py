@@ -192,13 +192,6 @@ def test_biases_wait_for_their_run() -> None:
         processors.add_sequence_bias(scores, np.array([0]), (((4,), 1.0),))
 
 
-def test_no_end_before_the_minimum() -> None:
-    config = GenerationConfig(min_new_tokens=2, eos_token_id=[1, 3, 99])
-    scores = np.arange(4, dtype=np.float32)
-    assert kept(processors.process(scores, np.array([0]), 1, config)) == {0, 2}
-    assert processors.process(scores, np.array([0]), 2, config) is scores
-
-
 @pytest.mark.parametrize(
     ("chosen", "prompt", "new", "left"),
     [

@@ -38,21 +38,6 @@ def drawn(config: GenerationConfig, index: int, rows: Sequence[Logits]) -> list[
     return [sampler.choose(logits, history(1 + at), 0)[0] for at, logits in enumerate(rows)]
 
 
-def test_a_sequence_draws_the_same_whatever_else_runs() -> None:
-    """Interleaved, alone, or in another order: the tokens of a sequence are its own."""
-    config = GenerationConfig(do_sample=True, seed=7, temperature=1.5)
-    rows = [np.random.default_rng(at).normal(size=50).astype(np.float32) for at in range(20)]
-    alone = {index: drawn(config, index, rows) for index in (3, 0, 2, 1)}
-    samplers = [Sampler(config, index) for index in range(4)]
-    together = [
-        [sampler.choose(logits, history(1 + at), 0)[0] for sampler in samplers] for at, logits in enumerate(rows)
-    ]
-    for index in range(4):
-        assert [tokens[index] for tokens in together] == alone[index]
-    assert len({tuple(tokens) for tokens in alone.values()}) == 4
-    assert drawn(GenerationConfig(do_sample=True, seed=8, temperature=1.5), 0, rows) != alone[0]
-
-
 def test_a_sequence_goes_on_with_the_same_tokens_wherever_it_was_cut() -> None:
     """As a prompt somewhere else: the number of a token belongs to its place in the sequence."""
     config = GenerationConfig(do_sample=True, seed=3, temperature=1.5, max_new_tokens=20)
@@ -112,15 +97,6 @@ def test_frequencies_are_the_probabilities() -> None:
     chi = sum((tokens.count(token) - expected[token]) ** 2 / expected[token] for token in inside)
     assert len(inside) == 4
     assert chi < 16.27  # 3 degrees of freedom
-
-
-@settings(deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 20))
-def test_what_a_rule_forbids_is_never_drawn(seed: int, top_k: int) -> None:
-    logits = np.random.default_rng(seed).normal(size=20).astype(np.float32)
-    config = GenerationConfig(do_sample=True, seed=seed, top_k=top_k, sequence_bias={3: -math.inf})
-    allowed = sorted((t for t in range(20) if t != 3), key=lambda token: -logits[token])[:top_k]
-    assert set(drawn(config, 0, [logits] * 10)) <= set(allowed)
 
 
 def test_logprob_is_of_the_models_own_distribution() -> None:
