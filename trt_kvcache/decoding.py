@@ -14,7 +14,7 @@ from trt_kvcache.runtime.cache import (
     KVCache,
 )
 from trt_kvcache.runtime.embeddings import (
-    GivenEmbeddings,
+    EmbeddingsSource,
 )
 from trt_kvcache.runtime.encoders.encoder import (
     Source,
@@ -40,10 +40,10 @@ from trt_kvcache.runtime.prefix import (
     PrefixStats,
 )
 from trt_kvcache.runtime.requests import (
+    ConstantsAll,
+    ConstantValues,
     EmbedsAll,
     Generation,
-    Given,
-    GivenAll,
     PositionsAll,
     Prompt,
 )
@@ -54,12 +54,12 @@ from trt_kvcache.stored_tensors import (
 __all__ = [
     "Adapter",
     "Adapters",
+    "ConstantValues",
+    "ConstantsAll",
+    "EmbeddingsSource",
     "EmbedsAll",
     "FinishReason",
     "Generation",
-    "Given",
-    "GivenAll",
-    "GivenEmbeddings",
     "Grammar",
     "KVCache",
     "LogitsProcessor",

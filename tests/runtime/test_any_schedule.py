@@ -199,7 +199,7 @@ class Models:
 
 def fits(session: DecodeSession, slot: int, tokens: int) -> bool:
     """So many more, also where steps have a fixed length and the last one begins before the last row."""
-    room = session.cache.room(slot)
+    room = session.cache.free_tokens(slot)
     return room is None or room >= tokens + 3
 
 

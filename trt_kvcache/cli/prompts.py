@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from trt_kvcache.runtime.encoders.encoder import Source
-    from trt_kvcache.runtime.requests import GivenAll, Prompt
+    from trt_kvcache.runtime.requests import ConstantsAll, Prompt
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ class PromptFlags:
                 prompts.append(tokenizer.encode(text))
         return prompts + ids + [prompt.ids for prompt in embedded]
 
-    def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> GivenAll:
+    def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> ConstantsAll:
         """Return the constants of each prompt: from files, or made by the encoder.
 
         Raises:

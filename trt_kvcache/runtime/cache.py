@@ -156,7 +156,7 @@ class KVCache:
         with self._guard.lock, self._guard.open:
             return list(self.slot(slot).tokens)
 
-    def room(self, slot: int) -> int | None:
+    def free_tokens(self, slot: int) -> int | None:
         """Tokens that still fit after those of a slot; None where nothing bounds them."""
         with self._guard.lock, self._guard.open:
             return self.limits.free_tokens(self.slot(slot))

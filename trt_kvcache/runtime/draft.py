@@ -13,7 +13,7 @@ from trt_kvcache.names import engine_in, is_model
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embedding_files import find_embeddings
-from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
+from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, open_embeddings
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.inputs import carried_caches
@@ -39,7 +39,7 @@ class DraftModel:
         OptionError: the model cannot be a draft.
     """
 
-    def __init__(self, runner: Runner, embeddings: GivenEmbeddings = None) -> None:
+    def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:
         self._runner = runner
         plan = runner.plan
         ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
@@ -140,7 +140,7 @@ class DraftModel:
         same = min(common_length(entry.tokens, text), entry.length, len(text) - 1)
         self._cache.crop(name, same)
         entry.append(text[same:])
-        free_tokens = self._cache.room(name)
+        free_tokens = self._cache.free_tokens(name)
         if free_tokens is not None and free_tokens < 0:
             self._cache.crop(name, same)
             continuation.speculation.impossible = (

@@ -20,7 +20,7 @@ from trt_kvcache.runtime.token_inputs import Array, Embeds, Indices
 
 __all__ = [
     "Embeddings",
-    "GivenEmbeddings",
+    "EmbeddingsSource",
     "TableEmbeddings",
     "check_range",
     "check_width",
@@ -30,7 +30,7 @@ __all__ = [
     "open_embeddings",
 ]
 
-GivenEmbeddings = str | os.PathLike[str] | Array | None
+EmbeddingsSource = str | os.PathLike[str] | Array | None
 """A caller's embeddings: a path, an array ``[V, H]``, or nothing."""
 
 _WHAT = "an .onnx model (token ids in, embeddings out), a table [V, H] as .npy or .safetensors, or an array [V, H]"
@@ -91,7 +91,7 @@ class TableEmbeddings:
         return rows
 
 
-def open_embeddings(source: GivenEmbeddings, plan: CachePlan, vocab: int) -> Embeddings | None:
+def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Embeddings | None:
     """Open the table or model that makes embeddings of token ids; None for models that take ids.
 
     Args:

@@ -252,7 +252,7 @@ class DecodeLoop:
             text = run.continuation
             if not (text.assisted or text.config.prompt_lookup_num_tokens) or self._cache.slot(run.slot).pending > 1:
                 continue
-            free_tokens = self._cache.room(run.slot)
+            free_tokens = self._cache.free_tokens(run.slot)
             most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
             most = most if free_tokens is None else min(most, free_tokens)
             if not text.assisted:
@@ -422,7 +422,7 @@ class DecodeLoop:
         self._cache.remember(piece.slot)
         token = run.continuation.next_token
         slot.tokens.append(token)
-        free_tokens = self._cache.room(piece.slot)
+        free_tokens = self._cache.free_tokens(piece.slot)
         if run.continuation.finish_reason is not None:
             self._let_go(piece.slot)
         elif free_tokens is not None and free_tokens < 0:

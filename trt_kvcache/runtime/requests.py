@@ -26,10 +26,10 @@ from trt_kvcache.runtime.token_inputs import Array
 from trt_kvcache.runtime.tokens import read_ids
 
 __all__ = [
+    "ConstantValues",
+    "ConstantsAll",
     "EmbedsAll",
     "Generation",
-    "Given",
-    "GivenAll",
     "PositionsAll",
     "Prompt",
     "PromptReader",
@@ -42,10 +42,10 @@ __all__ = [
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A text, where the session has a tokenizer, or token ids."""
 
-Given = Mapping[str, npt.NDArray[Any]] | Constants
+ConstantValues = Mapping[str, npt.NDArray[Any]] | Constants
 """Inputs beside the text, such as the output of an encoder: an array ``[1, ...]`` by name of the input."""
 
-GivenAll = Sequence[Given] | None
+ConstantsAll = Sequence[ConstantValues] | None
 """That of each prompt, in order; None for models that read nothing else."""
 
 EmbedsAll = Sequence[npt.NDArray[Any] | None] | None
@@ -144,7 +144,7 @@ class PromptReader:
         )
 
     def read_all(
-        self, prompts: Sequence[Prompt], constants: GivenAll, inputs_embeds: EmbedsAll, positions: PositionsAll
+        self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
         """Several prompts, none of them empty, with the inputs beside each.
 

@@ -25,7 +25,7 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel, open_draft
 from trt_kvcache.runtime.embedding_files import find_embeddings
-from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
+from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, open_embeddings
 from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_encoder
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.generation.beam_slots import beam_events
@@ -35,10 +35,10 @@ from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.open import open_runner, open_tokenizer
 from trt_kvcache.runtime.requests import (
+    ConstantsAll,
+    ConstantValues,
     EmbedsAll,
     Generation,
-    Given,
-    GivenAll,
     PositionsAll,
     Prompt,
     PromptReader,
@@ -92,7 +92,7 @@ class DecodeSession:
         self,
         runner: Runner,
         tokenizer: Any = None,
-        embeddings: GivenEmbeddings = None,
+        embeddings: EmbeddingsSource = None,
         encoder: Callable[[Guard], Encoder] | None = None,
         config: GenerationConfig = _GREEDY,
         *,
@@ -146,7 +146,7 @@ class DecodeSession:
         *,
         device: str = "auto",
         tokenizer: str | os.PathLike[str] | Any = None,
-        embeddings: GivenEmbeddings = None,
+        embeddings: EmbeddingsSource = None,
         encoder: str | os.PathLike[str] | None = None,
         max_batch: int | None = None,
         max_chunk: int | None = None,
@@ -333,7 +333,7 @@ class DecodeSession:
         self,
         prompts: Prompt,
         config: GenerationConfig | None = None,
-        constants: Given | None = None,
+        constants: ConstantValues | None = None,
         *,
         inputs_embeds: npt.NDArray[Any] | None = None,
         positions: npt.ArrayLike | None = None,
@@ -345,7 +345,7 @@ class DecodeSession:
         self,
         prompts: Sequence[Prompt],
         config: GenerationConfig | None = None,
-        constants: GivenAll = None,
+        constants: ConstantsAll = None,
         *,
         inputs_embeds: EmbedsAll = None,
         positions: PositionsAll = None,
@@ -356,7 +356,7 @@ class DecodeSession:
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerationConfig | None = None,
-        constants: GivenAll | Given = None,
+        constants: ConstantsAll | ConstantValues = None,
         *,
         inputs_embeds: EmbedsAll | npt.NDArray[Any] = None,
         positions: PositionsAll | npt.ArrayLike = None,
@@ -367,7 +367,7 @@ class DecodeSession:
         Args:
             prompts: a list of texts or token ids, of which more than fit at a time take turns; or one prompt.
             config: for all of them; None: `config` of the session.
-            constants: what the model reads beside each prompt, see `Given`; of one prompt: its own.
+            constants: what the model reads beside each prompt, see `ConstantValues`; of one prompt: its own.
             inputs_embeds: of each prompt, see `add`.
             positions: of each prompt, see `add`.
             settings: fields of `GenerationConfig`, such as ``max_new_tokens=20``, instead of the config's. Those of
@@ -453,7 +453,7 @@ class DecodeSession:
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerationConfig | None = None,
-        constants: GivenAll | Given = None,
+        constants: ConstantsAll | ConstantValues = None,
         *,
         inputs_embeds: EmbedsAll | npt.NDArray[Any] = None,
         positions: PositionsAll | npt.ArrayLike = None,
@@ -477,7 +477,7 @@ class DecodeSession:
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerationConfig | None = None,
-        constants: GivenAll | Given = None,
+        constants: ConstantsAll | ConstantValues = None,
         *,
         inputs_embeds: EmbedsAll | npt.NDArray[Any] = None,
         positions: PositionsAll | npt.ArrayLike = None,
@@ -500,7 +500,7 @@ class DecodeSession:
         keep: bool = False,
         index: int = 0,
         client: Hashable = None,
-        constants: Given | None = None,
+        constants: ConstantValues | None = None,
         inputs_embeds: npt.NDArray[Any] | None = None,
         positions: npt.ArrayLike | None = None,
         **settings: Unpack[Settings],
@@ -519,7 +519,7 @@ class DecodeSession:
             index: of its random numbers among sequences of one seed; with the same one, forks draw the same numbers.
             client: whose sequence it is. A free row goes to the client that has waited longest since its last one, so
                 that one with 100 prompts does not hold up one with a single prompt. None: a client by itself.
-            constants: what the model reads beside the text of a new slot, see `Given`; other slots have theirs.
+            constants: what the model reads beside the text of a new slot (`ConstantValues`); other slots have theirs.
             inputs_embeds: float ``[S, H]``, of a model that takes embeddings: what stands for the tokens of the prompt,
                 images and sound included. The prompt has an id for each all the same: penalties, n-grams and prompt
                 lookup read the ids; those of an image's places are the model's placeholders, and say nothing else.

@@ -69,7 +69,7 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
                 _acquire(session, config, slots, prompt.constants)
             prompt.append_to(session.cache.slot(slots[0]))
             logits = session.update({slots[0]: []})[slots[0]][-1]
-            free_tokens = session.cache.room(slots[0])
+            free_tokens = session.cache.free_tokens(slots[0])
             ids = np.array(prompt.tokens, np.int64)
             best = beam_search(ids, logits, _SlotBeams(session, slots), config, free_tokens=free_tokens)[0]
             session.cache.give_back(slots)
