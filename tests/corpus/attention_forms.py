@@ -8,22 +8,19 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 from concat_graphs import (
     Build,
-    Decoder,
     _attend,
     _masked,
     beside_sinks,
     decoders,
-    make_decoder,
     sink_column,
     without_sinks,
 )
 from merged_graphs import Merged
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
-from corpus import Entry, built
+from corpus import Entry
 
 FLOAT = TensorProto.FLOAT
 LOWEST = float(np.finfo(np.float32).min)
@@ -241,47 +238,6 @@ SINKS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Softmax in five operators.
-
-
-def taken_apart(model: onnx.ModelProto, edit: Callable[[list[NodeProto]], object] | None = None) -> onnx.ModelProto:
-    """Each Softmax in five operators: ReduceMax, Sub, Exp, ReduceSum, Div; then `edit` changes them."""
-    model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "last"))
-    model.graph.initializer.append(numpy_helper.from_array(np.array([2]), "rows"))
-    nodes: list[NodeProto] = []
-    for node in model.graph.node:
-        if node.op_type != "Softmax":
-            nodes.append(node)
-            continue
-        x, y = node.input[0], node.output[0]
-        most, less, power, total = (f"{y}_{i}" for i in range(4))
-        parts = [
-            helper.make_node("ReduceMax", [x, "last"], [most], most),
-            helper.make_node("Sub", [x, most], [less], less),
-            helper.make_node("Exp", [less], [power], power),
-            helper.make_node("ReduceSum", [power, "last"], [total], total),
-            helper.make_node("Div", [power, total], [y], f"{y}_div"),
-        ]
-        if edit is not None:
-            edit(parts)
-        nodes += parts
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    return onnx.shape_inference.infer_shapes(model)
-
-
-def _edit(place: int, index: int, name: str) -> Callable[[list[NodeProto]], object]:
-    return lambda parts: parts[place].input.__setitem__(index, parts[int(name)].output[0] if name.isdigit() else name)
-
-
-APART: dict[str, Callable[[list[NodeProto]], object] | None] = {
-    "as it is": None,
-    "the sum along rows": _edit(3, 1, "rows"),
-    "the largest along rows": _edit(0, 1, "rows"),
-    "the mean": lambda parts: setattr(parts[3], "op_type", "ReduceMean"),
-}
-
-
 # Products in float32 over caches of float16, as where queries are too large for it.
 
 
@@ -338,14 +294,42 @@ def mixed(g: Build, tensor: str, by: str = "MatMul") -> str:
     return g.Transpose(g.MatMul(last, g.weight(4, 4)), perm=[0, 3, 1, 2])
 
 
-def weighed_by(operator: str) -> Callable[[Build, str, str, str], str]:
-    """Attention whose weights are another function of the scores than their softmax."""
+Function = Callable[[Build, str], str]
+
+
+def weighed_by(function: Function) -> Callable[[Build, str, str, str], str]:
+    """Attention whose weights are another function of the scores than their softmax, or spelled in another way."""
 
     def attend(g: Build, query: str, keys: str, values: str) -> str:
         scores = g.Mul(g.MatMul(query, g.Transpose(keys, perm=[0, 1, 3, 2])), g.number(0.5))
-        return g.MatMul(g.node(operator, [_masked(g, scores)]), values)
+        return g.MatMul(function(g, _masked(g, scores)), values)
 
     return attend
+
+
+def written_out(most: int = -1, total: int = -1, op: str = "ReduceSum") -> Function:
+    """Softmax in five operators: the axes along which it takes the largest, and the sum."""
+
+    def softmax(g: Build, scores: str) -> str:
+        power = g.Exp(g.Sub(scores, g.ReduceMax(scores, [most])))
+        return g.Div(power, g.node(op, [power, g.constant([total])]))
+
+    return softmax
+
+
+SOFTMAX: dict[str, dict[str, Any]] = {
+    "as it is": {"attend": weighed_by(written_out()), "layers": 2},
+    "the sum along rows": {"attend": weighed_by(written_out(total=2)), "layers": 2},
+    "the largest along rows": {"attend": weighed_by(written_out(most=2)), "layers": 2},
+    "the mean": {"attend": weighed_by(written_out(op="ReduceMean")), "layers": 2},
+    "float16": {
+        "attend": weighed_by(written_out()),
+        "mask": "padding",
+        "apply": "where",
+        "dtype": np.float16,
+        "size": 8,
+    },
+}
 
 
 def in_turn(g: Build, tensor: str, by: str = "Tile") -> str:
@@ -398,7 +382,10 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 }
 
 NO_ATTENTION: dict[str, dict[str, Any]] = {
-    **{f"weights by {name}": {"attend": weighed_by(name)} for name in ("Sigmoid", "Relu", "Identity")},
+    **{
+        f"weights by {name}": {"attend": weighed_by(lambda g, scores, op=name: g.node(op, [scores]))}
+        for name in ("Sigmoid", "Relu", "Identity")
+    },
     **{f"weights mixed by {name}": {"weights": partial(mixed, by=name)} for name in ("MatMul", "Einsum", "Conv")},
     "scores mixed": {"scores": mixed, "layers": 2},
 }
@@ -415,9 +402,4 @@ def entries() -> Iterator[Entry]:
     yield from decoders("sinks", SINKS)
     ring = {name: SINKS[name] for name in ("a window", "windows in turns")}
     yield from decoders("sinks, circular", ring, sliding="circular", window_chunk=4)
-    plain = Decoder(layers=2)
-    yield from built(
-        "softmax", {n: (lambda e=e: taken_apart(make_decoder(plain), e)) for n, e in APART.items()}, capacity=24
-    )
-    half = Decoder(mask="padding", apply="where", dtype=np.float16, size=8)
-    yield from built("softmax", {"float16": lambda: taken_apart(make_decoder(half))}, capacity=24)
+    yield from decoders("softmax", SOFTMAX)

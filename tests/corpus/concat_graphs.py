@@ -30,7 +30,7 @@ class Decoder:
             "positions", "buffer" (GPT-2's), "own" (an input), "none", or a function that gives a bool ``[., ., S, T]``.
         apply: how the mask meets the scores: "add", "where" or "hide".
         repeat: how key heads are repeated: "expand", "tile", "gather" or "none".
-        layout: of the caches: "bnsd", "bsnd", "bnds" or "flat".
+        layout: of the caches: the order of their axes, such as "bsnd", or "flat"; or of those of keys and of values.
         positions: where they come from: "input", "past", "padding", "present" or "none", or a function that makes them.
         sinks: what stands beside the scores: "" nothing, "weight" a logit per head, "zero" a constant.
         scores, masked, weights, keys, values: change a tensor on its way, in every layer: scores before and after the
@@ -57,7 +57,7 @@ class Decoder:
     guard: bool = False
     sinks: str = ""
     repeat: str = "expand"
-    layout: str = "bnsd"
+    layout: str | tuple[str, str] = "bnsd"
     positions: str | Callable[[Build], str] = "input"
     own_type: Any = np.bool_
     batch: Dim = "batch"
@@ -88,7 +88,7 @@ class Build(Graph):
         self.tokens = ""
         self.pasts: list[str] = []
         self.presents: list[str] = []
-        self.layer = 0
+        self.layer = self.part = 0
         self._made: dict[str, str] = {}
         self._rng = np.random.default_rng(11)
 
@@ -112,9 +112,15 @@ class Build(Graph):
         return self.once("length", lambda: self.size_of(self.tokens, 1))
 
     @property
+    def layout(self) -> str:
+        """That of keys, or of values while they are written."""
+        both = self.decoder.layout
+        return both if isinstance(both, str) else both[self.part]
+
+    @property
     def axis(self) -> int:
         """The rows of caches."""
-        return 1 if self.decoder.layout == "flat" else self.decoder.layout.index("s")
+        return 1 if self.layout == "flat" else self.layout.index("s")
 
     @property
     def past(self) -> str:
@@ -184,7 +190,8 @@ def make_decoder(decoder: Decoder) -> onnx.ModelProto:
     g.MatMul(x, g.weight(width, VOCABULARY), out="logits")
     g.output("logits", kind, [decoder.batch, 1 if decoder.last else decoder.sequence, VOCABULARY])
     for index, present in enumerate(g.presents):
-        g.output(present, kind, _shape(decoder, _rows(decoder, index)[1]))
+        g.part = index % 2
+        g.output(present, kind, _shape(g, _rows(decoder, index)[1]))
     model = g.model(decoder.opset)
     onnx.checker.check_model(model, full_check=True)
     return model
@@ -196,21 +203,23 @@ def _rows(decoder: Decoder, index: int) -> tuple[Dim, Dim]:
     return decoder.rows(index // 2, ("key", "value")[index % 2])
 
 
-def _shape(decoder: Decoder, length: Dim) -> list[Dim]:
+def _shape(g: Build, length: Dim) -> list[Dim]:
+    decoder = g.decoder
     dims: dict[str, Dim] = {"b": decoder.batch, "n": decoder.kv_heads, "s": length, "d": decoder.size}
-    if decoder.layout == "flat":
+    if g.layout == "flat":
         return [decoder.batch, length, decoder.kv_heads * decoder.size]
-    return [dims[axis] for axis in decoder.layout]
+    return [dims[axis] for axis in g.layout]
 
 
 def _declare_caches(g: Build) -> None:
     decoder = g.decoder
     for layer in range(decoder.layers):
-        for kind in ("key", "value"):
+        for g.part, kind in enumerate(("key", "value")):
             past, present = (n.format(layer=layer, kind=kind) for n in decoder.names)
-            shape = _shape(decoder, _rows(decoder, len(g.pasts))[0])
+            shape = _shape(g, _rows(decoder, len(g.pasts))[0])
             g.pasts.append(g.input(past, TYPES[decoder.dtype], shape))
             g.presents.append(present)
+    g.part = 0
 
 
 def _signal(g: Build, positions: str) -> str:
@@ -247,7 +256,8 @@ def _layer(g: Build, x: str) -> str:
     width, narrow = decoder.heads * decoder.size, decoder.kv_heads * decoder.size
     query = _split(g, g.MatMul(x, g.weight(width, width)), decoder.heads)
     new = [g.MatMul(x, g.weight(width, narrow)) for _ in range(2)]
-    keys, values = (_cached(g, tensor, 2 * g.layer + i) for i, tensor in enumerate(new))
+    keys, values = (_cached(g, tensor, 2 * g.layer + g.part) for g.part, tensor in enumerate(new))
+    g.part = 0
     keys, values = decoder.keys(g, _repeat(g, keys)), decoder.values(g, _repeat(g, values))
     output = decoder.attend(g, query, keys, values)
     merged = g.Reshape(g.Transpose(output, perm=[0, 2, 1, 3]), [0, 0, width])
@@ -261,7 +271,7 @@ def _split(g: Build, tensor: str, heads: int) -> str:
 
 def _cached(g: Build, new: str, index: int) -> str:
     """Write to a cache; returns it as ``[B, N, T, D]``."""
-    past, present, heads, layout = g.pasts[index], g.presents[index], g.decoder.kv_heads, g.decoder.layout
+    past, present, heads, layout = g.pasts[index], g.presents[index], g.decoder.kv_heads, g.layout
     if layout == "flat":
         return _split(g, g.decoder.write(g, past, new, present), heads)
     rows = turned(g, g.Reshape(new, [0, 0, heads, g.decoder.size]), "bsnd", layout)

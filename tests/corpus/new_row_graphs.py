@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from concat_graphs import Build, Decoder, make_decoder
+from concat_graphs import Build, Decoder, decoders, make_decoder
 from foreign_tools import foreign
 from graphs import Dim
 from onnx import TensorProto, helper
@@ -68,84 +68,6 @@ def give_new_rows(model: onnx.ModelProto, *forms: Form) -> onnx.ModelProto:
         value.type.tensor_type.ClearField("shape")
         turn += 1
     return onnx.shape_inference.infer_shapes(made, data_prop=True)
-
-
-def lay_caches(model: onnx.ModelProto, *orders: tuple[int, ...]) -> onnx.ModelProto:
-    """The same decoder with caches in other layouts.
-
-    Args:
-        model: each of its caches is the output of a Concat. Not changed.
-        orders: the axes of caches in the order in which they shall lie, taken in turn.
-    """
-    made = deepcopy(model)
-    outputs = {value.name: value for value in made.graph.output}
-    inputs = {value.name: value for value in made.graph.input}
-    nodes: Nodes = []
-    turn = 0
-    for node in made.graph.node:
-        nodes.append(node)
-        if node.op_type != "Concat" or node.input[0] not in inputs or node.output[0] not in outputs:
-            continue
-        order, (past, new), whole = orders[turn % len(orders)], node.input, node.output[0]
-        turn += 1
-        for value in (inputs[past], outputs[whole]):
-            shape = value.type.tensor_type.shape
-            dims = [shape.dim[axis] for axis in order]
-            moved = onnx.TensorShapeProto(dim=dims)
-            shape.CopyFrom(moved)
-        nodes[-1:] = [
-            helper.make_node("Transpose", [new], [f"{new}/laid"], name=f"{new}/lay", perm=order),
-            node,
-            helper.make_node("Transpose", [whole], [f"{whole}/read"], name=f"{whole}/read", perm=_inverse(order)),
-        ]
-        rank = len(order)
-        node.input[1] = f"{new}/laid"
-        axis = next(a for a in node.attribute if a.name == "axis")
-        axis.i = order.index(axis.i % rank)
-        for reader in made.graph.node:
-            if reader is node:
-                continue
-            for old, other in ((past, f"{past}/read"), (whole, f"{whole}/read")):
-                reader.input[:] = [other if name == old else name for name in reader.input]
-        nodes.insert(
-            0, helper.make_node("Transpose", [past], [f"{past}/read"], name=f"{past}/read", perm=_inverse(order))
-        )
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
-    return made
-
-
-def turn_within(model: onnx.ModelProto, order: tuple[int, ...]) -> onnx.ModelProto:
-    """The same decoder, whose caches come and go in another layout than it joins them in.
-
-    Args:
-        model: each of its caches is the output of a Concat. Not changed.
-        order: the axes of caches as the Concat has them, in the order in which they shall lie outside.
-    """
-    made = deepcopy(model)
-    nodes: Nodes = []
-    for value in (*made.graph.input, *made.graph.output):
-        if not value.name.startswith(("past", "present")):
-            continue
-        shape = value.type.tensor_type.shape
-        shape.CopyFrom(onnx.TensorShapeProto(dim=[shape.dim[axis] for axis in order]))
-        inner = f"{value.name}/inner"
-        for node in made.graph.node:
-            node.input[:] = [inner if name == value.name else name for name in node.input]
-            node.output[:] = [inner if name == value.name else name for name in node.output]
-        ends, perm = ([value.name], [inner]), _inverse(order)
-        if value.name.startswith("present"):
-            ends, perm = ([inner], [value.name]), list(order)
-        nodes.append(helper.make_node("Transpose", *ends, name=f"{value.name}/turn", perm=perm))
-    pasts = [n for n in nodes if n.output[0].endswith("/inner")]
-    kept = [*pasts, *made.graph.node, *(n for n in nodes if n not in pasts)]
-    del made.graph.node[:]
-    made.graph.node.extend(kept)
-    return made
-
-
-def _inverse(order: tuple[int, ...]) -> list[int]:
-    return [order.index(axis) for axis in range(len(order))]
 
 
 def fixed(model: onnx.ModelProto, room: int, length: Dim = "sequence") -> onnx.ModelProto:
@@ -224,15 +146,14 @@ def read_before(perm: tuple[int, ...], folder: Path) -> Path:
     return edited("plain-torch/bshd_index_put_dynamo_op18", folder, fuse)
 
 
-KEYS, VALUES = (0, 1, 3, 2), (0, 1, 2, 3)
-HEADS_FIRST = ((1, 0, 3, 2), (1, 0, 2, 3))
-LAID: dict[str, tuple[dict[str, Any], tuple[tuple[int, ...], ...]]] = {
-    "keys transposed": ({"layers": 2}, (KEYS, VALUES)),
-    "both transposed": ({"mask": "padding", "positions": "padding"}, (KEYS,)),
-    "lengths of the whole": ({"positions": "present"}, (KEYS, VALUES)),
-    "own mask": ({"mask": "own", "apply": "where"}, (KEYS, VALUES)),
-    "heads before one sequence": ({"layers": 2, "batch": 1}, HEADS_FIRST),
-    "sizes read off a past": ({"after": by_batch}, (KEYS, VALUES)),
+KEYS = ("bnds", "bnsd")
+LAID: dict[str, dict[str, Any]] = {
+    "keys transposed": {"layers": 2, "layout": KEYS},
+    "both transposed": {"mask": "padding", "positions": "padding", "layout": "bnds"},
+    "lengths of the whole": {"positions": "present", "layout": KEYS},
+    "own mask": {"mask": "own", "apply": "where", "layout": KEYS},
+    "heads before one sequence": {"layers": 2, "batch": 1, "layout": ("nbds", "nbsd")},
+    "sizes read off a past": {"after": by_batch, "layout": KEYS},
 }
 
 
@@ -240,8 +161,6 @@ def entries() -> Iterator[Entry]:
     models = {
         "joined": lambda: give_new_rows(foreign("concat"), as_joined),
         "flat": lambda: give_new_rows(foreign("concat"), flat),
-        "laid 0213": lambda: lay_caches(foreign("concat"), (0, 2, 1, 3), (0, 1, 3, 2)),
-        "turned": lambda: turn_within(foreign("concat"), (0, 2, 1, 3)),
     }
     yield from built("new rows", models, capacity=32)
     new = {n: (lambda how=how: give_new_rows(make_decoder(Decoder(**how)), as_joined)) for n, how in DECODERS.items()}
@@ -262,17 +181,9 @@ def entries() -> Iterator[Entry]:
     }  # fmt: skip
     yield from built("full past", full | {"several lengths": of_several_lengths})
     yield from built("full past, capacity 64", {"padding": full["padding"]}, capacity=64)
-    laid = {n: (lambda how=how, to=to: lay_caches(make_decoder(Decoder(**how)), *to)) for n, (how, to) in LAID.items()}
-    yield from built("laid", laid, capacity=24)
-    yield from built("laid, new rows", {n: (lambda m=m: give_new_rows(m(), as_joined)) for n, m in laid.items()},
-                     capacity=24)  # fmt: skip
-    within = {
-        p: (lambda p=p: turn_within(make_decoder(Decoder(positions=p)), (0, 2, 1, 3))) for p in ("input", "present")
-    }
-    yield from built(
-        "turned",
-        within | {"one head, three sequences": lambda: make_decoder(Decoder(kv_heads=1, batch=3))},
-        capacity=24,
-    )
+    yield from decoders("laid", LAID)
+    laid = {n: (lambda how=how: give_new_rows(make_decoder(Decoder(**how)), as_joined)) for n, how in LAID.items()}
+    yield from built("laid, new rows", laid, capacity=24)
+    yield from decoders("turned", {"one head, three sequences": {"kv_heads": 1, "batch": 3}})
     for perm in ((1, 2, 0, 3), (1, 2, 3, 0)):
         yield f"turned/read before {perm}", partial(read_before, perm), {}

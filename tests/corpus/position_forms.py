@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from concat_graphs import TYPES, Build, Decoder, _attend, decoders, make_decoder
+from concat_graphs import TYPES, Build, Decoder, _attend, decoders
 from graphs import Dim, Graph
-from new_row_graphs import lay_caches
 from onnx import TensorProto
 
 from corpus import Entry, built
@@ -363,8 +362,6 @@ def entries() -> Iterator[Entry]:
     yield from decoders("lengths", LENGTHS)
     for positions in ("past", "present"):
         decoder = Decoder(positions=positions)
-        model = partial(lambda d: lay_caches(make_decoder(d), (0, 1, 2, 3)), decoder)
-        yield from built("lengths", {f"{positions}, views": model}, capacity=24)
         for capacity in (1, 2, 3, 11):
             yield from decoders("lengths", {f"{positions}, capacity {capacity}": decoder}, capacity=capacity)
     yield from decoders("lengths", {"eight tokens at capacity 8": {"positions": "past", "sequence": 8}}, capacity=8)
