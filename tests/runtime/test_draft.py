@@ -150,28 +150,6 @@ def test_sampled_tokens_are_of_the_models_distribution() -> None:
     assert 0.4 < acceptance < 0.98  # lower for guesses that come with the last token of a prompt
 
 
-def test_another_rule_of_acceptance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses that are taken wherever the model finds them likely."""
-
-    def verify(self: Any, draft: Any, logits: Any) -> Any:
-        self.speculation.proposed += len(draft)
-        for position, token in enumerate(draft):
-            shares = np.exp(logits[position]) / np.exp(logits[position]).sum()
-            if shares[token] < 0.2:
-                break
-            self.speculation.accepted += 1
-            self._append(token)
-            yield self._event(token, "", None)
-        else:
-            position = len(draft)
-        yield self.advance(logits[position])
-
-    monkeypatch.setattr(Continuation, "verify", verify)
-    runner = Soft(max_batch=50)
-    found, _ = triples(Soft(0.8, max_batch=50), runner)
-    assert chi_square(found, runner.table) > 124 + 5 * 16
-
-
 @pytest.mark.parametrize("seed", [3, None])
 @pytest.mark.parametrize(
     "more", [{}, {"top_k": 3}, {"repetition_penalty": 1.3}, {"min_new_tokens": 5, "eos_token_id": 1}]
