@@ -10,13 +10,10 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
-from runtime.embedded_models import MODELS
 from runtime.engines import runner_on
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import Fallback, PlanOptions
-from trt_kvcache.runtime.axes import fixed_length, fixed_rows
 from trt_kvcache.runtime.runner import Runner, StepBatch
 
 BASE = DecoderConfig(vocab=64, capacity=32)
@@ -70,36 +67,3 @@ def test_a_vocabulary_that_the_model_leaves_open(device: str, tmp_path: Path) ->
     assert not any(opened.read_row(c.past, 0, 32).any() for c in opened.plan.caches)
     batch = StepBatch(0, np.array([[1, 2, 3]]), np.zeros(1, np.int64))
     np.testing.assert_allclose(opened.step(batch), fixed.step(batch), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("mobius/llama_static_f32", {"batch": 2}),
-        ("mobius/llama_static_f32", {"batch": 2, "sequence_len": 4}),
-        ("mobius/llama_dynamic_f32", {"batch": 2}),
-        ("optimum/llama", {"batch_size": 2}),
-        ("torch/llama_static_wrap_op24", {"s70": 4}),
-        ("transformers/llama_dyn", {"s44": 2}),
-    ],
-    ids=str,
-)
-def test_exports_of_fixed_sizes(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    """Models as exporters write them, with sizes in place of symbols."""
-    config = GenerationConfig(max_new_tokens=6)
-    source = MODELS / name / "model.onnx"
-    proto = onnx.load(source)
-    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in sizes:
-                dim.dim_value = sizes[dim.dim_param]
-    onnx.save(proto, tmp_path / "model.onnx")
-    prompts, found = PROMPTS[:3], []
-    plan = PlanOptions(capacity=64 if "dyn" in name or "optimum" in name else None)
-    made = plan_model(tmp_path / "model.onnx", plan)
-    assert {fixed_rows(made) or 0, fixed_length(made) or 0} - {0, 1} == set(sizes.values())
-    for path in (source, tmp_path / "model.onnx"):
-        with DecodeSession.open(path, device="cpu", plan_options=plan) as session:
-            found.append([list(g.tokens) for g in session.generate(prompts, config)])
-    assert found[0] == found[1]

@@ -17,10 +17,8 @@ from runtime.fake_cuda import Machine
 from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
 from trt_kvcache.runtime.generation.config import GenerationConfig
-from trt_kvcache.runtime.generation.greedy import CHOICE, best
 from trt_kvcache.runtime.generation.sampling import Sampler
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt import choice as trt_choice
 from trt_kvcache.runtime.trt.choice import DeviceChoice, open_choice
@@ -120,19 +118,6 @@ def test_sequences_of_one_step_may_want_different_things(engine: Path) -> None:
         mixed = [GREEDY, SAMPLED, third]
         runner, _ = opened(engine)
         assert generated(runner, mixed) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), mixed)
-
-
-def test_a_step_says_what_it_wants(engine: Path) -> None:
-    runner, _ = opened(engine)
-    tokens, starts = np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.zeros(2, np.int64)
-    scores = runner.step(StepBatch(0, tokens, starts, keep=3)).copy()
-    chosen = runner.step(StepBatch(0, tokens, starts, keep=3, highest=1))
-    assert (chosen.shape, chosen.dtype) == ((2, 3, 1), CHOICE)
-    for i, j in np.ndindex(2, 3):
-        assert best(chosen[i, j]) == best(scores[i, j])
-    nothing = runner.step(StepBatch(0, tokens, starts, keep=0, highest=1))
-    assert nothing.shape[:2] == (2, 0)
-    runner.close()
 
 
 def test_numbers_that_are_none_end_their_sequence(engine: Path) -> None:

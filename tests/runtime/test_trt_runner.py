@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.trt.io import StepBuffers
 from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 BACKENDS = ("tensorrt-rtx", "tensorrt")
@@ -100,24 +98,6 @@ def test_row_operations_touch_the_rows_that_they_name(name: str, tmp_path: Path)
     for past, capacity in caches:
         for row in range(3):
             np.testing.assert_array_equal(*(one.read_row(past, row, capacity) for one in both))
-
-
-def test_span_inputs_count_from_zero(engine: Path) -> None:
-    """Several of them, of different lengths, all written through one piece of pinned memory."""
-    runner: Any = open_engine(engine)
-    plan = runner.plan
-    (span,) = plan.spans
-    role = next(t for t in plan.tensors if t.name == span.name)
-    names = {"short": 16, "long": 64}
-    spans = tuple(replace(span, name=name, capacity=size) for name, size in names.items())
-    tensors = tuple(t for t in plan.tensors if t is not role) + tuple(replace(role, name=name) for name in names)
-    largest = runner._shapes.largest(runner._resources.contexts, runner.max_batch, runner.max_chunk, runner.max_logits)
-    sizes = largest | {name: (size,) for name, size in names.items()}
-    buffers = StepBuffers(runner._cuda, replace(plan, spans=spans, tensors=tensors), sizes, 3)
-    buffers.allocate()
-    for name, size in names.items():
-        held = runner.module.machine.device[buffers.addresses[name]].view(np.int64)
-        np.testing.assert_array_equal(held, np.arange(size))
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,9 +13,8 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import rewrite_model
-from trt_kvcache.importer.steps.engine import ReferenceSession, RunError
-from trt_kvcache.verify import VerifyReport, sessions, verify_model
-from trt_kvcache.verify.sessions import OrtSession
+from trt_kvcache.importer.steps.engine import ReferenceSession
+from trt_kvcache.verify import VerifyReport, verify_model
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
 CACHES = "float[B,2,32,16] kc, float[B,2,32,16] vc"
@@ -190,25 +188,6 @@ def test_global_and_sliding_window_layers(tmp_path: Path) -> None:
     )
     wrap = [step for step in report.steps if step.episode == "wrap"]
     assert min(min(step.starts) for step in wrap) < 16 < max(max(step.valid) for step in wrap) <= 64
-
-
-@pytest.mark.parametrize("window", ["left_window_size=6", "left_window_size=6, right_window_size=2"])
-def test_windows_that_onnx_runtime_does_not_know_run_on_the_reference_evaluator(
-    tmp_path: Path, window: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Older(OrtSession):
-        def __init__(self, model: Path | onnx.ModelProto, *given: Any) -> None:
-            graph = (onnx.load(model) if isinstance(model, Path) else model).graph
-            if any(a.name == "left_window_size" for node in graph.node for a in node.attribute):
-                raise RunError("Unrecognized attribute: left_window_size")
-            super().__init__(model, *given)
-
-    monkeypatch.setattr(sessions, "OrtSession", Older)
-    body = f"{UPDATES} y = Attention<is_causal=1, {window}>(q, ko, vo, , , , lens)"
-    report = verify(tmp_path, graph("int64[B] wi, int64[B] lens", body), opset=25)
-    assert report.rewritten_engine.startswith("ONNX Runtime")
-    assert report.original_engine.startswith("ONNX reference evaluator")
-    assert "Unrecognized attribute: left_window_size" in report.notes[0]
 
 
 def test_caches_that_no_caller_carries_are_no_decode(tmp_path: Path) -> None:
