@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import onnx
-from concat_graphs import Build, Decoder, decoders, make_decoder
+from concat_graphs import Build, Decoder, decoders, joined, make_decoder
 from graphs import Graph
 from onnx import TensorProto
 
-from corpus import Entry, built
+from corpus import Builders, Entry, built
 
 FLOAT = TensorProto.FLOAT
 After = Callable[[Build, str], str]
+Write = Callable[[Build, str, str, str], str]
 
 
 def shown(what: Callable[[Build], str], rank: int = 4) -> After:
@@ -57,43 +58,32 @@ READERS: dict[str, After] = {
 }
 
 
-def concat(graph: onnx.GraphProto) -> onnx.NodeProto:
-    return next(n for n in graph.node if n.output[0] == "present.0.key")
+def of_keys(write: Write) -> dict[str, Any]:
+    """Keys are written in another way than values."""
+    return {"write": lambda g, *names: joined(g, *names) if g.part else write(g, *names)}
 
 
-def new_rows_first(graph: onnx.GraphProto) -> None:
-    node = concat(graph)
-    node.input[:] = list(node.input)[::-1]
+def read_before(g: Build, past: str, new: str, present: str) -> str:
+    """Attention reads the keys as they were before this step."""
+    joined(g, past, new, present)
+    return past
 
 
-def past_twice(graph: onnx.GraphProto) -> None:
-    """Values are written after the past of the keys."""
-    node = next(n for n in graph.node if n.output[0] == "present.0.value")
-    node.input[0] = "past_key_values.0.key"
+def picked(g: Build, past: str, new: str, present: str) -> str:
+    """New rows that are picked by what the tokens are."""
+    places = g.Squeeze(g.Slice(g.NonZero(g.tokens), [1], [2], [0]))
+    return joined(g, past, g.Gather(new, places, axis=2), present)
 
 
-def three_parts(graph: onnx.GraphProto) -> None:
-    concat(graph).input.append(concat(graph).input[1])
-
-
-def past_with_past(graph: onnx.GraphProto) -> None:
-    node = concat(graph)
-    node.input[1] = node.input[0]
-
-
-def attention_over_past(graph: onnx.GraphProto) -> None:
-    """Reads the keys as they were before this step."""
-    for node in graph.node:
-        for i, name in enumerate(node.input):
-            if name == "present.0.key" and node.op_type not in ("Shape",):
-                node.input[i] = "past_key_values.0.key"
-
-
-def fixed_length(graph: onnx.GraphProto) -> None:
-    for value in graph.input:
-        if value.name == "past_key_values.0.key":
-            value.type.tensor_type.shape.dim[2].Clear()
-            value.type.tensor_type.shape.dim[2].dim_value = 7
+UPDATES: dict[str, dict[str, Any]] = {
+    "new_rows_first": of_keys(lambda g, past, new, present: joined(g, new, past, present)),
+    "past_twice": {"write": lambda g, past, new, present: joined(g, g.pasts[0], new, present)},
+    "three_parts": of_keys(lambda g, past, new, present: g.Concat(past, new, new, out=present, axis=2)),
+    "past_with_past": of_keys(lambda g, past, new, present: joined(g, past, past, present)),
+    "attention_over_past": of_keys(read_before),
+    "fixed_length": {"rows": lambda layer, kind: (7 if kind == "key" else "past", f"total_{kind}")},
+    "picked": of_keys(picked),
+}
 
 
 def one_symbol(graph: onnx.GraphProto, symbols: tuple[str, ...] = ("past", "total", "sequence")) -> None:
@@ -110,23 +100,6 @@ def as_indices(graph: onnx.GraphProto) -> None:
         value.name = "write_indices" if value.name == "position_ids" else value.name
     for node in graph.node:
         node.input[:] = ["write_indices" if n == "position_ids" else n for n in node.input]
-
-
-def picked(graph: onnx.GraphProto) -> None:
-    """New rows that are picked by what the tokens are."""
-    node = concat(graph)
-    numbers = (onnx.numpy_helper.from_array(np.array([i]), f"b{i}") for i in range(3))
-    graph.initializer.extend(numbers)
-    make, place = onnx.helper.make_node, list(graph.node).index(node)
-    nodes = [
-        make("NonZero", ["input_ids"], ["picked"], name="pick"),
-        make("Slice", ["picked", "b1", "b2", "b0"], ["row"], name="part"),
-        make("Squeeze", ["row"], ["kept"], name="kept"),
-        make("Gather", [node.input[1], "kept"], ["chosen"], name="chosen", axis=2),
-    ]
-    for extra in reversed(nodes):
-        graph.node.insert(place, extra)
-    node.input[1] = "chosen"
 
 
 def edited(edit: Callable[[onnx.GraphProto], None], **how: Any) -> onnx.ModelProto:
@@ -155,13 +128,10 @@ def joined_features(symbol: str = "n") -> onnx.ModelProto:
     return g.model(18)
 
 
-EDITS = (new_rows_first, past_twice, three_parts, past_with_past, attention_over_past, fixed_length, picked)
-
-
 def entries() -> Iterator[Entry]:
     yield from decoders("reader", {name: {"after": after} for name, after in READERS.items()})
-    models = {f.__name__: partial(edited, f, repeat="tile", mask="positions") for f in EDITS}
-    models |= {
+    yield from decoders("update", {n: {"repeat": "tile", "mask": "positions", **how} for n, how in UPDATES.items()})
+    models: Builders = {
         "one symbol": partial(edited, one_symbol, mask="padding", layers=2),
         "an input of that name": partial(edited, as_indices),
         "prompt in front": joined_features,

@@ -8,8 +8,8 @@ from typing import Any
 import concat_graphs
 import ml_dtypes
 import numpy as np
-from concat_graphs import Build, Decoder, decoders, make_decoder
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from concat_graphs import TYPES, Build, Decoder, decoders, joined, make_decoder
+from onnx import ModelProto, TensorProto, helper
 
 from corpus import Entry, built
 
@@ -99,61 +99,37 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _node(model: ModelProto, output: str) -> tuple[int, NodeProto]:
-    return next((i, n) for i, n in enumerate(model.graph.node) if n.output[0] == output)
-
-
-def rounded_as_a_whole(kind: Any, dtype: Any = np.float32, scale: float = 0.0625, cast: bool = False) -> ModelProto:
+def rounded_as_a_whole(
+    kind: Any, dtype: Any = np.float32, scale: float = 0.0625, *, cast: bool = False, read: bool = True,
+    parts: bool = False,
+) -> Decoder:  # fmt: skip
     """ModelOpt rounds the very output where attention reads it without repeating heads.
 
     With this scale no number lies so near the middle of two steps that float16 decides which one it becomes.
+
+    Args:
+        read: attention reads what is rounded.
+        parts: what Concat joins is rounded before, each with a scale of its own: as onnxruntime's quantize_static
+            leaves it unless products alone are quantized.
     """
-    model = make_decoder(Decoder(kv_heads=4, dtype=dtype, opset=OPSET))
-    concat = next(n for n in model.graph.node if n.output[0] == "present.0.value")
-    concat.output[0] = "joined"
-    number = numpy_helper.from_array(np.asarray(scale, dtype), "s")
-    zero = helper.make_tensor("z", helper.np_dtype_to_tensor_dtype(np.dtype(kind)), [], b"\0", raw=True)
-    model.graph.initializer.extend([number, zero])
-    last = "rounded" if cast else "present.0.value"
-    more = [
-        helper.make_node("QuantizeLinear", ["joined", "s", "z"], ["small"], name="rounds"),
-        helper.make_node("DequantizeLinear", ["small", "s", "z"], [last]),
-    ]
-    if cast:
-        more.append(helper.make_node("Cast", [last], ["present.0.value"], to=number.data_type))
-    place = list(model.graph.node).index(concat) + 1
-    for node in reversed(more):
-        model.graph.node.insert(place, node)
-    return model
+
+    def write(g: Build, past: str, new: str, present: str) -> str:
+        if not g.part:
+            return joined(g, past, new, present)
+        if parts:
+            past, new = rounds(kind, 0.03)(g, past), rounds(kind, 0.04)(g, new)
+        whole, number, zero = joined(g, past, new), g.constant(scale, dtype), g.constant(0, kind)
+        small = g.QuantizeLinear(whole, number, zero)
+        last = g.DequantizeLinear(small, number, zero, out="" if cast else present)
+        if cast:
+            g.Cast(last, out=present, to=TYPES[dtype])
+        return present if read else whole
+
+    return Decoder(kv_heads=4, dtype=dtype, opset=OPSET, write=write)
 
 
-def read_as_it_is() -> ModelProto:
-    model = rounded_as_a_whole(INT8)
-    next(n for n in model.graph.node if "present.0.value" in n.input).input[1] = "joined"
-    return model
-
-
-def rounded_by_concat() -> ModelProto:
-    """As onnxruntime's quantize_static leaves it unless products alone are quantized: each with a scale of its own."""
-    model = rounded_as_a_whole(INT8)
-    for i in range(2):
-        place, concat = _node(model, "joined")
-        model.graph.initializer.append(numpy_helper.from_array(np.float32(0.03 + i / 100), f"s{i}"))
-        tensor, concat.input[i] = concat.input[i], f"r{i}"
-        model.graph.node.insert(place, helper.make_node("DequantizeLinear", [f"q{i}", f"s{i}", "z"], [f"r{i}"]))
-        model.graph.node.insert(place, helper.make_node("QuantizeLinear", [tensor, f"s{i}", "z"], [f"q{i}"]))
-    return model
-
-
-def rounded_before_the_write() -> ModelProto:
-    model = make_decoder(Decoder(opset=OPSET))
-    place, concat = _node(model, "present.0.key")
-    model.graph.initializer.append(helper.make_tensor("s", TensorProto.FLOAT, [], [0.05]))
-    model.graph.initializer.append(helper.make_tensor("z", TensorProto.INT8, [], [0]))
-    tensor, concat.input[1] = concat.input[1], "rounded"
-    model.graph.node.insert(place, helper.make_node("DequantizeLinear", ["small", "s", "z"], ["rounded"]))
-    model.graph.node.insert(place, helper.make_node("QuantizeLinear", [tensor, "s", "z"], ["small"]))
-    return model
+def before_the_write(g: Build, past: str, new: str, present: str) -> str:
+    return joined(g, past, new if g.part else rounds(INT8, 0.05)(g, new), present)
 
 
 def as_written_from_torch(model: ModelProto) -> ModelProto:
@@ -179,12 +155,13 @@ def entries() -> Iterator[Entry]:
     kinds = {"int8": INT8, "float8": FP8}
     yield from decoders("rounded", {n: Decoder(attend=modelopt(k), opset=OPSET) for n, k in kinds.items()})
     yield from decoders("rounded", {n: Decoder(opset=OPSET, **how) for n, how in FORMS.items()})
-    wholes: dict[str, tuple[Any, ...]] = {
-        "int8": (INT8,), "float8": (FP8,), "float16": (INT8, np.float16), "cast": (INT8, np.float16, 0.0625, True),
-        "changes each time": (FP8, np.float16, 1e-7),
+    wholes = {
+        "int8": rounded_as_a_whole(INT8), "float8": rounded_as_a_whole(FP8),
+        "float16": rounded_as_a_whole(INT8, np.float16), "cast": rounded_as_a_whole(INT8, np.float16, cast=True),
+        "changes each time": rounded_as_a_whole(FP8, np.float16, 1e-7),
+        "read as it is": rounded_as_a_whole(INT8, read=False), "by concat": rounded_as_a_whole(INT8, parts=True),
     }  # fmt: skip
-    models = {f"whole, {n}": (lambda how=how: rounded_as_a_whole(*how)) for n, how in wholes.items()}
-    models |= {"whole, read as it is": read_as_it_is, "whole, by concat": rounded_by_concat}
-    models |= {"before the write": rounded_before_the_write, "nvidia": in_nvidia_s_domain}
-    models |= {"nvidia, opset 18": lambda: in_nvidia_s_domain(18)}
-    yield from built("rounded", models, capacity=24)
+    yield from decoders("rounded", {f"whole, {name}": how for name, how in wholes.items()})
+    yield from decoders("rounded", {"before the write": Decoder(opset=OPSET, write=before_the_write)})
+    nvidia = {"nvidia": in_nvidia_s_domain, "nvidia, opset 18": lambda: in_nvidia_s_domain(18)}
+    yield from built("rounded", nvidia, capacity=24)
