@@ -17,6 +17,7 @@ from onnx import TensorProto
 from corpus import Entry, built
 
 VOCABULARY = 32
+Rows = Dim | list[Dim]
 TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
 
 
@@ -38,7 +39,7 @@ class Decoder:
         after: changes the hidden states at the end of the model.
         attend: attention over queries, keys and values that is written in another way; see `merged_graphs`.
         write: writes new rows to a cache, in its layout; returns what attention reads.
-        rows: those of the past and of the present of a layer's keys or values.
+        rows: those of the past and of the present of a layer's keys or values; or the whole shape of a present.
     """
 
     heads: int = 4
@@ -62,7 +63,7 @@ class Decoder:
     own_type: Any = np.bool_
     batch: Dim = "batch"
     sequence: Dim = "sequence"
-    total: str = "total"
+    total: Dim = "total"
     embedded: bool = False
     last: bool = False
     names: tuple[str, str] = ("past_key_values.{layer}.{kind}", "present.{layer}.{kind}")
@@ -76,7 +77,7 @@ class Decoder:
     after: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     attend: Callable[[Build, str, str, str], str] = field(default=lambda *operands: _attend(*operands))
     write: Callable[[Build, str, str, str], str] = field(default=lambda *names: joined(*names))
-    rows: Callable[[int, str], tuple[Dim, Dim]] | None = None
+    rows: Callable[[int, str], tuple[Dim, Rows]] | None = None
 
 
 class Build(Graph):
@@ -88,6 +89,7 @@ class Build(Graph):
         self.tokens = ""
         self.pasts: list[str] = []
         self.presents: list[str] = []
+        self.read: list[str] = []
         self.layer = self.part = 0
         self._made: dict[str, str] = {}
         self._rng = np.random.default_rng(11)
@@ -197,14 +199,16 @@ def make_decoder(decoder: Decoder) -> onnx.ModelProto:
     return model
 
 
-def _rows(decoder: Decoder, index: int) -> tuple[Dim, Dim]:
+def _rows(decoder: Decoder, index: int) -> tuple[Dim, Rows]:
     if decoder.rows is None:
         return "past", f"{decoder.total}_{index}"
     return decoder.rows(index // 2, ("key", "value")[index % 2])
 
 
-def _shape(g: Build, length: Dim) -> list[Dim]:
+def _shape(g: Build, length: Rows) -> list[Dim]:
     decoder = g.decoder
+    if isinstance(length, list):
+        return length
     dims: dict[str, Dim] = {"b": decoder.batch, "n": decoder.kv_heads, "s": length, "d": decoder.size}
     if g.layout == "flat":
         return [decoder.batch, length, decoder.kv_heads * decoder.size]
@@ -238,7 +242,7 @@ def _from_padding(g: Build) -> str:
 
 
 def _from_present(g: Build) -> str:
-    total = g.size_of(g.presents[0], g.axis)
+    total = g.size_of(g.read[0], g.axis)
     rows = g.Range(g.Sub(total, g.length), total, 1)
     return g.Unsqueeze(rows, [0])
 
@@ -272,10 +276,10 @@ def _split(g: Build, tensor: str, heads: int) -> str:
 def _cached(g: Build, new: str, index: int) -> str:
     """Write to a cache; returns it as ``[B, N, T, D]``."""
     past, present, heads, layout = g.pasts[index], g.presents[index], g.decoder.kv_heads, g.layout
-    if layout == "flat":
-        return _split(g, g.decoder.write(g, past, new, present), heads)
-    rows = turned(g, g.Reshape(new, [0, 0, heads, g.decoder.size]), "bsnd", layout)
-    return turned(g, g.decoder.write(g, past, rows, present), layout, "bnsd")
+    flat = layout == "flat"
+    rows = new if flat else turned(g, g.Reshape(new, [0, 0, heads, g.decoder.size]), "bsnd", layout)
+    g.read.append(g.decoder.write(g, past, rows, present))
+    return _split(g, g.read[-1], heads) if flat else turned(g, g.read[-1], layout, "bnsd")
 
 
 def turned(g: Graph, tensor: str, layout: str, to: str) -> str:

@@ -3,84 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from concat_graphs import Build, Decoder, decoders, make_decoder
-from foreign_tools import foreign
+from concat_graphs import Build, Decoder, decoders, joined
 from graphs import Dim
-from onnx import TensorProto, helper
+from onnx import TensorProto
 from stored import edited
 
-from corpus import Entry, built
+from corpus import Entry
 
-Nodes = list[onnx.NodeProto]
-Form = Callable[[str, str], Nodes]
-
-
-def as_joined(rows: str, output: str) -> Nodes:
-    return [helper.make_node("Identity", [rows], [output], name=f"{output}/given")]
+ROOM = 20
 
 
-def transposed(*perm: int) -> Form:
-    return lambda rows, output: [helper.make_node("Transpose", [rows], [output], name=f"{output}/given", perm=perm)]
-
-
-def flat(rows: str, output: str) -> Nodes:
-    """``[B, S, N * D]`` of ``[B, N, S, D]``."""
-    shape = helper.make_tensor("shape", TensorProto.INT64, [3], [0, 0, -1])
-    return [
-        helper.make_node("Transpose", [rows], [f"{output}/rows"], name=f"{output}/moved", perm=(0, 2, 1, 3)),
-        helper.make_node("Constant", [], [f"{output}/shape"], name=f"{output}/sizes", value=shape),
-        helper.make_node("Reshape", [f"{output}/rows", f"{output}/shape"], [output], name=f"{output}/given"),
-    ]
-
-
-def changed(op: str) -> Form:
-    """Something else than what is joined."""
-    return lambda rows, output: [helper.make_node(op, [rows], [output], name=f"{output}/given")]
-
-
-def give_new_rows(model: onnx.ModelProto, *forms: Form) -> onnx.ModelProto:
-    """The same decoder, whose outputs are what its Concats join with the past.
+def new_rows(
+    given: tuple[str, str] = ("", ""),
+    change: str = "Identity",
+    past: Callable[[str], Dim] = lambda kind: "past",
+    **how: Any,
+) -> Decoder:
+    """A decoder whose outputs are what is joined with the past.
 
     Args:
-        model: each of its caches is the output of a Concat. Not changed.
-        forms: how the outputs are made of the new rows, taken in turn.
+        given: layouts of the outputs of keys and of values, if they are not those of what is joined.
+        change: an operator on the keys that are given.
+        past: rows of the past.
+        how: see `Decoder`.
     """
-    made = deepcopy(model)
-    makers = {name: node for node in made.graph.node for name in node.output}
-    inputs = {value.name for value in made.graph.input}
-    turn = 0
-    for value in made.graph.output:
-        node = makers[value.name]
-        if node.op_type != "Concat" or not inputs & set(node.input):
-            continue
-        whole = f"{value.name}/whole"
-        for reader in made.graph.node:
-            reader.input[:] = [whole if name == value.name else name for name in reader.input]
-        node.output[0] = whole
-        made.graph.node.extend(forms[turn % len(forms)](node.input[1], value.name))
-        value.type.tensor_type.ClearField("shape")
-        turn += 1
-    return onnx.shape_inference.infer_shapes(made, data_prop=True)
+    sequence = how.get("sequence", "sequence")
 
+    def write(g: Build, past: str, new: str, present: str) -> str:
+        layout = given[g.part]
+        if layout == "flat":
+            g.Reshape(g.Transpose(new, perm=[0, 2, 1, 3]), [0, 0, -1], out=present)
+        elif layout:
+            g.Transpose(new, out=present, perm=[g.layout.index(axis) for axis in layout])
+        else:
+            g.node("Identity" if g.part else change, [new], present)
+        return joined(g, past, new)
 
-def fixed(model: onnx.ModelProto, room: int, length: Dim = "sequence") -> onnx.ModelProto:
-    """The same decoder with a past that always has so many rows."""
-    made = deepcopy(model)
-    for value in made.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        if "past_key" in value.name:
-            axis = next(i for i, d in enumerate(dims) if d.dim_param == "past")
-            dims[axis].dim_value = room
-        elif "mask" in value.name and isinstance(length, int):
-            dims[-1].dim_value = room + length
-    return made
+    def rows(layer: int, kind: str) -> tuple[Dim, Dim | list[Dim]]:
+        dims: dict[str, Dim] = {"b": "batch", "n": 2, "s": sequence, "d": 4}
+        layout = given[kind == "value"]
+        if layout == "flat":
+            return past(kind), ["batch", sequence, 8]
+        return past(kind), [dims[axis] for axis in layout] if layout else sequence
+
+    return Decoder(**{"write": write, "rows": rows} | how)
 
 
 DECODERS: dict[str, dict[str, Any]] = {
@@ -92,7 +64,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     "lengths of the whole": {"positions": "present"},
     "float16": {"dtype": np.float16},
 }
-ROOM = 20
 FULL: dict[str, dict[str, Any]] = {
     "padding": {"mask": "padding", "positions": "padding"},
     "padding and given positions": {"mask": "padding"},
@@ -120,19 +91,11 @@ def by_batch(g: Build, x: str) -> str:
     return g.Expand(x, g.Concat(batch, [1, 1], axis=0))
 
 
-def given_twice() -> onnx.ModelProto:
+def given_twice(g: Build, past: str, new: str, present: str) -> str:
     """Values that are not given back are not taken for the keys, although another output has their shape."""
-    model = give_new_rows(make_decoder(Decoder()), as_joined)
-    rows = [node for node in model.graph.node if node.name.endswith("/given")]
-    rows[1].input[0] = rows[0].input[0]
-    return model
-
-
-def of_several_lengths() -> onnx.ModelProto:
-    model = fixed(give_new_rows(make_decoder(Decoder(mask="padding")), as_joined), ROOM)
-    values = next(v for v in model.graph.input if v.name.endswith("value"))
-    values.type.tensor_type.shape.dim[2].dim_value = ROOM + 1
-    return model
+    rows = g.once("keys", lambda: new)
+    g.Identity(rows, out=present)
+    return joined(g, past, new)
 
 
 def read_before(perm: tuple[int, ...], folder: Path) -> Path:
@@ -157,33 +120,31 @@ LAID: dict[str, dict[str, Any]] = {
 }
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "keys transposed": {"given": ("bnds", "")},
+    "tokens first": {"given": ("sbnd", "snbd")},
+    "flat and transposed": {"given": ("flat", "bdns")},
+    "negated keys": {"change": "Neg"},
+}
+
+
 def entries() -> Iterator[Entry]:
-    models = {
-        "joined": lambda: give_new_rows(foreign("concat"), as_joined),
-        "flat": lambda: give_new_rows(foreign("concat"), flat),
-    }
-    yield from built("new rows", models, capacity=32)
-    new = {n: (lambda how=how: give_new_rows(make_decoder(Decoder(**how)), as_joined)) for n, how in DECODERS.items()}
-    forms: dict[str, tuple[Form, ...]] = {
-        "keys transposed": (transposed(0, 1, 3, 2), as_joined),
-        "tokens first": (transposed(2, 0, 1, 3), transposed(2, 1, 0, 3)),
-        "flat and transposed": (flat, transposed(0, 3, 1, 2)),
-        "negated keys": (changed("Neg"), as_joined),
-    }
-    new |= {n: (lambda form=form: give_new_rows(make_decoder(Decoder(layers=2)), *form)) for n, form in forms.items()}
-    new |= {"prefixed": lambda: give_new_rows(make_decoder(Decoder(after=prefixed)), as_joined)}
-    yield from built("new rows", new | {"given twice": given_twice}, capacity=24)
-    yield from built("new rows, circular", {"window": new["window"]}, capacity=24, sliding="circular", window_chunk=3)
-    full = {
-        n: (lambda how=how: fixed(
-            give_new_rows(make_decoder(Decoder(**how)), as_joined), ROOM, how.get("sequence", "sequence")))
-        for n, how in FULL.items()
-    }  # fmt: skip
-    yield from built("full past", full | {"several lengths": of_several_lengths})
-    yield from built("full past, capacity 64", {"padding": full["padding"]}, capacity=64)
+    models = {name: new_rows(**how) for name, how in DECODERS.items()}
+    models |= {name: new_rows(layers=2, **how) for name, how in FORMS.items()}
+    models |= {"prefixed": new_rows(after=prefixed), "given twice": new_rows(write=given_twice)}
+    yield from decoders("new rows", models)
+    yield from decoders("new rows, circular", {"window": models["window"]}, sliding="circular", window_chunk=3)
+    full = {name: new_rows(past=lambda kind: ROOM, **_whole_masks(how)) for name, how in FULL.items()}
+    full["several lengths"] = new_rows(past=lambda kind: ROOM + (kind == "value"), mask="padding")
+    yield from decoders("full past", full, None)
+    yield from decoders("full past, capacity 64", {"padding": full["padding"]}, capacity=64)
     yield from decoders("laid", LAID)
-    laid = {n: (lambda how=how: give_new_rows(make_decoder(Decoder(**how)), as_joined)) for n, how in LAID.items()}
-    yield from built("laid, new rows", laid, capacity=24)
+    yield from decoders("laid, new rows", {name: new_rows(**how) for name, how in LAID.items()})
     yield from decoders("turned", {"one head, three sequences": {"kv_heads": 1, "batch": 3}})
     for perm in ((1, 2, 0, 3), (1, 2, 3, 0)):
         yield f"turned/read before {perm}", partial(read_before, perm), {}
+
+
+def _whole_masks(how: dict[str, Any]) -> dict[str, Any]:
+    """Masks have one length, too, where steps have."""
+    return how | ({"total": ROOM + how["sequence"]} if "sequence" in how else {})
