@@ -86,15 +86,6 @@ def _chosen(g: Build, scores: str) -> str:
     return g.If(choice, then_branch=branches[0], else_branch=branches[1])
 
 
-def _repeated_by_batch(g: Build, tensor: str) -> str:
-    """One sequence has its heads one after the other twice, two have each of them twice."""
-    axis = g.Unsqueeze(g.size_of(g.tokens, 0), [0])
-    sizes = [g.Unsqueeze(n, [0]) for n in (g.size_of(g.tokens, 0), g.all)]
-    shape = g.Concat(sizes[0], [2, 2], sizes[1], [4], axis=0)
-    spread = g.Expand(g.Unsqueeze(tensor, axis), shape)
-    return g.Reshape(spread, [0, 4, -1, 4])
-
-
 def _tiled_by_shape(g: Build, tensor: str) -> str:
     """As paddle2onnx 2.1 writes repeat_interleave of an axis that it does not know: more repeats than axes."""
     sizes = g.Gather(g.Shape(tensor), [1])
@@ -133,7 +124,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "heads reversed": {"keys": heads(3, 2, 1, 0)},
     "last 6 rows": {"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"},
     "repeated keys cut to integers": {"keys": _integers},
-    "keys repeated by the batch": {"repeat": "none", "keys": _repeated_by_batch, "values": heads(0, 0, 1, 1)},
     "more repeats than axes": {"keys": _tiled_by_shape},
 }
 
@@ -142,14 +132,6 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def _zeros_and_low(g: Build, lowest: float) -> str:
     return g.Where(g.to_scores(g.causal()), g.number(0.0), g.number(lowest))
-
-
-def _late(g: Build, scores: str) -> str:
-    """A second mask, which is too high to be scaled for texts of 9 and more, then a factor."""
-    total = g.Cast(g.Less(g.all, 9), to=1)
-    high, far = g.Mul(total, g.number(-1e6)), g.number(-1e3)
-    mask = g.Where(g.to_scores(g.causal()), g.number(0.0), g.Add(high, far))
-    return times(0.5)(g, g.Add(scores, mask))
 
 
 SCALED: dict[str, dict[str, Any]] = {
@@ -165,7 +147,6 @@ SCALED: dict[str, dict[str, Any]] = {
     "-1e4 over 4": {"lowest": -1e4, "masked": times(0.25)},
     "-1e4 over 20": {"lowest": -1e4, "masked": times(0.05)},
     "a floor that comes up": {"masked": lambda g, s: times(0.05)(g, at_least(-1e4)(g, s))},
-    "a mask that is high for long texts": {"masked": _late, "mask": "none"},
     "negative": {"masked": times(-0.5)},
     "own numbers": {"mask": "own", "own_type": np.float32, "masked": times(0.5, "Div")},
     "capped after": {"masked": lambda g, s: tanh(g, times(0.5)(g, s))},

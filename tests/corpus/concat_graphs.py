@@ -181,11 +181,11 @@ def make_decoder(decoder: Decoder) -> onnx.ModelProto:
     _declare_caches(g)
     make = POSITIONS.get(decoder.positions) if isinstance(decoder.positions, str) else decoder.positions
     if make and decoder.positions != "present":
-        x = g.Add(x, _signal(g, make(g)))
+        x = g.Add(x, signal(g, make(g)))
     for g.layer in range(decoder.layers):
         x = g.Add(x, _layer(g, x))
     if make and decoder.positions == "present":
-        x = g.Add(x, _signal(g, make(g)))
+        x = g.Add(x, signal(g, make(g)))
     if decoder.last:
         x = g.Slice(x, [-1], [2**31], [1])
     x = decoder.after(g, x)
@@ -226,9 +226,9 @@ def _declare_caches(g: Build) -> None:
     g.part = 0
 
 
-def _signal(g: Build, positions: str) -> str:
-    """The part of the hidden states that positions add."""
-    width = g.decoder.heads * g.decoder.size
+def signal(g: Build, positions: str, width: int = 0) -> str:
+    """The part of the hidden states that positions add; `width`: of some of them."""
+    width = width or g.decoder.heads * g.decoder.size
     column = g.Unsqueeze(g.Cast(positions, to=TensorProto.FLOAT), [-1])
     angles = g.Mul(column, g.constant(np.linspace(0.05, 1.5, width), np.float32))
     return g.Cast(g.Sin(angles), to=TYPES[g.decoder.dtype])

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 from cases import packed_model
-from concat_graphs import Decoder as Growing
-from concat_graphs import make_decoder
+from concat_graphs import decoders
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Dim, Graph, attention_model, scatter_model
@@ -273,16 +272,6 @@ def prefixed(prefix: str, *, other: bool) -> onnx.ModelProto:
     return model
 
 
-def taken(name: str) -> onnx.ModelProto:
-    """A tensor of a name that the importer gives."""
-    model = make_decoder(Growing())
-    old = next(n for n in model.graph.node if n.op_type == "MatMul").output[0]
-    for node in model.graph.node:
-        node.input[:] = [name if n == old else n for n in node.input]
-        node.output[:] = [name if n == old else n for n in node.output]
-    return model
-
-
 def holder(domain: str, op: str) -> onnx.ModelProto:
     """An operator of others that holds caches, or a whole decoder, where no cache is seen."""
     g = Graph()
@@ -420,7 +409,8 @@ def _interfaces() -> Iterator[Entry]:
     models["no names of axes"] = partial(interface, GRAPHS["plain"], "", 1)
     models |= {f"unused outputs {opset}": partial(unused_outputs, opset) for opset in (24, 25)}
     yield from built("interface", models)
-    yield from built("taken names", {name: partial(taken, name) for name in TAKEN}, capacity=24)
+    taken = {name: {"after": lambda g, x, name=name: g.Identity(x, out=name)} for name in TAKEN}
+    yield from decoders("taken names", taken)
     yield from built("holder", {f"{domain} {op}": partial(holder, domain, op) for domain, op in HOLDERS}, capacity=8)
 
 

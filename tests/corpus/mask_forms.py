@@ -13,14 +13,6 @@ from onnx import TensorProto
 from corpus import Entry
 
 
-def both(g: Build, left: str, right: str) -> str:
-    return g.And(left, right)
-
-
-def either(g: Build, left: str, right: str) -> str:
-    return g.Or(left, right)
-
-
 def later(g: Build, by: int) -> str:
     """Keys after the query's row minus `by`."""
     return g.Greater(g.key_rows, g.Sub(g.query_rows, by))
@@ -36,37 +28,37 @@ def off_by_one(g: Build) -> str:
 
 
 def prefix(g: Build) -> str:
-    return either(g, g.causal(), before(g, 8))
+    return g.Or(g.causal(), before(g, 8))
 
 
 def blocks(g: Build) -> str:
     block = [g.Div(rows, 8) for rows in (g.key_rows, g.query_rows)]
-    return both(g, g.causal(), g.node("Equal", block))
+    return g.And(g.causal(), g.node("Equal", block))
 
 
 def sink(g: Build) -> str:
-    return both(g, g.causal(), either(g, before(g, 1), later(g, 6)))
+    return g.And(g.causal(), g.Or(before(g, 1), later(g, 6)))
 
 
 def dilated(g: Build) -> str:
     distance = g.Mod(g.Sub(g.query_rows, g.key_rows), 2)
-    return both(g, g.causal(), g.Equal(distance, 0))
+    return g.And(g.causal(), g.Equal(distance, 0))
 
 
 def window_of_the_update_only(g: Build) -> str:
     """Right in every decode step, and in prompts of up to 16 tokens."""
     step = g.Sub(g.query_rows, g.past)
-    return both(g, g.causal(), g.Greater(g.key_rows, g.Sub(step, 16)))
+    return g.And(g.causal(), g.Greater(g.key_rows, g.Sub(step, 16)))
 
 
 def without_the_first_two_in_long_texts(g: Build) -> str:
     short = g.Less(g.all, 18)
-    return both(g, g.causal(), either(g, short, g.Greater(g.key_rows, 1)))
+    return g.And(g.causal(), g.Or(short, g.Greater(g.key_rows, 1)))
 
 
 def window_on_both_sides(g: Build) -> str:
     ahead = g.Less(g.key_rows, g.Add(g.query_rows, 2))
-    return both(g, later(g, 3), ahead)
+    return g.And(later(g, 3), ahead)
 
 
 LOOK_ALIKES = (
@@ -76,19 +68,19 @@ LOOK_ALIKES = (
 
 
 def one_head_near(g: Build) -> str:
-    near = g.to_scores(both(g, g.causal(), later(g, 3)))
+    near = g.to_scores(g.And(g.causal(), later(g, 3)))
     return g.node("Concat", [g.to_scores(g.causal())] * 3 + [near], axis=1)
 
 
 def of_tokens(g: Build) -> str:
     total = g.ReduceSum(g.tokens, [1], keepdims=1)
     shown = g.Unsqueeze(g.Greater(total, 3), [1, 2])
-    return both(g, g.to_scores(g.causal()), shown)
+    return g.And(g.to_scores(g.causal()), shown)
 
 
 def padding_turned_round(g: Build) -> str:
     shown = g.Not(g.Cast(g.padding, to=TensorProto.BOOL))
-    return both(g, g.to_scores(g.causal()), g.Unsqueeze(shown, [1, 2]))
+    return g.And(g.to_scores(g.causal()), g.Unsqueeze(shown, [1, 2]))
 
 
 def bias(g: Build, scores: str, even: bool) -> str:
@@ -120,7 +112,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "even bias": {"scores": partial(bias, even=True)},
     "even bias after the mask": {"masked": partial(bias, even=True)},
     "uneven bias": {"scores": partial(bias, even=False)},
-    "own and causal": {"mask": lambda g: both(g, own(g), g.to_scores(g.causal()))},
+    "own and causal": {"mask": lambda g: g.And(own(g), g.to_scores(g.causal()))},
     "own turned round": {"mask": lambda g: g.Not(own(g))},
     "own, integers": {"mask": lambda g: g.Cast(own(g, TensorProto.INT64, "attention_mask"), to=TensorProto.BOOL)},
     "own doubled": {
@@ -137,12 +129,6 @@ def by_head(g: Build) -> str:
     return g.Concat(*both, *both, axis=1)
 
 
-def of_blocks(g: Build) -> str:
-    """Queries see the rows of their block of 8, as Llama 4's local layers: a window for the last of each."""
-    same = g.Equal(g.Div(g.query_rows, 8), g.Div(g.key_rows, 8))
-    return g.to_scores(g.And(g.causal(), same))
-
-
 def giving_scores(g: Build, query: str, keys: str, values: str) -> str:
     """Attention that gives its scores as an output of the model, too."""
     mask = g.Where(g.to_scores(g.causal()), g.number(0.0), g.number(-1e4))
@@ -153,7 +139,6 @@ def giving_scores(g: Build, query: str, keys: str, values: str) -> str:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "heads with different masks": {"mask": by_head},
-    "blocks": {"mask": of_blocks},
     "scores as an output": {"attend": giving_scores, "opset": 24},
 }
 

@@ -130,19 +130,6 @@ def guarded(odd: Odd) -> dict[str, Any]:
     return {"mask": "own", "attend": attend}
 
 
-def cut_shorter(odd: Odd) -> dict[str, Any]:
-    """A mask is made of the size of something that is cut shorter in odd steps."""
-
-    def mask(g: Build) -> str:
-        less = g.Sub(g.length, g.Cast(odd(g), to=TensorProto.INT64))
-        end = g.Unsqueeze(less, [0])
-        cut = g.Slice(g.tokens, [0], end, [1])
-        missing = g.Sub(g.size_of(cut, 1), g.length)
-        return g.to_scores(g.LessOrEqual(g.key_rows, g.Add(g.query_rows, missing)))
-
-    return {"mask": mask}
-
-
 FORMS: dict[str, Callable[[Odd], dict[str, Any]]] = {
     "mask": masked,
     "factor": scaled,
@@ -151,7 +138,6 @@ FORMS: dict[str, Callable[[Odd], dict[str, Any]]] = {
     "own mask": own_scaled,
     **{f"{how} of {which}": read(which, how) for how in ("heads", "channels", "rows") for which in ("keys", "values")},
     "guard": guarded,
-    "size": cut_shorter,
 }
 BY_STEP_ALONE = ("positions", "guard")
 """Tensors that depend on S alone may stay in the graph here."""

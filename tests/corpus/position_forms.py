@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from concat_graphs import TYPES, Build, Decoder, _attend, decoders
+from concat_graphs import Build, Decoder, _attend, decoders, signal
 from graphs import Dim, Graph
 from onnx import TensorProto
 
@@ -244,12 +244,6 @@ LENGTHS: dict[str, dict[str, Any]] = {
 PLANES = 3
 
 
-def _signal(g: Build, positions: str, width: int) -> str:
-    column = g.Unsqueeze(g.Cast(positions, to=TensorProto.FLOAT), [-1])
-    angles = g.Mul(column, g.constant(np.linspace(0.05, 1.5, width), np.float32))
-    return g.Cast(g.Sin(angles), to=TYPES[g.decoder.dtype])
-
-
 def planar(shape: list[Dim], axis: int = 0, name: str = "position_ids") -> Any:
     """Each plane has its own share of the hidden state."""
 
@@ -257,7 +251,7 @@ def planar(shape: list[Dim], axis: int = 0, name: str = "position_ids") -> Any:
         positions = g.input(name, TensorProto.INT64, shape)
         planes = [g.Gather(positions, k, axis=axis) for k in range(PLANES)]
         widths = [6, 5, 5]
-        signals = [_signal(g, p, w) for p, w in zip(planes, widths, strict=True)]
+        signals = [signal(g, p, w) for p, w in zip(planes, widths, strict=True)]
         return g.Add(x, g.node("Concat", signals, axis=-1))
 
     return after

@@ -84,14 +84,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "fixed_length": {"rows": lambda layer, kind: (7 if kind == "key" else "past", f"total_{kind}")},
     "picked": of_keys(picked),
 }
-
-
-def one_symbol(graph: onnx.GraphProto, symbols: tuple[str, ...] = ("past", "total", "sequence")) -> None:
-    """Exporters do not always care."""
-    for value in (*graph.input, *graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param.startswith(symbols):
-                dim.dim_param = "length"
+ONE = "length"
+"""Exporters do not always care."""
 
 
 def as_indices(graph: onnx.GraphProto) -> None:
@@ -131,8 +125,9 @@ def joined_features(symbol: str = "n") -> onnx.ModelProto:
 def entries() -> Iterator[Entry]:
     yield from decoders("reader", {name: {"after": after} for name, after in READERS.items()})
     yield from decoders("update", {n: {"repeat": "tile", "mask": "positions", **how} for n, how in UPDATES.items()})
+    one: dict[str, Any] = {"sequence": ONE, "total": ONE, "rows": lambda layer, kind: (ONE, ONE)}
+    yield from decoders("update", {"one symbol": {"mask": "padding", "layers": 2, **one}})
     models: Builders = {
-        "one symbol": partial(edited, one_symbol, mask="padding", layers=2),
         "an input of that name": partial(edited, as_indices),
         "prompt in front": joined_features,
     }

@@ -89,12 +89,6 @@ def by_axis(axis: int) -> Callable[[Build, str], str]:
     return lambda g, x: g.size_of(g.tokens, axis)
 
 
-def chained(g: Build, x: str) -> str:
-    """The second is as large as the first found."""
-    first = g.NonZero(ones(width)(g, x))
-    return count_of(lambda g, _: ones(lambda g, _: g.size_of(first, 1))(g, x))(g, x)
-
-
 def all_rows(g: Build, x: str) -> str:
     return g.all
 
@@ -197,7 +191,7 @@ def entries() -> Iterator[Entry]:
     forms = {
         f"{r}, {n}": repeated(rows, r) for r in ("cos", "count") for n, rows in (("width", width), ("1", cancelled))
     }
-    forms |= {"chained": chained} | {name: count_of(found) for name, found in FOUND.items()}
+    forms |= {name: count_of(found) for name, found in FOUND.items()}
     forms |= {f"encoder, {limit}": of_an_encoder(limit) for limit in (None, 7)}
     yield from decoders("sizes", {name: Decoder(mask="padding", after=after) for name, after in forms.items()})
     kept = {n: Decoder(after=count_of(FOUND[n])) for n in ("batch", "update", "some rows")}
