@@ -171,7 +171,7 @@ def hybrid_model(
 
 
 def cross_model(
-    kind: str = "keys", mask: str = "none", batch: int | str = "batch", growing: bool = False
+    kind: str = "keys", mask: str = "none", batch: int | str = "batch", growing: bool = False, plain: bool = False
 ) -> onnx.ModelProto:
     """`CROSS`.
 
@@ -181,6 +181,7 @@ def cross_model(
             (``[B, 1, 1, S_enc]``).
         batch: size or symbol.
         growing: see `hybrid_model`.
+        plain: cross-attention is MatMul, Softmax, MatMul, and its mask, added to the scores, is known by its name.
     """
     d = _Decoder(batch, growing)
     g, x, seen = d.graph, d.embed(), ""
@@ -197,7 +198,13 @@ def cross_model(
         else:
             shape = [batch, HEADS, "encoder_length", SIZE]
             held = [g.input(f"past_key_values.{layer}.encoder.{part}", _FLOAT, shape) for part in ("key", "value")]
-        y = g.Attention(d.project(x, f"{cross}.q"), *held, *([seen] if seen else []))
+        query = d.project(x, f"{cross}.q")
+        if plain:
+            bias = g.Where(seen, g.constant(0, np.float32), g.constant(-1e4, np.float32))
+            scores = g.Add(g.MatMul(query, g.Transpose(held[0], perm=[0, 1, 3, 2])), bias)
+            y = g.MatMul(g.Softmax(scores, axis=-1), held[1])
+        else:
+            y = g.Attention(query, *held, *([seen] if seen else []))
         x = d.merge(x, y, f"{cross}.o")
     return d.finish(x)
 
@@ -310,44 +317,16 @@ def counted_apart() -> onnx.ModelProto:
     return make_decoder(replace(decoder, attend=attend))
 
 
-def decomposed() -> onnx.ModelProto:
-    """MatMul, Softmax, MatMul over the encoder's output; its mask, added to the scores, is known by its name."""
-    model = cross_model("hidden", "ones")
-    nodes = []
-    for node in model.graph.node:
-        if node.op_type != "Attention" or len(node.input) > 4:
-            nodes.append(node)
-            continue
-        q, k, v, seen = node.input
-        name = node.output[0]
-        low = onnx.helper.make_node("Where", [seen, "zero", "low"], [f"{name}.bias"], name=f"{name}.bias")
-        nodes += [
-            onnx.helper.make_node("Transpose", [k], [f"{name}.k"], perm=[0, 1, 3, 2], name=f"{name}.k"),
-            onnx.helper.make_node("MatMul", [q, f"{name}.k"], [f"{name}.qk"], name=f"{name}.qk"), low,
-            onnx.helper.make_node("Add", [f"{name}.qk", f"{name}.bias"], [f"{name}.s"], name=f"{name}.s"),
-            onnx.helper.make_node("Softmax", [f"{name}.s"], [f"{name}.p"], axis=-1, name=f"{name}.p"),
-            onnx.helper.make_node("MatMul", [f"{name}.p", v], [name], name=name),
-        ]  # fmt: skip
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    for name, value in (("zero", 0.0), ("low", -1e4)):
-        model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(value), name))
-    return model
-
-
 def self_attention() -> onnx.ModelProto:
     """Embeddings that go into queries and keys alike are the text: no cross-attention."""
-    graph = Graph()
-    shape = ["B", 2, "S", 8]
-    x = graph.input("inputs_embeds", _FLOAT, shape)
-    graph.input("past", _FLOAT, ["B", 2, 16, 8])
-    graph.input("write_indices", _INT, ["B"])
-    graph.TensorScatter("past", x, "write_indices", out="present", axis=2)
-    y = graph.Attention(x, "present", "present", is_causal=1)
-    graph.Attention(y, x, x, out="out", is_causal=1)
-    graph.output("present", _FLOAT, ["B", 2, 16, 8])
-    graph.output("out", _FLOAT, shape)
-    return graph.model()
+    return onnx.parser.parse_model("""
+        <ir_version: 11, opset_import: ["" : 24]>
+        graph (float[B,2,S,8] inputs_embeds, float[B,2,16,8] past, int64[B] write_indices)
+            => (float[B,2,16,8] present, float[B,2,S,8] out) {
+            present = TensorScatter <axis = 2> (past, inputs_embeds, write_indices)
+            y = Attention <is_causal = 1> (inputs_embeds, present, present)
+            out = Attention <is_causal = 1> (y, inputs_embeds, inputs_embeds)
+        }""")
 
 
 def fixed_length() -> onnx.ModelProto:
@@ -385,7 +364,8 @@ def two_tables_of_one_size() -> onnx.ModelProto:
 
 def entries() -> Iterator[Entry]:
     yield from built("cross", {"counted apart": counted_apart}, capacity=24)
-    made = (decomposed, self_attention, fixed_length, two_tables_of_one_size)
+    yield from built("cross", {"decomposed": partial(cross_model, "hidden", "ones", plain=True)})
+    made = (self_attention, fixed_length, two_tables_of_one_size)
     yield from built("cross", {make.__name__: make for make in made} | {"no caches": attention_model})
     states = {"any": all_rows_but_the_first, "one": partial(all_rows_but_the_first, 1)}
     yield from built("all rows but the first, tokens", states, capacity=24)
