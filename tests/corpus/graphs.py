@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,16 @@ class Graph:
         graph = helper.make_graph(self.nodes, "graph", self.inputs, self.outputs, self.initializers)
         imports = [helper.make_opsetid("", opset)] + [helper.make_opsetid(d, 1) for d in domains]
         return helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION, functions=list(functions))
+
+
+def renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
+    """The model with other names of tensors; changed in place."""
+    for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
+        value.name = names.get(value.name, value.name)
+    for node in model.graph.node:
+        for field in (node.input, node.output):
+            field[:] = [names.get(name, name) for name in field]
+    return model
 
 
 def scatter_model(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 from concat_graphs import Build, Decoder, make_decoder
-from graphs import Graph, attention_model
+from graphs import Graph, attention_model, renamed
 from numpy.typing import NDArray
 from onnx import TensorProto
 
@@ -167,7 +167,7 @@ def hybrid_model(
     added = g.MatMul(g.Transpose(g.Mul(k, left), perm=[0, 1, 3, 2]), v)
     g.Add(g.Mul(state, power(length)), added, out="present_recurrent.2")
     model = d.finish(d.merge(x, y, "l.o"))
-    return _renamed(model, names or {})
+    return renamed(model, names or {})
 
 
 def cross_model(
@@ -285,16 +285,6 @@ def _attend(x: Array, memory: Array, w: Mapping[str, Array], layer: str, *, caus
     shares /= shares.sum(-1, keepdims=True)
     result: Array = np.einsum("nqk,nkh->qnh", shares, v).reshape(len(x), -1) @ w[f"{layer}.o"]
     return result
-
-
-def _renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
-    for value in (*model.graph.input, *model.graph.output):
-        value.name = names.get(value.name, value.name)
-    for node in model.graph.node:
-        for fields in (node.input, node.output):
-            for i, name in enumerate(fields):
-                fields[i] = names.get(name, name)
-    return model
 
 
 def counted_apart() -> onnx.ModelProto:

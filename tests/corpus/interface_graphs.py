@@ -12,7 +12,7 @@ from cases import packed_model
 from concat_graphs import decoders
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
-from graphs import Dim, Graph, attention_model, scatter_model
+from graphs import Dim, Graph, attention_model, renamed, scatter_model
 from onnx import TensorProto, parser
 
 from corpus import Entry, built
@@ -239,37 +239,22 @@ def interface(build: Callable[[Decoder], Decoder], batch: Dim = B, sequence: Dim
     return build(Decoder(batch, sequence)).model()
 
 
-def renamed(seed: int) -> onnx.ModelProto:
+def shuffled(seed: int) -> onnx.ModelProto:
     """Neither names nor the order of inputs matter."""
-    model = interface(GRAPHS["plain"])
-    rng = np.random.default_rng(seed)
+    model, rng = interface(GRAPHS["plain"]), np.random.default_rng(seed)
     values = [model.graph.input[i] for i in rng.permutation(len(model.graph.input))]
     values = [onnx.ValueInfoProto.FromString(v.SerializeToString()) for v in values]
     del model.graph.input[:]
     model.graph.input.extend(values)
-    names = {v.name: f"t{n}" for v, n in zip((*values, *model.graph.output), rng.permutation(99), strict=False)}
-    for value in (*model.graph.input, *model.graph.output):
-        value.name = names[value.name]
-    for node in model.graph.node:
-        for field in (node.input, node.output):
-            field[:] = [names.get(name, name) for name in field]
-    return model
+    names = [v.name for v in (*values, *model.graph.output)]
+    return renamed(model, {name: f"t{n}" for name, n in zip(names, rng.permutation(99), strict=False)})
 
 
 def prefixed(prefix: str, *, other: bool) -> onnx.ModelProto:
     """`onnx.compose.add_prefix`; the importer's own inputs come without it."""
     model = onnx.compose.add_prefix(interface(GRAPHS["two token inputs, input_ids"]), prefix)
     own = ("write_indices", "nonpad_kv_seqlen") if other else ()
-    for values in (model.graph.input, *(node.input for node in model.graph.node)):
-        for i, value in enumerate(values):
-            name = value if isinstance(value, str) else value.name
-            if name.removeprefix(prefix) not in own:
-                continue
-            if isinstance(value, str):
-                values[i] = name.removeprefix(prefix)
-            else:
-                value.name = name.removeprefix(prefix)
-    return model
+    return renamed(model, {f"{prefix}{name}": name for name in own})
 
 
 def holder(domain: str, op: str) -> onnx.ModelProto:
@@ -405,7 +390,7 @@ def _interfaces() -> Iterator[Entry]:
     models |= {f"mask {shape}": partial(interface, lambda d, shape=shape: _mask(d, *shape)) for shape in MASKS}
     models |= {f"prefixed {prefix} {other}": partial(prefixed, prefix, other=other)
                for prefix in ("dec/", "model.decoder_") for other in (True, False)}  # fmt: skip
-    models |= {f"renamed {seed}": partial(renamed, seed) for seed in range(3)}
+    models |= {f"renamed {seed}": partial(shuffled, seed) for seed in range(3)}
     models["no names of axes"] = partial(interface, GRAPHS["plain"], "", 1)
     models |= {f"unused outputs {opset}": partial(unused_outputs, opset) for opset in (24, 25)}
     yield from built("interface", models)

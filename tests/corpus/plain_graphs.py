@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from graphs import Dim, Graph
+from graphs import Dim, Graph, renamed
 from onnx import TensorProto, helper, numpy_helper
 
 from corpus import Entry, built
@@ -582,12 +582,8 @@ class _Maker(Graph):
         whole = {v.name: f"{v.name}{sign}x" for v in (*model.graph.input, *model.graph.output)}
         some = {name: new for name, new in whole.items() if self.rng.random() < 0.4}
         some = some or dict([next(iter(whole.items()))])
-        for node in model.graph.node:
-            node.input[:] = [some.get(n, n) for n in node.input]
-            node.output[:] = [some.get(n, n) for n in node.output]
+        for node in renamed(model, some).graph.node:
             node.name = f"{node.name}{sign}" if self.rng.random() < 0.3 else node.name
-        for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
-            value.name = some.get(value.name, value.name)
         for table in (self.parts, self.masks, self.axes, self.presents):
             for name in [n for n in table if n in some]:
                 table[some[name]] = table.pop(name)  # type: ignore[attr-defined]
