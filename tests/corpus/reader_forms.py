@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
 from concat_graphs import Build, Decoder, decoders, joined, make_decoder
-from graphs import Graph
+from graphs import Graph, renamed
 from onnx import TensorProto
 
 from corpus import Builders, Entry, built
@@ -88,20 +87,6 @@ ONE = "length"
 """Exporters do not always care."""
 
 
-def as_indices(graph: onnx.GraphProto) -> None:
-    """An input that is called as one that is added, and is something else."""
-    for value in graph.input:
-        value.name = "write_indices" if value.name == "position_ids" else value.name
-    for node in graph.node:
-        node.input[:] = ["write_indices" if n == "position_ids" else n for n in node.input]
-
-
-def edited(edit: Callable[[onnx.GraphProto], None], **how: Any) -> onnx.ModelProto:
-    model = make_decoder(Decoder(**how))
-    edit(model.graph)
-    return model
-
-
 def style(g: Build, x: str) -> str:
     """A Concat of an input that is no cache."""
     extra = g.input("style", FLOAT, ["batch", "styles", 16])
@@ -128,7 +113,7 @@ def entries() -> Iterator[Entry]:
     one: dict[str, Any] = {"sequence": ONE, "total": ONE, "rows": lambda layer, kind: (ONE, ONE)}
     yield from decoders("update", {"one symbol": {"mask": "padding", "layers": 2, **one}})
     models: Builders = {
-        "an input of that name": partial(edited, as_indices),
+        "an input of that name": lambda: renamed(make_decoder(Decoder()), {"position_ids": "write_indices"}),
         "prompt in front": joined_features,
     }
     yield from built("update", models, capacity=24)

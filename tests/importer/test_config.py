@@ -9,7 +9,7 @@ import onnx
 import pytest
 from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig, write_decoder
-from reader_forms import as_indices
+from graphs import renamed
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer import plan_model
@@ -39,9 +39,7 @@ def test_the_user_is_not_argued_with(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_that_does_not_fit_is_refused_until_the_user_says_more(tmp_path: Path) -> None:
-    decoder = make_decoder(Decoder())
-    as_indices(decoder.graph)  # positions that are called write_indices
-    onnx.save(decoder, tmp_path / "model.onnx")
+    onnx.save(renamed(make_decoder(Decoder()), {"position_ids": "write_indices"}), tmp_path / "model.onnx")
     with pytest.raises(AmbiguousRoleError, match="has the name of write_indices, which have one number"):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
     (tmp_path / "own.yaml").write_text("roles: {positions: write_indices}")
