@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 from concat_graphs import Build, Decoder, decoders
-from onnx import TensorProto, helper, numpy_helper
+from graphs import Graph
+from onnx import TensorProto
+from stored import edited
 
 from corpus import Entry
 
@@ -88,30 +89,21 @@ def whole(g: Build, x: str) -> str:
 
 def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None, *, each: bool = False) -> Path:
     """A decoder with TensorScatter caches by mobius-onnx, with rotary factors chosen as by its LongRoPE."""
-    source = Path(__file__).parents[1] / "models/mobius/llama_static_f32"
-    for path in source.glob("*.data"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    model = onnx.load(source / "model.onnx", load_external_data=False)
-    rest = list(model.graph.node)
-    for node in rest:
-        node.input[:] = ["chosen" if name == "position_ids" else name for name in node.input]
-    constants = {"switch": np.array(switch), "axes": np.array([1] if each else [0, 1])}
-    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    del model.graph.node[:]
-    model.graph.node.extend([
-        helper.make_node("ReduceMax", ["position_ids", "axes"], ["longest"], "longest"),
-        helper.make_node("GreaterOrEqual", ["longest", "switch"], ["is_long"], "is_long"),
-        helper.make_node("Cast", ["is_long"], ["use_long"], "use_long", to=TensorProto.INT64),
-        helper.make_node("Mul", ["use_long", "switch"], ["offset"], "offset"),
-        helper.make_node("Add", ["position_ids", "offset"], ["chosen"], "chosen"),
-        *rest,
-    ])  # fmt: skip
-    if batch is not None:
-        for value in (*model.graph.input, *model.graph.output):
-            value.type.tensor_type.shape.dim[0].dim_value = batch
-    path = folder / "model.onnx"
-    path.write_bytes(model.SerializeToString())
-    return path
+    g = Graph()
+    long = g.GreaterOrEqual(g.ReduceMax("position_ids", [1] if each else [0, 1]), switch)
+    g.Add("position_ids", g.Mul(g.Cast(long, to=TensorProto.INT64), switch), out="chosen")
+
+    def choose(model: onnx.ModelProto) -> None:
+        nodes = list(model.graph.node)
+        for node in nodes:
+            node.input[:] = ["chosen" if name == "position_ids" else name for name in node.input]
+        del model.graph.node[:]
+        model.graph.node.extend([*g.nodes, *nodes])
+        model.graph.initializer.extend(g.initializers)
+        for value in (*model.graph.input, *model.graph.output) if batch else ():
+            value.type.tensor_type.shape.dim[0].dim_value = batch or 0
+
+    return edited("mobius/llama_static_f32", folder, choose)
 
 
 def one_sequence(g: Build, x: str) -> str:

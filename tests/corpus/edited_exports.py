@@ -1,4 +1,4 @@
-"""Stored exports that were changed: caches cast to another type, and what mutations found once."""
+"""Stored exports that were changed: caches cast to another type, what mutations found once, and mutations at random."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from mutation_trials import mutant
 from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper
 from stored import edited
-from stored_exports import options
+from stored_exports import TESTS, options
 
 from corpus import Entry
 
@@ -180,6 +181,9 @@ EDITS: dict[str, tuple[str, Edit]] = {
 }  # fmt: skip
 
 
+MUTATED = ("optimum/llama", "mobius/llama_static_f32", "torch/llama_static_wrap_op24")
+
+
 def entries() -> Iterator[Entry]:
     for name, (source, edit) in EDITS.items():
 
@@ -187,3 +191,10 @@ def entries() -> Iterator[Entry]:
             return edited(source, folder, edit)
 
         yield f"edited/{name}", make, options(source)
+    for name in MUTATED:
+        for seed in range(40):
+
+            def mutate(folder: Path, source: Path = TESTS / "models" / name / "model.onnx", seed: int = seed) -> Path:
+                return mutant(source, folder, seed)[0]
+
+            yield f"mutant/{name}/{seed}", mutate, options(name)
