@@ -88,29 +88,6 @@ def test_never_finds_the_best_of_its_width(seed: int, width: int, penalty: float
     assert found.score == pytest.approx(best[0], abs=1e-5)
 
 
-def test_early_stopping_ends_with_the_first_full_set() -> None:
-    """Rows: how often the model is asked tells when the search ended."""
-    table = np.log(np.array([0.4, 0.35, 0.25], np.float32))
-    asked: list[tuple[int, ...]] = []
-
-    def model(tokens: tuple[int, ...]) -> Logits:
-        asked.append(tokens)
-        return table
-
-    def steps(early: Any, penalty: float = 1.0) -> int:
-        asked.clear()
-        search(model, GenerationConfig(
-            max_new_tokens=20, num_beams=2, early_stopping=early, eos_token_id=0, length_penalty=penalty
-        ))  # fmt: skip
-        return max(len(tokens) - len(PROMPT) for tokens in asked)
-
-    # Of two tokens: [0] and [1, 0] have ended; nothing can be likelier, but 20 tokens of -0.92 each, averaged, might.
-    assert steps(True) == 1
-    assert steps(False) == 1
-    assert steps("never") > 1
-    assert steps("never", 0.0) == 1
-
-
 def test_room_ends_with_capacity() -> None:
     model = random_model(5, 8)
     config = GenerationConfig(max_new_tokens=6, num_beams=3)

@@ -5,14 +5,13 @@ What joins, leaves, forks, moves and travels meanwhile: test_any_schedule.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from runtime.families import CASES, FAMILIES, PROMPTS, Corpus, Text
 
-from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, build_engine, verify_model
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions
 from trt_kvcache.decoding import FinishReason
 
 EACH = pytest.mark.parametrize(("name", "device"), CASES, ids=lambda value: value)
@@ -91,17 +90,3 @@ def test_the_capacity_joins_the_other_options(corpus: Corpus) -> None:
         assert not session.plan.spans
         found = [result.tokens for result in session.generate(PROMPTS[:3], GenerationConfig(max_new_tokens=12))]
     assert found == [wanted(corpus, "growing", i, 12) for i in range(3)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hybrid, growing", "hybrid, no convolution", "cross, growing"])
-def test_models_whose_caches_grow_verify_and_build(corpus: Corpus, name: str, tmp_path: Path) -> None:
-    """Normalization makes the caches fixed, and leaves states and constants as they are."""
-    options, sizes = FAMILIES[name].options, FAMILIES[name].build
-    model = corpus.made(name).model
-    verify_model(model, options).check()
-    build = BuildOptions(max_batch=2, max_chunk=8, **sizes)
-    manifest = build_engine(model, tmp_path / "e", options=options, build=build)
-    states = {"past_conv.1", "past_recurrent.2"} if "hybrid" in name else set()
-    assert {state.past for state in manifest.plan.states} == set(manifest.double_buffered.values()) == states
-    assert set(manifest.aliases.values()) == {cache.past for cache in manifest.plan.caches}

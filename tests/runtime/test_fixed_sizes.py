@@ -6,31 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
-from decoders import DecoderConfig, make_decoder, write_decoder
+from decoders import DecoderConfig, write_decoder
 from runtime.engines import runner_on
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.importer.plan import Fallback, PlanOptions
-from trt_kvcache.runtime.runner import Runner, StepBatch
+from trt_kvcache.runtime.runner import Runner
 
 BASE = DecoderConfig(vocab=64, capacity=32)
-FIXED = {
-    "batch": replace(BASE, batch=3),
-    "tokens": replace(BASE, sequence=4),
-    "both": replace(BASE, batch=3, sequence=4),
-    "circular batch": replace(BASE, capacity=16, mode="circular", batch=3),
-}
+FIXED = replace(BASE, batch=3, sequence=4)
 PROMPTS = ([5, 9, 3, 7, 11], [1, 2], list(range(10, 19)), [6, 5, 4], [8])
-CONTRACT = PlanOptions(fallback=Fallback.CONTRACT)
 
 
 def runner(config: DecoderConfig, folder: Path, device: str, **limits: Any) -> Runner:
     model = write_decoder(folder / f"{abs(hash(config)):x}.onnx", config)
     chunk = config.sequence if isinstance(config.sequence, int) else 8
-    return runner_on(device, model, CONTRACT, build={"max_chunk": chunk}, **limits)
+    return runner_on(device, model, build={"max_chunk": chunk}, **limits)
 
 
 def open_twin(config: DecoderConfig) -> DecoderConfig:
@@ -53,17 +44,3 @@ def test_fewer_tokens_in_a_step_than_the_model_computes(device: str, chunk: int,
         assert [g.tokens for g in session.generate(PROMPTS, config)] == expected
         scores = session.update({(slot := session.cache.acquire()): PROMPTS[0]}, keep=3)[slot]
         assert [int(row.argmax()) for row in scores][-1] == expected[0][0]
-
-
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_a_vocabulary_that_the_model_leaves_open(device: str, tmp_path: Path) -> None:
-    proto = make_decoder(BASE)
-    logits = next(o for o in proto.graph.output if o.name == "logits")
-    logits.type.tensor_type.shape.dim[2].dim_param = "vocab_size"
-    onnx.save(proto, tmp_path / "open.onnx")
-    fixed = runner(BASE, tmp_path, "cpu", max_batch=1)
-    opened = runner_on(device, tmp_path / "open.onnx")
-    assert opened.vocab == 64
-    assert not any(opened.read_row(c.past, 0, 32).any() for c in opened.plan.caches)
-    batch = StepBatch(0, np.array([[1, 2, 3]]), np.zeros(1, np.int64))
-    np.testing.assert_allclose(opened.step(batch), fixed.step(batch), rtol=1e-5, atol=1e-5)

@@ -120,9 +120,9 @@ def _noting(fetch: Any, sizes: list[int]) -> Any:
 def test_models_of_fixed_sizes(tmp_path: Path) -> None:
     """Their steps have more rows and positions than there are sequences and tokens."""
     rule, settings = Rule(64, 0.3), {"max_new_tokens": 8, "prompt_lookup_num_tokens": 2}
-    with DecodeSession(runner(open_twin(FIXED["both"]), tmp_path, "cpu")) as session:
+    with DecodeSession(runner(open_twin(FIXED), tmp_path, "cpu")) as session:
         expected = [made.tokens for made in session.generate(PROMPTS[:2], grammar=rule, **settings)]
-    with DecodeSession(runner(FIXED["both"], tmp_path, "gpu")) as session:
+    with DecodeSession(runner(FIXED, tmp_path, "gpu")) as session:
         assert [made.tokens for made in session.generate(PROMPTS[:2], grammar=rule, **settings)] == expected
 
 

@@ -170,12 +170,6 @@ def declared(decoder: Decoder, name: str, axis: int, size: int) -> ModelProto:
     return model
 
 
-def test_tokens_that_come_one_by_one(tmp_path: Path) -> None:
-    report = verified(declared(Decoder(mask="padding", positions="padding"), "input_ids", 1, 1), tmp_path)
-    report.check()
-    assert {step.length for step in report.steps} == {1}
-
-
 def test_a_mask_that_all_sequences_share(tmp_path: Path) -> None:
     """Then all are as long as each other, although positions have a row for each."""
     report = verified(declared(Decoder(mask="own", apply="where"), "mask", 0, 1), tmp_path)
