@@ -256,7 +256,8 @@ class Play:
             self.cache.restore(slot)
 
     def add(self, what: Given, count: int, keep: bool, drafts: bool) -> None:
-        if self.cache.free:
+        """Where no row is free, it waits for one."""
+        if self.cache.free or (self.session.running and self.cache.max_sequences == self.cache.rows):
             more = {"prompt_lookup_num_tokens": 3} if drafts and self.world.crops else {}
             tokens, beside = self.world.arguments(what)
             slot = self.session.add(tokens, GenerationConfig(max_new_tokens=count, **more), keep=keep, **beside)
@@ -297,7 +298,15 @@ class Play:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            for event in self.session.step():
+            try:
+                events = self.session.step()
+            except SlotError as error:  # one that waits, while those that keep their rows do not run
+                assert not self.cache.free
+                run = self.runs.pop(error.sequence)
+                if run.keep:
+                    self.parked[error.sequence] = run.alone
+                continue
+            for event in events:
                 run = self.runs[event.sequence]
                 run.take(event)
                 if run.left == 0:

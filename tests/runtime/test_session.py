@@ -249,44 +249,6 @@ def test_bad_prompts(prompts: Any, error: type[Exception], words: str) -> None:
         assert session.cache.slots == ()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_additions_wait_for_a_row(rows: int) -> None:
-    """In their order; each gets the tokens that it gets alone, and no stream comes before those that wait."""
-    session = DecodeSession(HashRunner(max_batch=rows))
-    prompts = [[n, *range(n)] for n in range(1, 8)]
-    lengths = [3, 1, 5, 2, 4, 1, 6]
-    alone = [session.generate(p, config(n)).tokens for p, n in zip(prompts, lengths, strict=True)]
-    slots = [session.add(p, config(n)) for p, n in zip(prompts, lengths, strict=True)]
-    assert session.running == tuple(slots)
-    assert session.cache.offloaded == tuple(slots[rows:])
-    assert session.cache.free == 0
-    with pytest.raises(SlotError, match=f"all {rows} rows hold a sequence"):
-        session.cache.acquire()
-    session.remove(slots[-2])
-    late = [event.token for event in session.stream([[9]], config(2))]  # whose steps advance the others, too
-    assert {*session.running} <= {slots[-1]}
-    found: dict[int, list[int | None]] = {}
-    events = session.step()
-    while session.running:
-        events += session.step()
-    for event in events:
-        found.setdefault(event.sequence, []).append(event.token)
-    kept = [slot for slot in slots if slot != slots[-2]]
-    assert [*found] == kept
-    assert [found[slot] for slot in kept] == [t for t, slot in zip(alone, slots, strict=True) if slot in kept]
-    assert late == session.generate([9], config(2)).tokens
-    assert session.cache.slots == ()
-
-
-def test_one_more_waits_where_all_rows_are_free_for_others() -> None:
-    """Those in the rows ended in the last step, and those that wait get them in the next one."""
-    with DecodeSession(HashRunner(max_batch=2)) as session:
-        slots = [session.add([i], config(1)) for i in range(5)]
-        assert [event.sequence for event in session.step()] == slots[:2]
-        slots.append(session.add([5], config(1)))
-        assert [*drain(session)] == slots[2:]
-
-
 def test_one_that_waits_for_rows_that_stay_ends_with_an_error() -> None:
     session = DecodeSession(HashRunner(max_batch=1))
     first, second = session.add([1], config(2), keep=True), session.add([2], config(2))
