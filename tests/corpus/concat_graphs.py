@@ -38,7 +38,7 @@ class Decoder:
             mask, what the softmax makes of them, repeated keys and values.
         after: changes the hidden states at the end of the model.
         attend: attention over queries, keys and values that is written in another way; see `merged_graphs`.
-        write: writes new rows to a cache, in its layout; returns what attention reads.
+        write: writes new rows to a cache, in its layout; returns what attention reads, in that of `Build.laid`.
         rows: those of the past and of the present of a layer's keys or values; or the whole shape of a present.
     """
 
@@ -90,6 +90,7 @@ class Build(Graph):
         self.pasts: list[str] = []
         self.presents: list[str] = []
         self.read: list[str] = []
+        self.laid: dict[str, str] = {}
         self.layer = self.part = 0
         self._made: dict[str, str] = {}
         self._rng = np.random.default_rng(11)
@@ -242,7 +243,8 @@ def _from_padding(g: Build) -> str:
 
 
 def _from_present(g: Build) -> str:
-    total = g.size_of(g.read[0], g.axis)
+    layout = g.laid.get(g.read[0], g.layout)
+    total = g.size_of(g.read[0], 1 if layout == "flat" else layout.index("s"))
     rows = g.Range(g.Sub(total, g.length), total, 1)
     return g.Unsqueeze(rows, [0])
 
@@ -279,7 +281,7 @@ def _cached(g: Build, new: str, index: int) -> str:
     flat = layout == "flat"
     rows = new if flat else turned(g, g.Reshape(new, [0, 0, heads, g.decoder.size]), "bsnd", layout)
     g.read.append(g.decoder.write(g, past, rows, present))
-    return _split(g, g.read[-1], heads) if flat else turned(g, g.read[-1], layout, "bnsd")
+    return _split(g, g.read[-1], heads) if flat else turned(g, g.read[-1], g.laid.get(g.read[-1], layout), "bnsd")
 
 
 def turned(g: Graph, tensor: str, layout: str, to: str) -> str:

@@ -98,6 +98,14 @@ def given_twice(g: Build, past: str, new: str, present: str) -> str:
     return joined(g, past, new)
 
 
+def turned_within(g: Build, past: str, new: str, present: str) -> str:
+    """Caches ``[B, P, N, D]`` that are joined, and read, with heads before rows."""
+    whole = g.Concat(*(g.Transpose(t, perm=[0, 2, 1, 3]) for t in (past, new)), axis=2)
+    g.Transpose(whole, out=present, perm=[0, 2, 1, 3])
+    g.laid[whole] = "bnsd"
+    return whole
+
+
 def read_before(perm: tuple[int, ...], folder: Path) -> Path:
     """onnxsim joins the Transpose before an output with the one that reads the output."""
 
@@ -140,7 +148,10 @@ def entries() -> Iterator[Entry]:
     yield from decoders("full past, capacity 64", {"padding": full["padding"]}, capacity=64)
     yield from decoders("laid", LAID)
     yield from decoders("laid, new rows", {name: new_rows(**how) for name, how in LAID.items()})
-    yield from decoders("turned", {"one head, three sequences": {"kv_heads": 1, "batch": 3}})
+    yield from decoders("turned", {
+        **{p: {"layout": "bsnd", "positions": p, "write": turned_within} for p in ("input", "present")},
+        "one head, three sequences": {"kv_heads": 1, "batch": 3},
+    })  # fmt: skip
     for perm in ((1, 2, 0, 3), (1, 2, 3, 0)):
         yield f"turned/read before {perm}", partial(read_before, perm), {}
 
