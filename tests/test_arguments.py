@@ -159,7 +159,7 @@ SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
     "read_constants": (lambda s, v: s.cache.read_constants(v), "None, dict"),
     **{
         name: (lambda s, v, name=name: getattr(s.cache, name)(v), SLOT)  # type: ignore[misc]
-        for name in ("release", "reset", "fork", "tokens", "room", "largest_update", "slot", "idle")
+        for name in ("release", "reset", "fork", "tokens", "free_tokens", "largest_update", "slot", "idle")
     },
     "in": (lambda s, v: v in s.cache, ", ".join(VALUES)),
     "crop": (lambda s, v: s.cache.crop(v, 1), SLOT),
