@@ -92,7 +92,7 @@ def _new_rows(graph: gs.Graph, writer: gs.Node) -> int | None:
     """The operand of a node that holds new rows, if it writes these, and nothing else, into a cache."""
     if not is_op(writer, *_WRITERS) or contains(graph.outputs, writer.outputs[0]):
         return None
-    sources = [trace_back(_before_cast(trace_back(tensor)[0]))[0] for tensor in writer.inputs]
+    sources = [trace_back(_before_cast(trace_back(tensor))) for tensor in writer.inputs]
     pasts = [place for place, source in enumerate(sources) if may_be_cache(graph, source)]
     if is_op(writer, "Concat"):
         return 1 - pasts[0] if len(pasts) == 1 and len(sources) == 2 else None
@@ -102,9 +102,9 @@ def _new_rows(graph: gs.Graph, writer: gs.Node) -> int | None:
 def _check_presents(graph: gs.Graph) -> None:
     """Refuse caches that a step gives back rounded: all their rows, new and old."""
     for present in graph.outputs:
-        rounded = trace_back(_before_cast(present))[0]
+        rounded = trace_back(_before_cast(present))
         before = _rounds(rounded)
-        writer = None if before is None else producer(trace_back(before.inputs[0])[0])
+        writer = None if before is None else producer(trace_back(before.inputs[0]))
         pasts = [] if writer is None else [_unrounded(tensor) for tensor in writer.inputs]
         past = next((t for t in pasts if may_be_cache(graph, t)), None)
         if before is None or writer is None or past is None:
@@ -123,7 +123,7 @@ def _check_presents(graph: gs.Graph) -> None:
 def _unrounded(tensor: gs.Tensor) -> gs.Tensor:
     """The tensor that is moved, cast and rounded on its way to `tensor`."""
     while True:
-        source = _before_cast(trace_back(tensor)[0])
+        source = _before_cast(trace_back(tensor))
         if (quantize := _rounds(source)) is not None:
             source = quantize.inputs[0]
         if source is tensor:

@@ -3,7 +3,7 @@
     samples of a step                                   evidence: samples, probe
     constants in disguise                               evidence: fixed
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
-                                                        read_updates; new_rows
+                                                        guessed_steps, read_updates; new_rows
     attention over them                                 attention: search, masks
                                                         extensions: rounded_attention, position_biases
     keys and values computed from caches                extensions: latent_attention
@@ -42,7 +42,7 @@ from trt_kvcache.importer.graph import (
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.search import find_cores
-from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.candidate import Candidate, ExportedUpdate, refusal
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
@@ -51,7 +51,7 @@ from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.idioms.attention_past import find_held, is_held, read_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows, say_layouts
-from trt_kvcache.importer.normalize.idioms.read_updates import find_kept, read_update
+from trt_kvcache.importer.normalize.idioms.read_updates import check_sizes, read_updates
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.normalize.residual import (
     NOTE,
@@ -120,8 +120,6 @@ def normalize(
     graph = read_graph(model)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         extensions.rounded_attention.round_new_rows(graph)
-    if not find_candidates(graph) and not any(map(is_held, graph.nodes)):
-        return model, None
     exported = _recognize(graph, weights, options, usual)
     return (model, None) if exported is None else canonical_form(exported, options)
 
@@ -137,15 +135,26 @@ def _recognize(
     graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, usual: int
 ) -> Exported | None:
     """Find caches and attentions, in a graph that is edited; None where what looked like caches is state."""
-    graph, model, held = _standard(graph)
-    candidates, states = _caches(graph, held)
-    if not candidates and not held:
+    if (standard := _standard(graph)) is None:
         return None
-    candidates, interface, samples = _sampled(Blueprint(model, weights), candidates, held, states, options, usual)
+    graph, model, held = standard
+    blueprint = Blueprint(model, weights)
+    inside = {id(t) for c in held for t in (c.past, c.present)}
+    candidates = [c for c in find_candidates(graph) if inside.isdisjoint((id(c.past), id(c.present)))]
+    read, states = _states(graph, held, read_updates(candidates, blueprint, options.capacity or usual))
+    if not read and not held:
+        return None
+    for update in read:
+        if isinstance(update, Candidate):
+            raise refusal(update, update.reason, update.advice)
+    interface = Interface(model, [*read, *held], options.config, states)
+    capacity = interface.fixed_capacity(options.capacity) or options.capacity or usual
+    samples = Samples(blueprint, interface, capacity)
     if (folded := fold_fixed(samples)) is not None:
         return _recognize(read_graph(folded), weights, options, usual)
+    writes = tuple(update for update in read if isinstance(update, Write))
     samples = samples.that_run()
-    writes = tuple(read_update(candidate, samples) for candidate in candidates)
+    check_sizes(writes, samples)
     attentions = read_held(graph, interface, samples)
     cores, computed = _attention(graph, (*writes, *held), interface, samples, options)
     return Exported(model, graph, interface, samples, writes, cores, computed, attentions)
@@ -172,67 +181,38 @@ def _is_read(write: Write) -> bool:
     return any(not is_op(node, "Shape") for t in tensors for node in consumers(t))
 
 
-def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]]:
-    """The same in standard operators, as a graph and as a model; caches in operators."""
+def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]] | None:
+    """The same in standard operators, as a graph and as a model; caches in operators. None: nothing may be a cache."""
     tidy(graph)
     if any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         extensions.rounded_attention.round_first(
-            graph, {t.name for c in find_candidates(graph) for t in (c.present, *(c.node.outputs if c.node else ()))}
+            graph, {t.name for c in find_candidates(graph) for t in (c.present, *c.node.outputs)}
         )
-    part_from_rows(graph, find_candidates(graph))
+    candidates = find_candidates(graph)
+    if not candidates and not any(map(is_held, graph.nodes)):
+        return None
+    part_from_rows(graph, candidates)
     held = find_held(graph)  # which states the shapes of their caches
     return graph, export_inferred(tidy(graph)), held
 
 
-def _caches(graph: gs.Graph, held: Sequence[Write]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
-    """Tensors that may be caches outside of operators, and those that are state."""
-    candidates = find_candidates(graph)
-    caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
-    found = find_states(graph, caches)
-    states = [s for s in found if all(s.past != c.past.name or _may_be_state(c) for c in candidates)]
-    candidates = tuple(c for c in candidates if c.past.name not in {s.past for s in states})
-    for candidate in candidates:
-        if candidate.reason:
-            raise candidate.refusal(candidate.reason)
-    return candidates, states
+def _states(
+    graph: gs.Graph, held: Sequence[Write], read: Sequence[Write | Candidate]
+) -> tuple[list[Write | Candidate], tuple[StateUpdate, ...]]:
+    """Caches outside of operators, and state that is none."""
+    caches = {c.past.name for c in held} | {c.past.name for c in read if not _may_be_state(c)}
+    states = find_states(graph, caches)
+    return [c for c in read if c.past.name not in {s.past for s in states}], states
 
 
-def _sampled(
-    blueprint: Blueprint,
-    candidates: tuple[Candidate, ...],
-    held: Sequence[Write],
-    states: Sequence[StateUpdate],
-    options: PlanOptions,
-    usual: int,
-) -> tuple[tuple[Candidate, ...], Interface, Samples]:
-    """Interface and samples; and the caches again, where some are cut, with the rows that these keep."""
-    interface = Interface(blueprint.model, [*candidates, *held], options.config, states)
-    capacity = interface.fixed_capacity(options.capacity) or options.capacity or usual
-    samples = Samples(blueprint, interface, capacity)
-    if any(candidate.is_cut for candidate in candidates):
-        candidates = find_kept(candidates, samples)
-        interface = Interface(blueprint.model, [*candidates, *held], options.config, states)
-        samples = Samples(blueprint, interface, samples.capacity)
-    return candidates, interface, samples
+def _may_be_state(cache: ExportedUpdate) -> bool:
+    """True if it may be state instead, as of a convolution: `find_states` says.
 
-
-def _may_be_state(cache: Candidate) -> bool:
-    """True if a candidate may be state instead: `find_states` says.
-
-    Of a convolution, like a rolling cache whose next value nothing reads, or like new rows after a past of a fixed
-    length; of linear attention, like a cache written by masked addition.
+    Like new rows after a past of a fixed length, or like a shifted cache whose next value nothing reads.
     """
-    if cache.idiom == "rolling" or cache.shifted:
-        return not consumers(cache.present)
-    if cache.room is not None:
-        return True
-    if cache.node is None or not is_op(cache.node, "Add"):
-        return False
-    # Linear attention by the delta rule reads its state before the update, too.
-    others = [n for n in consumers(cache.past) if not is_op(n, "Shape", "Size", "Slice")]
-    return bool(cache.reason) or any(all(node is not own for own in cache.region) for node in others)
+    return cache.room is not None or (cache.shifted and not consumers(cache.present))
 
 
 def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.ModelProto, Findings]:

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, is_op
+from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type
 
 FOR_GOOD = (
     "transformers' StaticSlidingWindowLayer counts its tokens in Python, so that an export holds one count for good: "
@@ -25,8 +25,8 @@ class ExportedUpdate:
     """One cache and its update.
 
     Attributes:
-        idiom: the operator that writes, or ``"Concat, Slice"``, ``"Concat, new rows returned"``, ``"one-hot"``,
-            ``"shift"``, ``"rolling"``, ``"unchanged"``.
+        idiom: the operator that new rows come to, with ", Slice" where rows are cut off, or ", new rows returned"; or
+            "shift", or "unchanged".
         past: the graph input that holds the cache.
         present: the graph output that holds the cache and the update.
         axis: the sequence axis of the cache; None: it is not known yet.
@@ -54,45 +54,39 @@ class Candidate(ExportedUpdate):
     """A possible cache update.
 
     Attributes:
-        node: the node that writes; None: nothing does.
+        node: the last one of the region that new rows come to.
         region: the nodes on paths from past to present, in order of execution.
-        views: those of them from past to what `node` reads, if only these are between.
-        updates: the tensors that come into the region from elsewhere: one, the new rows, if it is an update.
-        masks: other operands of products and choices in the region.
+        rows: what comes into the region and is not computed from positions and sizes: one tensor, if it is an update.
+        updates: tensors that may be the new rows, from the projection on; the last one is `rows`.
+        where: what else comes into the region.
         rows_only: present holds the new rows only, in whatever layout.
-        reason: why it cannot be done in place, if the search already sees that; "" otherwise.
+        reason: why it cannot be done in place, if that is seen; "" otherwise.
         advice: what to do about `reason`.
     """
 
-    node: gs.Node | None
+    node: gs.Node
     _: KW_ONLY
-    region: tuple[gs.Node, ...] = ()
-    views: tuple[gs.Node, ...] = ()
+    region: tuple[gs.Node, ...]
+    rows: tuple[gs.Tensor, ...] = ()
     updates: tuple[gs.Tensor, ...] = ()
-    masks: tuple[gs.Tensor, ...] = ()
+    where: tuple[gs.Tensor, ...] = ()
     rows_only: bool = False
     reason: str = ""
     advice: str = ""
 
     @property
-    def is_cut(self) -> bool:
-        """True if rows may be cut off between past and present."""
-        return self.growing and not self.shifted and any(is_op(node, "Slice") for node in self.region)
-
-    @property
     def whole(self) -> gs.Tensor:
         """Past and new rows together."""
-        assert self.node is not None
         return self.node.outputs[0] if self.rows_only else self.present
 
-    def refusal(self, why: str, advice: str = "") -> UnsupportedModelError:
-        """The error that says what is wrong with this update."""
-        how = "" if self.node is None else f" by {self.node.op} '{self.node.name}'"
-        advice = advice or self.advice or _ADVICE
-        return UnsupportedModelError(
-            f"the update of the cache '{self.past.name}'{how} cannot be done in place: {why}. Supported are updates "
-            f"that write the S new rows of a step after the P rows that the cache holds; {advice}"
-        )
+
+def refusal(update: ExportedUpdate, why: str, advice: str = "") -> UnsupportedModelError:
+    """The error that says what is wrong with an update."""
+    how = f" by {update.node.op} '{update.node.name}'" if isinstance(update, Candidate) else ""
+    return UnsupportedModelError(
+        f"the update of the cache '{update.past.name}'{how} cannot be done in place: {why}. Supported are updates "
+        f"that write the S new rows of a step after the P rows that the cache holds; {advice or _ADVICE}"
+    )
 
 
 def may_be_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:

@@ -26,23 +26,16 @@ class Reach:
         inputs: graph inputs whose values take part, by name.
         searches: nodes that search in, or sum up, values of graph inputs.
         weights: whether a weight takes part.
-        shapes: whether the shape of a tensor takes part.
     """
 
     inputs: dict[str, gs.Tensor]
     searches: tuple[gs.Node, ...]
     weights: bool
-    shapes: bool
 
     @property
     def positions(self) -> tuple[str, ...]:
         """The integer inputs."""
         return tuple(name for name, tensor in self.inputs.items() if elem_type(tensor) in (INT32, INT64))
-
-    @property
-    def computable(self) -> bool:
-        """True if neither weights nor floating-point inputs take part."""
-        return not self.weights and all(elem_type(t) in (INT32, INT64, BOOL) for t in self.inputs.values())
 
     def data_dependent(self) -> str | None:
         """The reason why the values are no positions, in words; None: they may be."""
@@ -61,7 +54,7 @@ def deciding(*tensors: gs.Tensor) -> Reach:
     """The sources of the values of these tensors."""
     inputs: dict[str, gs.Tensor] = {}
     searches: list[gs.Node] = []
-    weights = shapes = False
+    weights = False
     pending, seen = list(tensors), set[int]()
     while pending:
         tensor = pending.pop()
@@ -73,14 +66,25 @@ def deciding(*tensors: gs.Tensor) -> Reach:
             weights = weights or _is_weight(tensor)
         elif node is None:
             inputs[tensor.name] = tensor
-        elif is_op(node, "Shape", "Size"):
-            shapes = True
-        else:
+        elif not is_op(node, "Shape", "Size"):
             weights = weights or is_op(node, *_PROJECTIONS)
             searches += [node] if is_op(node, *_SEARCHES) else []
             pending += node.inputs
-    return Reach(inputs, tuple(n for n in searches if deciding(*n.inputs).inputs), weights, shapes)
+    return Reach(inputs, tuple(n for n in searches if deciding(*n.inputs).inputs), weights)
 
 
 def _is_weight(constant: gs.Constant) -> bool:
     return prod(map(int, constant.shape)) > _WEIGHT and elem_type(constant) not in (INT32, INT64, BOOL)
+
+
+def data_dependent(graph: gs.Graph) -> set[int]:
+    """The ids of tensors of a sorted graph whose values weights or floating-point inputs decide."""
+    found = {id(t) for t in graph.inputs if elem_type(t) not in (INT32, INT64, BOOL)}
+    for node in graph.nodes:
+        for tensor in node.inputs:
+            if isinstance(tensor, gs.Constant) and id(tensor) not in found and _is_weight(tensor):
+                found.add(id(tensor))
+        read = () if is_op(node, "Shape", "Size") else node.inputs
+        if is_op(node, *_PROJECTIONS) or any(id(t) in found for t in read):
+            found.update(map(id, node.outputs))
+    return found

@@ -83,7 +83,7 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[Write]:
     found = []
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
         past = input_or_none(node, index)
-        past = None if past is None else trace_back(past)[0]
+        past = None if past is None else trace_back(past)
         present = node.outputs[output] if output < len(node.outputs) else gs.Variable.empty()
         if not contains(graph.outputs, present):  # converters leave caches in another type than operators
             casts = [n.outputs[0] for n in consumers(present) if is_float_cast(n)]

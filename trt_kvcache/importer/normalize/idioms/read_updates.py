@@ -1,39 +1,46 @@
-"""Cache updates, read by running them: past gets even numbers, new rows odd ones, and present shows where these go.
+"""Cache updates, read by running them: past and new rows get numbers, and present shows where these go.
 
-Present has to be the past with the new rows after P rows (modulo L, if the cache is circular), past and new rows
-joined, or the newest R of these. Only the region of the update runs (`cache_updates`), in a few short steps, with a
-past that is cut short if it is long. What the update does at other lengths is for the check to say.
+Present has to be past and new rows joined, or the newest R of these, or the past with the new rows after P rows (modulo
+L, if the cache is circular). Only the region of an update runs (`cache_updates`), in a few short steps, with a past
+that is cut short if it is long. What the update does at other lengths is for the check to say.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 from math import prod
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, elem_type, is_op, producer
-from trt_kvcache.importer.normalize.candidate import FOR_GOOD, Candidate
-from trt_kvcache.importer.normalize.evidence.probe import Array, Probe, Shape
-from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.graph import FLOATS, consumers, contains, dims, dtype_name, elem_type, is_op
+from trt_kvcache.importer.normalize.candidate import FOR_GOOD, Candidate, ExportedUpdate, refusal
+from trt_kvcache.importer.normalize.evidence.probe import Array, Blueprint, Probe, Shape
+from trt_kvcache.importer.normalize.evidence.reach import deciding
+from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.idioms.guessed_steps import ROWS, GuessedSteps, Step, has_room
 from trt_kvcache.importer.normalize.unknown import why_unknown
-from trt_kvcache.importer.normalize.views import is_view, static_layout, trace_back
+from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 
-__all__ = ["find_kept", "read_update"]
+__all__ = ["check_sizes", "read_updates"]
 
-_STEPS = 3
+_STEPS = ((2, 5, 3), (3, 9, 1), (2, 11, 2), (2, 1, 1), (2, 3, 2), (2, 0, 1))  # batch, past, new tokens
+_TRIED = 3  # of them
 _SMALL = 1 << 16  # elements of a past; a larger one is cut to few rows, heads or channels, if the update runs so
-_ROWS = 32
-_MOST = 60  # of such numbers, halved: all types of caches have them
 _LARGEST = 1 << 22  # elements of a past that is not cut
 _FAR = 64  # tokens beyond twice the capacity
+_MOST = 30  # of the numbers in a past
+_FLOAT, _FLOAT16, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
+_NARROWER: dict[int | None, tuple[int, ...]] = {_FLOAT: (_FLOAT16, _BFLOAT16), _FLOAT16: (_BFLOAT16,)}
 _CUT = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
+_GIVE_BACK = "give back what is joined with the past, or Concat(past, new) as a whole"
+_LOST = "write with index_copy, index_put or a slice instead of narrow().copy_(), and return what is written"
+_ROLLING = "keep rows where they are and write at the position, or at the position modulo the capacity"
 
 Perm = tuple[int, ...]
 
@@ -43,290 +50,381 @@ class _Run:
     """An update in a step.
 
     Attributes:
-        step: the sample.
+        step: the step.
         past, new: the numbers that it was given.
-        probe: the sample with these.
-        whole: what it makes of them; None: that cannot be computed.
+        probe: the step with these.
+        whole: what it makes of them, in the order of axes of the past; None: that cannot be computed.
     """
 
-    step: Sample
+    step: Step
     past: Array
     new: Array
     probe: Probe
     whole: Array | None
 
+    @property
+    def survives(self) -> bool | None:
+        """True if numbers of the past are left, and nothing but such and new ones; None: nothing says it."""
+        if self.whole is None:
+            return None
+        is_old, is_new = np.isin(self.whole, self.past), np.isin(self.whole, self.new)
+        return bool(is_old.any() and (is_old | is_new).all())
 
-def read_update(candidate: Candidate, samples: Samples) -> Write:
-    """Read a cache update that `find_candidates` has found.
 
-    Raises:
-        UnsupportedModelError: naming what it does instead.
+def read_updates(candidates: Sequence[Candidate], blueprint: Blueprint, capacity: int) -> tuple[Write | Candidate, ...]:
+    """Read what `find_candidates` has found, and leave out what is no update.
+
+    Args:
+        candidates: of the model.
+        blueprint: the model, with all shapes that are known.
+        capacity: tokens per sequence, as far as it is known.
+
+    Returns:
+        A `Write` for each that can be done in place, and else a `Candidate` with the reason.
     """
-    if candidate.reason:
-        raise candidate.refusal(candidate.reason)
-    assert candidate.node is not None
-    steps = [s for s in samples.plain if s.past][:_STEPS] or list(samples.plain[:1])
-    for update in _sources(candidate):
-        runs = [run for s in steps if (run := _run(candidate, update, s)) is not None]
-        found = _placed(candidate, runs) if len(runs) == len(steps) else None
-        if found is not None:
-            axis, perm = found
-            break
-    else:
-        raise _refusal(candidate, runs, steps)
-    run = runs[0]
-    whole = _wanted(candidate, run, axis, perm, cut=candidate.shifted)
-    assert whole is not None
-    rows = (slice(None),) * axis + (slice(run.step.total),)
-    return Write(
-        candidate.idiom,
-        candidate.past,
-        candidate.present,
-        update,
-        candidate.node.name,
-        axis=axis,
-        growing=candidate.growing,
-        positions=candidate.positions,
-        kept=candidate.kept,
-        room=candidate.room,
-        shifted=candidate.shifted,
-        perm=None if perm == tuple(range(len(perm))) else perm,
-        circular=candidate.shifted
-        or (not candidate.growing and _is_circular(candidate, update, axis, perm, run, samples.wrapped)),
-        aliases=tuple(_same(candidate, run, whole)),
-        turned=tuple(_turned(candidate, run, whole)),
-        fronts=() if candidate.growing else tuple(_same(candidate, run, whole[rows])),
-        new_rows=_order(candidate, update, perm, run) if candidate.rows_only else None,
+    steps = GuessedSteps(blueprint, candidates)
+    found = {c: r for c in candidates if (r := _Reader(c, steps, capacity).read()) is not None}
+    found = {c: r for c, r in found.items() if not _is_constant(r, tuple(found.values()))}
+    return tuple(_alone(r, c, tuple(found)) for c, r in found.items())
+
+
+def _alone(read: Write | Candidate, candidate: Candidate, found: Sequence[Candidate]) -> Write | Candidate:
+    """The same, or the reason why it cannot be kept although it was read."""
+    results = [f"'{c.present.name}'" for c in found if c.past is candidate.past]
+    reason = f"it has two results, {' and '.join(results[:2])}" if len(results) > 1 else _other_type(candidate)
+    return replace(candidate, reason=reason) if reason and isinstance(read, Write) else read
+
+
+def _other_type(candidate: Candidate) -> str:
+    """The reason why a cache cannot be kept in the type that is written; "" if it can.
+
+    Converters leave float32 caches around operators of float16 (``keep_io_types``), and float16 ones before operators
+    of bfloat16 (ModelOpt's AutoCast): what such a cache gives back are numbers of the narrower type.
+    """
+    written = candidate.node.outputs[0]
+    past, kept, present = map(elem_type, (candidate.past, written, candidate.present))
+    if past == kept == present or (kept in _NARROWER.get(past, ()) and present in (past, kept)):
+        return ""
+    return (
+        f"it comes as {dtype_name(candidate.past)} and goes as {dtype_name(candidate.present)} "
+        f"('{candidate.present.name}'), and {candidate.node.op} '{candidate.node.name}' writes {dtype_name(written)}: "
+        "convert the model again, caches in the type of its attention"
     )
 
 
-def _sources(candidate: Candidate) -> list[gs.Tensor]:
-    """Tensors that may be the new rows, from the projection on; the last one comes into the region."""
-    found = [candidate.updates[0]]
-    while (node := producer(found[0])) is not None and (is_view(node) or is_op(node, "Expand")):
-        if elem_type(node.inputs[0]) != elem_type(found[0]):
-            break
-        found.insert(0, node.inputs[0])
-    return found
+def _is_constant(candidate: ExportedUpdate, found: Sequence[ExportedUpdate]) -> bool:
+    """True if an unchanged input is no cache to write.
+
+    Keys and values of an encoder come beside caches of another shape; hidden states have three axes and come alone.
+    """
+    if candidate.idiom != "unchanged":
+        return False
+    shape = dims(candidate.past) or ()
+    written = [dims(c.past) for c in found if c.idiom != "unchanged"]
+    alike = [c for c in found if c.idiom == "unchanged" and len(c.past.shape) == len(shape)]
+    return shape not in written if written else len(shape) == 3 and len(alike) == 1
 
 
-def _run(candidate: Candidate, update: gs.Tensor, step: Sample) -> _Run | None:
-    """The update in a step, if the new rows are as many as those of a cache."""
-    sizes, shape = step.probe.shape(candidate.past.name), step.probe.shape(update.name)
-    if sizes is None or sizes[0] != step.batch:
-        raise candidate.refusal(f"its first axis, '{candidate.past.shape[0]}', is not the batch")
-    if shape is None or len(shape) != len(sizes):
-        return None
-    run = None
-    for shapes in _tries(candidate, sizes, shape, step):
-        run = _given(candidate, update, step, *shapes)
-        if run.whole is not None:
-            break
-    return run
+class _Reader:
+    """Reads one update."""
+
+    def __init__(self, candidate: Candidate, steps: GuessedSteps, capacity: int) -> None:
+        self._candidate, self._steps, self._capacity = candidate, steps, capacity
+        self._sources = deciding(*candidate.where)
+        self._is_placed = has_room(candidate) and bool(self._sources.inputs)
+
+    def read(self) -> Write | Candidate | None:
+        """The update, or the reason why it cannot be done in place; None: it is none."""
+        candidate = self._candidate
+        if len(candidate.rows) != 1:
+            return self._without_rows()
+        reason = f"the new rows in '{candidate.rows[0].name}' do not have one axis for each axis of the cache"
+        sizes, others = (Counter(dims(t) or ()) for t in (candidate.past, candidate.whole))
+        refused = replace(candidate, reason=reason) if (sizes - others).total() < 2 else None
+        for update in candidate.updates:
+            runs = list(self._runs(update))
+            if not runs:
+                continue
+            if candidate.reason:
+                survives = runs[0].survives
+                refused = candidate if survives or (survives is None and not candidate.rows_only) else None
+                continue
+            refused = None
+            for kind in self._kinds(runs[0]):
+                axes = range(1, runs[0].past.ndim) if kind.axis is None else [kind.axis]
+                orders = () if kind.reason else product(axes, permutations(range(runs[0].past.ndim)))
+                for axis, perm in orders:
+                    if all(_is_written(kind, run, axis, perm) for run in runs):
+                        return self._write(kind, update, runs[0], axis, perm)
+                is_moving = not kind.growing or kind.shifted
+                advice = FOR_GOOD if is_moving and not kind.positions else candidate.advice
+                refused = kind if kind.reason else replace(kind, reason=_describe(kind, runs), advice=advice)
+                if not self._sources.inputs and runs[0].survives is False:
+                    refused = None
+        return refused
+
+    def _without_rows(self) -> Candidate | None:
+        """An update that brings nothing new, or too much."""
+        candidate, step = self._candidate, self._steps.step(*_STEPS[0])
+        shapes = [step.shape(t) for t in (candidate.past, *candidate.rows)]
+        if any(shape is None or prod(shape) > _LARGEST for shape in shapes):
+            return None
+        run = _run(candidate, step, candidate.rows, [shape or () for shape in shapes])
+        if run.whole is None or not run.survives:
+            return None
+        orders = permutations(range(run.past.ndim))
+        if any(np.array_equal(run.whole.ravel(), run.past.transpose(order).ravel()) for order in orders):
+            reason = f"it comes out as it went in, as '{candidate.present.name}', and the exporter has lost the write"
+            return replace(candidate, idiom="unchanged", reason=reason, advice=_LOST)
+        return replace(candidate, advice=_ROLLING)
+
+    def _runs(self, update: gs.Tensor) -> Iterator[_Run]:
+        """The update in the first steps for which its cache has room."""
+        tried = 0
+        for step in (self._steps.step(*sizes) for sizes in _STEPS):
+            past, new = step.shape(self._candidate.past), step.shape(update)
+            if past is None or new is None or len(past) != len(new) or tried >= (_TRIED if step.past else 1):
+                return
+            axis = _apart(past, new) if self._is_placed else None
+            if axis is not None and step.past + prod(new) * past[axis] // prod(past) > past[axis]:
+                continue
+            runs = (_run(self._candidate, step, [update], sizes) for sizes in _tries(past, new, axis))
+            run = None
+            for run in runs:
+                if run.whole is not None:
+                    break
+            if run is not None:
+                tried += 1
+                yield run
+
+    def _kinds(self, run: _Run) -> Iterator[Candidate]:
+        """The updates that it may be by the sizes of past and present."""
+        candidate, past = self._candidate, run.past.shape
+        whole = run.step.shape(candidate.present) if run.whole is None else run.whole.shape
+        if whole is None:
+            yield candidate
+        elif whole == past and has_room(candidate):
+            dependent = self._sources.data_dependent() if self._sources.inputs else None
+            reason = f"its positions depend on data: {dependent}" if dependent else ""
+            yield replace(candidate, positions=() if reason else self._sources.positions, reason=reason)
+            if not self._sources.inputs:
+                yield replace(candidate, idiom="shift", growing=True, shifted=True)
+        elif len(whole) == len(past):
+            axis = _apart(past, run.new.shape if whole == past else whole)
+            if axis is None or (candidate.rows_only and prod(whole) != run.past.size + run.new.size):
+                return
+            rows = (dims(candidate.past) or ())[axis]
+            kind = replace(candidate, axis=axis, growing=True, room=rows if isinstance(rows, int) else None)
+            if kind.room is not None and not kind.rows_only:
+                reason = f"its axis {axis} has a fixed size, so that a step's result is no input of the next"
+                kind = replace(kind, room=None, reason=reason, advice=_ROLLING)
+            yield kind if kind.reason or kind.rows_only else self._cut(kind, whole[axis] - past[axis])
+
+    def _cut(self, kind: Candidate, added: int) -> Candidate:
+        """A growing cache with the number of rows that it keeps, from the size that it has after a long past."""
+        step, rows, axis = self._steps.step(1, 2 * self._capacity + _FAR, _STEPS[0][2]), kind.rows[0], kind.axis or 0
+        past, new = step.shape(kind.past), step.shape(rows)
+        if past is None or new is None:
+            return kind
+        left = step.probe.given({rows.name: _typed(np.zeros(new), rows)}).shape(kind.present.name)
+        if left is not None and left[axis] < past[axis]:
+            return replace(kind, idiom=f"{kind.idiom}, Slice", kept=left[axis])
+        if left is None and added * prod(past) != prod(new) * past[axis]:
+            return replace(kind, reason="which rows are left cannot be computed from lengths", advice=_CUT)
+        return kind
+
+    def _write(self, kind: Candidate, update: gs.Tensor, run: _Run, axis: int, perm: Perm) -> Write:
+        whole = _wanted(replace(kind, kept=None), run, axis, perm)
+        assert whole is not None
+        held = whole.take(np.arange(run.step.past + run.new.shape[perm[axis]]), axis, mode="clip")
+        plain = tuple(range(whole.ndim))
+        seen = list(_seen(kind, run))
+        region = [(t, _order(v, whole)) for t, v in seen if any(contains(n.outputs, t) for n in kind.region)]
+        return Write(
+            kind.idiom,
+            kind.past,
+            kind.present,
+            update,
+            kind.node.name,
+            axis=axis,
+            growing=kind.growing,
+            positions=kind.positions,
+            kept=run.past.shape[axis] if kind.shifted else kind.kept,
+            room=kind.room,
+            shifted=kind.shifted,
+            perm=None if perm == plain else perm,
+            circular=kind.shifted or (not kind.growing and self._is_circular(kind, update, axis, perm, run)),
+            aliases=tuple(t for t, v in seen if np.array_equal(v, whole) and t is not kind.present),
+            turned=tuple((t, order) for t, order in region if order not in (None, plain)),
+            fronts=() if kind.growing else tuple(t for t, v in seen if np.array_equal(v, held)),
+            new_rows=self._new_rows(update, perm, run) if kind.rows_only else None,
+        )
+
+    def _is_circular(self, kind: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: _Run) -> bool:
+        """True if rows beyond the capacity go to the first ones: a linear cache has nothing to write there."""
+        named = (dims(kind.past) or ())[axis]
+        rows = named if isinstance(named, int) else run.past.shape[axis]
+        for step in (self._steps.step(2, rows + 3, 1), self._steps.step(1, 3 * rows, 2)):
+            past, new = list(run.past.shape), list(run.new.shape)
+            sizes = step.shape(update) or new
+            past[0] = new[perm[0]] = step.batch
+            new[perm[axis]] = sizes[perm[axis]]
+            beyond = _run(kind, step, [update], [tuple(past), tuple(new)])
+            if not any(_is_written(kind, beyond, axis, perm, ring) for ring in {rows, past[axis]}):
+                return False
+        return True
+
+    def _new_rows(self, update: gs.Tensor, perm: Perm, run: _Run) -> Perm:
+        """The axes of the cache in the order in which they lie in an output of new rows, which may merge some."""
+        candidate = self._candidate
+        source = trace_back(candidate.rows[0])
+        shape = run.step.shape(source) or ()
+        probe = run.step.probe.given({source.name: np.arange(prod(shape)).reshape(shape)})
+        given, rows = probe.value(candidate.present.name), probe.value(update.name)
+        if given is not None and rows is not None:
+            for order in permutations(perm):
+                if np.array_equal(given.reshape(-1), rows.transpose(order).reshape(-1)):
+                    return tuple(perm.index(axis) for axis in order)
+        why = f"the output '{candidate.present.name}' has other numbers than the new rows '{update.name}'"
+        raise refusal(candidate, why, _GIVE_BACK)
 
 
-def _tries(candidate: Candidate, past: Shape, new: Shape, step: Sample) -> Iterator[tuple[Shape, Shape]]:
-    """Shapes of past and new rows to try: if they are large, first with few rows, then with two heads and channels."""
-    axis = candidate.axis
-    if prod(past) > _SMALL and axis is not None and not candidate.growing:
-        rows = min(past[axis], max(_ROWS, step.total))
-        yield (*past[:axis], rows, *past[axis + 1 :]), new
-        kept = (step.batch, step.length, past[axis])
-        few = [tuple(d if d in kept else min(d, 2) for d in shape) for shape in (past, new)]
-        past, new = few
+def _tries(past: Shape, new: Shape, axis: int | None) -> Iterator[tuple[Shape, Shape]]:
+    """Shapes of past and new rows to try: if they are large, first with few rows, then with two heads and channels.
+
+    `axis` is that of the rows, if a past may have few of them.
+    """
+    if prod(past) > _SMALL and axis is not None:
+        yield (*past[:axis], min(past[axis], ROWS), *past[axis + 1 :]), new
+        kept = (past[0], past[axis], *(Counter(new) - Counter(past)))
+        past, new = (tuple(d if d in kept else min(d, 2) for d in shape) for shape in (past, new))
     if prod(past) <= _LARGEST:
         yield past, new
 
 
-def _given(candidate: Candidate, update: gs.Tensor, step: Sample, sizes: Shape, shape: Shape) -> _Run:
-    rng = np.random.default_rng(0)
-    past = 2.0 * rng.integers(-_MOST, _MOST, sizes)
-    new = 2.0 * rng.integers(-_MOST, _MOST, shape) + 1
-    kind, rows = elem_type(update) or 0, new
-    if kind not in (0, elem_type(candidate.past)):  # the past is cast to it, and operators ask for one type
-        rows = new.astype(onnx.helper.tensor_dtype_to_np_dtype(kind))
-    probe = step.probe.given({candidate.past.name: past, update.name: rows})
-    masks = [(mask.name, probe.value(mask.name)) for mask in candidate.masks]
-    wide = {n: v.astype(np.float64) for n, v in masks if v is not None and v.dtype.kind not in "biu"}
-    probe = probe.given(wide) if wide else probe
-    whole, layout = probe.value(candidate.whole.name), static_layout(candidate.views, past.ndim)
-    if candidate.rows_only and whole is not None and layout is not None:
-        whole = whole.transpose(np.argsort(layout))
-    return _Run(step, past, new, probe, whole)
+def _apart(one: Shape, other: Shape) -> int | None:
+    """The axis of a shape whose size alone another one does not have, in whatever order; None: nothing says it."""
+    places = [axis for axis, sizes in enumerate(zip(one, other, strict=True)) if len({*sizes}) > 1]
+    sizes = list((Counter(one) - Counter(other)).elements())
+    if len(places) != 1 and len(sizes) == 1 and one.count(sizes[0]) == 1:
+        places = [one.index(sizes[0])]
+    return places[0] if len(places) == 1 else None
 
 
-def _placed(candidate: Candidate, runs: Sequence[_Run]) -> tuple[int, Perm] | None:
-    """The sequence axis, and how new rows are permuted to the axis order of the cache."""
-    rank = runs[0].past.ndim
-    axes = range(1, rank) if candidate.axis is None else [candidate.axis % rank]
-    for axis in axes:
-        for perm in permutations(range(rank)):
-            if all(_is_written(candidate, run, axis, perm, 0) for run in runs):
-                return axis, perm
-    return None
+def _run(candidate: Candidate, step: Step, rows: Sequence[gs.Tensor], shapes: Sequence[Shape]) -> _Run:
+    """An update in a step, with a past and new rows of these shapes."""
+    past, *new = (_numbers(shape, is_new=place > 0) for place, shape in enumerate(shapes))
+    tensors = (candidate.past, *rows)
+    probe = step.probe.given({t.name: _typed(v, t) for t, v in zip(tensors, (past, *new), strict=True)})
+    whole = _value(probe, candidate.whole)
+    if candidate.rows_only and whole is not None:  # it may be joined in another order
+        joined = (_value(probe, t) for t in candidate.node.inputs if t is not candidate.rows[0])
+        orders = [order for v in joined if v is not None and (order := _order(v, past)) is not None]
+        whole = whole.transpose(np.argsort(orders[0])) if orders else whole
+    together = np.concatenate([np.zeros(0), *(v.ravel() for v in new)])
+    return _Run(step, past, new[0] if len(new) == 1 else together, probe, whole)
 
 
-def _is_written(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: int) -> bool:
-    wanted = _wanted(candidate, run, axis, perm, ring)
+def _numbers(shape: Shape, *, is_new: bool) -> Array:
+    """Fourths that all types of caches have and no integers are, others for new rows than for a past."""
+    numbers: Array = np.random.default_rng(is_new).integers(-_MOST, _MOST, shape) + (0.75 if is_new else 0.25)
+    return numbers
+
+
+def _typed(numbers: Array, tensor: gs.Tensor) -> Array:
+    """Numbers in the type of a tensor, if that is floating-point and has them all."""
+    kind = elem_type(tensor)
+    return numbers.astype(onnx.helper.tensor_dtype_to_np_dtype(kind)) if kind in FLOATS else numbers
+
+
+def _value(probe: Probe, tensor: gs.Tensor) -> Array | None:
+    value = probe.value(tensor.name)
+    return None if value is None else value.astype(np.float64)
+
+
+def _order(value: Array, whole: Array) -> Perm | None:
+    """The order in which the axes of `whole` lie in `value`; None: these are other numbers."""
+    if value.size != whole.size or value.ndim != whole.ndim:
+        return None
+    return next((o for o in permutations(range(whole.ndim)) if np.array_equal(value, whole.transpose(o))), None)
+
+
+def _is_written(kind: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 0) -> bool:
+    wanted = _wanted(kind, run, axis, perm, ring)
     return wanted is not None and run.whole is not None and np.array_equal(run.whole, wanted)
 
 
-def _wanted(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 0, cut: bool = True) -> Array | None:
+def _wanted(kind: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 0) -> Array | None:
     """The present that a right update makes; None if the new rows do not fit.
 
     Args:
-        candidate: the update.
+        kind: the update.
         run: of it.
         axis: the sequence axis.
         perm: of the new rows.
         ring: the length of a circular cache; 0: it is linear.
-        cut: whether only the rows that are kept are wanted.
     """
-    rows = run.new.transpose(perm)
-    sizes = list(run.past.shape)
-    sizes[axis] = run.step.length
-    if rows.shape != tuple(sizes):
+    rows, sizes = run.new.transpose(perm), run.past.shape
+    if rows.shape != (*sizes[:axis], rows.shape[axis], *sizes[axis + 1 :]):
         return None
-    if candidate.growing:
+    if kind.growing:
         whole = np.concatenate([run.past, rows], axis)
-        first = max(0, whole.shape[axis] - candidate.kept) if candidate.kept and cut else 0
-        return whole[(slice(None),) * axis + (slice(first, None),)]
-    places = run.step.past + np.arange(run.step.length)
-    if ring:
-        places %= ring
-    if places.max() >= run.past.shape[axis]:
+        kept = sizes[axis] if kind.shifted else kind.kept or whole.shape[axis]
+        return whole.take(np.arange(max(0, whole.shape[axis] - kept), whole.shape[axis]), axis)
+    places = run.step.past + np.arange(rows.shape[axis])
+    places = places % ring if ring else places
+    if places.max() >= sizes[axis]:
         return None
     whole = run.past.copy()
-    whole[(slice(None),) * axis + (places,)] = rows
+    np.moveaxis(whole, axis, 0)[places] = np.moveaxis(rows, axis, 0)
     return whole
 
 
-def _is_circular(
-    candidate: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: _Run, wrapped: Sequence[Sample]
-) -> bool:
-    """True if rows beyond the capacity go to the first ones: a linear cache has nothing to write there."""
-    found = []
-    for step in wrapped:
-        past, new = list(run.past.shape), list(run.new.shape)
-        past[0] = new[perm[0]] = step.batch
-        new[perm[axis]] = step.length
-        if step.past >= step.capacity:
-            beyond = _given(candidate, update, step, tuple(past), tuple(new))
-            rings = {step.capacity, past[axis]}
-            found.append(any(_is_written(candidate, beyond, axis, perm, ring) for ring in rings))
-    return bool(found) and all(found)
-
-
-def _same(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[gs.Tensor]:
-    """Tensors of the region, and views of them, that are the whole cache, or its rows in use, in its layout."""
-    pending = [t for node in candidate.region for t in node.outputs]
-    seen = {candidate.past.name} if candidate.rows_only else {candidate.past.name, candidate.present.name}
-    pending += [] if candidate.rows_only or (candidate.kept and not candidate.shifted) else [candidate.present]
-    while pending:
-        tensor = pending.pop(0)
-        value = run.probe.value(tensor.name)
-        is_whole = value is not None and np.array_equal(value, wanted)
-        if tensor.name not in seen and is_whole and elem_type(tensor) == elem_type(candidate.updates[0]):
-            yield tensor
-        seen.add(tensor.name)
+def _seen(kind: Candidate, run: _Run) -> Iterator[tuple[gs.Tensor, Array]]:
+    """Tensors of the region, and views of them, that attention may read as the cache, with their numbers."""
+    tensors = [t for node in kind.region for t in node.outputs]
+    seen = {t.name for t in tensors}
+    for tensor in tensors:
+        value = _value(run.probe, tensor)
+        if value is not None and elem_type(tensor) == elem_type(kind.rows[0]):
+            yield tensor, value
         for node in consumers(tensor):
-            is_turned = is_view(node) and is_op(node, "Identity", "Transpose", "Cast")
-            if is_turned and node.outputs[0].name not in seen:
-                pending.append(node.outputs[0])
+            if node.outputs[0].name not in seen and (is_op(node, "Identity", "Transpose") or is_float_cast(node)):
+                seen.add(node.outputs[0].name)
+                tensors.append(node.outputs[0])
 
 
-def _turned(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[tuple[gs.Tensor, Perm]]:
-    """Tensors of the region that are the whole cache in another order of axes, and that order."""
-    for tensor in (t for node in candidate.region for t in node.outputs):
-        value = run.probe.value(tensor.name)
-        if value is None or value.ndim != wanted.ndim or np.array_equal(value, wanted):
-            continue
-        orders = permutations(range(wanted.ndim))
-        found = next((perm for perm in orders if np.array_equal(value, wanted.transpose(perm))), None)
-        if found is not None:
-            yield tensor, found
-
-
-def _order(candidate: Candidate, update: gs.Tensor, perm: Perm, run: _Run) -> Perm:
-    """The axes of the cache in the order in which they lie in an output of new rows, which may merge some."""
-    source = trace_back(candidate.updates[0])[0]
-    shape = run.step.probe.shape(source.name) or ()
-    probe = run.step.probe.given({source.name: np.arange(prod(shape)).reshape(shape)})
-    given, rows = probe.value(candidate.present.name), probe.value(update.name)
-    if given is not None and rows is not None:
-        for order in permutations(perm):
-            if np.array_equal(given.reshape(-1), rows.transpose(order).reshape(-1)):
-                return tuple(perm.index(axis) for axis in order)
-    why = f"the output '{candidate.present.name}' has other numbers than the new rows '{update.name}'"
-    raise candidate.refusal(why, "give back what is joined with the past, or Concat(past, new) as a whole")
-
-
-def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]) -> UnsupportedModelError:
-    """The nearest miss."""
-    update = candidate.updates[0]
-    unknown = next((step for step in steps if step.probe.shape(update.name) is None), None)
-    if unknown is not None:
-        return candidate.refusal(*why_unknown(update, unknown))
-    if not runs:
-        return candidate.refusal(f"the new rows in '{update.name}' do not have one axis for each axis of the cache")
-    if candidate.shifted:
-        mover = next(n for n in reversed(candidate.region) if is_op(n, "Slice", "Gather", "Split", "Pad"))
-        return candidate.refusal(
-            f"{mover.op} '{mover.name}' moves its rows in every step, by another number than that of the new rows, or "
-            "these do not come last"
-        )
-    advice = "" if candidate.growing or candidate.positions or candidate.masks else FOR_GOOD
-    return candidate.refusal(_describe(candidate, runs), advice)
-
-
-def _describe(candidate: Candidate, runs: Sequence[_Run]) -> str:
-    """An update that does not write S rows after P rows, in words."""
-    update, present, axis = candidate.updates[0].name, candidate.present.name, candidate.axis or 0
-    run = next((run for run in runs if run.whole is None), runs[0])
-    step, whole = run.step, run.whole
-    if run.new.size * run.past.shape[axis] != run.past.size * step.length:
-        return f"'{update}' {list(run.new.shape)} is not as large as {step.length} rows of {list(run.past.shape)}"
-    if whole is None:
-        when = f"in a step of {step.length} tokens after {step.past}"
-        return f"which rows it writes {when} cannot be computed from positions and lengths"
-    is_new, is_old = np.isin(whole, run.new), np.isin(whole, run.past)  # odd and even
-    if not (is_new | is_old).all():
-        return f"'{present}' has numbers that are neither those of past nor those of new rows"
-    places = ", ".join(map(str, np.unique(is_new.nonzero()[axis])[:8]))
-    rows = f"rows {places}" if places else "no rows"
-    return (
-        f"it writes {rows} of axis {axis} when {step.past} rows hold tokens and {step.length} are new, and makes "
-        f"'{present}' {list(whole.shape)}, which is not the past {list(run.past.shape)} with all of '{update}' there"
-    )
-
-
-def find_kept(candidates: Sequence[Candidate], samples: Samples) -> tuple[Candidate, ...]:
-    """Say how many rows each cache keeps that is cut to the newest ones, from a step after a past that is longer.
+def check_sizes(writes: Sequence[Write], samples: Samples) -> None:
+    """Refuse updates whose sizes are not those of a step of the model.
 
     Raises:
-        UnsupportedModelError: the rows are not the newest ones, or cannot be computed.
+        UnsupportedModelError: naming them.
     """
-    return tuple(replace(c, kept=_kept(c, samples)) if c.is_cut and not c.reason else c for c in candidates)
+    for write, step in product(writes, [s for s in samples.plain if s.past][:2]):
+        past, new = (step.probe.shape(t.name) for t in (write.past, write.update))
+        if past is None or past[0] != step.batch:
+            raise refusal(write, f"its first axis, '{write.past.shape[0]}', is not the batch")
+        if new is None:
+            raise refusal(write, *why_unknown(write.update, step))
+        if new[write.axis if write.perm is None else write.perm[write.axis]] != step.length:
+            rows = f"{step.length} rows of {list(past)}"
+            raise refusal(write, f"'{write.update.name}' {list(new)} is not as large as {rows}")
 
 
-def _kept(candidate: Candidate, samples: Samples) -> int | None:
-    node, axis, past = candidate.node, candidate.axis, 2 * samples.capacity + _FAR
-    assert node is not None
-    named = " and ".join(f"Slice '{n.name}'" for n in candidate.region if is_op(n, "Slice"))
-    step = samples.step(1, past, samples.fixed_length or 3)
-    given = {
-        candidate.past.name: np.arange(past).reshape(
-            [past if a == axis else 1 for a in range(len(candidate.past.shape))]
-        )
-    }
-    operand = next(t for t in node.inputs if t is not candidate.updates[0])
-    shape = list(step.probe.given(given).shape(operand.name) or ())
-    if shape:
-        shape[int(node.attrs["axis"])] = step.length
-        given[candidate.updates[0].name] = np.arange(past, step.total).reshape(shape)
-    rows = step.probe.given(given).value(candidate.present.name)
-    if rows is None:
-        raise candidate.refusal(f"which rows {named} leaves cannot be computed from lengths", _CUT)
-    if not rows.size or not np.array_equal(rows.reshape(-1), np.arange(step.total - rows.size, step.total)):
-        raise candidate.refusal(f"{named} does not leave the newest rows", _CUT)
-    return None if rows.size == step.total else rows.size
+def _describe(kind: Candidate, runs: Sequence[_Run]) -> str:
+    """An update that does not write S rows after P rows, in words."""
+    update, present = kind.rows[0].name, kind.present.name
+    run = next((run for run in runs if run.whole is None), runs[0])
+    axis = kind.axis if kind.axis is not None else _apart(run.past.shape, run.new.shape) or 0
+    whole, length = run.whole, run.new.size * run.past.shape[axis] // run.past.size
+    if whole is None:
+        when = f"in a step of {length} tokens after {run.step.past}"
+        return f"which rows it writes {when} cannot be computed from positions and lengths"
+    if not run.survives:
+        return f"'{present}' has numbers that are neither those of past nor those of new rows"
+    places = ", ".join(map(str, np.unique(np.isin(whole, run.new).nonzero()[axis])[:8]))
+    rows = f"rows {places}" if places else "no rows"
+    return (
+        f"it writes {rows} of axis {axis} when {run.step.past} rows hold tokens and {length} are new, and makes "
+        f"'{present}' {list(whole.shape)}, which is not the past {list(run.past.shape)} with all of '{update}' there"
+    )
