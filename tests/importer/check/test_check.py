@@ -180,7 +180,7 @@ def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monk
     """Both sides compute in float32 where they are compared, so only large numbers show a cast to float16."""
     import trt_kvcache.importer.normalize as normalize
 
-    honest = normalize.find_cores
+    honest = normalize.find_attentions
 
     def lie(*given: Any) -> Any:
         return tuple(replace(core, wide=False) for core in honest(*given))
@@ -188,7 +188,7 @@ def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monk
     how = {"dtype": np.float16, "upcast": True, "size": 8} | WIDE[form]
     onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")
     assert plan_model(tmp_path / "model.onnx", PLAN).attention[0].dtype == "float"
-    monkeypatch.setattr(normalize, "find_cores", lie)
+    monkeypatch.setattr(normalize, "find_attentions", lie)
     with pytest.raises(UnsupportedModelError, match="overflows in the rewritten model alone, for large numbers"):
         plan_model(tmp_path / "model.onnx", PLAN)
 
@@ -197,14 +197,14 @@ def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pyt
     """A window is taken for the whole past."""
     import trt_kvcache.importer.normalize as normalize
 
-    honest = normalize.find_cores
+    honest = normalize.find_attentions
 
     def lying(*given: Any) -> tuple[Any, ...]:
         return tuple(replace(c, visibility=replace(c.visibility, window=None)) for c in honest(*given))
 
     onnx.save(make_decoder(Decoder(window=5)), tmp_path / "model.onnx")
     plan_model(tmp_path / "model.onnx", PLAN)
-    monkeypatch.setattr(normalize, "find_cores", lying)
+    monkeypatch.setattr(normalize, "find_attentions", lying)
     with pytest.raises(UnsupportedModelError, match="computes something else than what was recognized"):
         plan_model(tmp_path / "model.onnx", PLAN)
 

@@ -41,13 +41,13 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.search import find_cores
+from trt_kvcache.importer.normalize.attention.search import find_attentions
 from trt_kvcache.importer.normalize.candidate import Candidate, ExportedUpdate, refusal
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.findings import Core, Findings, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Findings, Write
 from trt_kvcache.importer.normalize.idioms.attention_past import find_held, is_held, read_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows, say_layouts
@@ -90,9 +90,9 @@ class Exported:
     interface: Interface
     samples: Samples
     writes: tuple[Write, ...]
-    cores: tuple[Core, ...]
+    cores: tuple[AttentionSite, ...]
     computed: ComputedAttention | None
-    held: tuple[Core, ...]
+    held: tuple[AttentionSite, ...]
 
 
 def normalize(
@@ -162,10 +162,10 @@ def _recognize(
 
 def _attention(
     graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples, options: PlanOptions
-) -> tuple[tuple[Core, ...], ComputedAttention | None]:
+) -> tuple[tuple[AttentionSite, ...], ComputedAttention | None]:
     """All attentions; where one of the caches is read by none as it is, those over what is computed from caches too."""
     try:
-        cores = find_cores(graph, writes, interface, samples)
+        cores = find_attentions(graph, writes, interface, samples)
         attended = {write.past.name for core in cores for write in (core.key, core.value)}
         if all(write.past.name in attended or not _is_read(write) for write in writes):
             return cores, None
@@ -212,7 +212,7 @@ def _may_be_state(cache: ExportedUpdate) -> bool:
 
     Like new rows after a past of a fixed length, or like a shifted cache whose next value nothing reads.
     """
-    return cache.room is not None or (cache.shifted and not consumers(cache.present))
+    return cache.fixed_rows is not None or (cache.shifted and not consumers(cache.present))
 
 
 def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.ModelProto, Findings]:
@@ -269,7 +269,7 @@ def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.Model
     return model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest, open_capacity)
 
 
-def _own_masks(cores: Sequence[Core]) -> list[str]:
+def _own_masks(cores: Sequence[AttentionSite]) -> list[str]:
     """Notes on the masks that the caller gives."""
     own = [core.visibility.own for core in cores if not core.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
@@ -280,7 +280,7 @@ def _own_masks(cores: Sequence[Core]) -> list[str]:
     ]
 
 
-def _narrower(cores: Sequence[Core]) -> list[str]:
+def _narrower(cores: Sequence[AttentionSite]) -> list[str]:
     """A note on weights of keys that are computed in float32, and here in the type of the caches."""
     kinds = {elem_type(core.key.past) for core in cores if core.wide_weights and not core.wide}
     return [

@@ -33,7 +33,7 @@ class ExportedUpdate:
         growing: past holds as many rows as there are tokens, present more; else both have the capacity.
         positions: names of the graph inputs that say where the rows go; empty for growing caches.
         kept: past and present hold so many rows at most, the newest ones of those; None: all.
-        room: rows of a past that always has as many, those of tokens first; None: as many as hold tokens.
+        fixed_rows: rows of a past that always has as many, those of tokens first; None: as many as hold tokens.
         shifted: past and present always have `kept` rows: the oldest go as new ones come, and those of tokens are last.
     """
 
@@ -45,7 +45,7 @@ class ExportedUpdate:
     growing: bool = False
     positions: tuple[str, ...] = ()
     kept: int | None = None
-    room: int | None = None
+    fixed_rows: int | None = None
     shifted: bool = False
 
 

@@ -20,7 +20,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import FLOAT, SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
-from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS
 
@@ -90,7 +90,7 @@ class Canonical:
         if perm != tuple(range(len(perm))):
             update = self.emit.op("Transpose", [update], "update", perm=list(perm))
         mode = "circular" if write.circular else "linear"
-        if write.room is not None:
+        if write.fixed_rows is not None:
             write.past.shape = [self.capacity if i == axis else d for i, d in enumerate(write.past.shape)]
         past, made = write.past, write.present
         made.inputs.clear()
@@ -116,7 +116,7 @@ class Canonical:
         replace_uses(cache, turned, keep=turned.inputs)
         return turned
 
-    def with_heads(self, core: Core) -> Core:
+    def with_heads(self, core: AttentionSite) -> AttentionSite:
         """The attention over queries and results ``[B, H, S, D]``, with Reshapes where the model has other shapes."""
         emit, query, output = self.emit, core.query, core.output
         if core.query_is_flat:
@@ -129,7 +129,7 @@ class Canonical:
             self.graph.nodes.append(gs.Node("Reshape", emit.name("result"), {}, [output, shape], [core.output]))
         return replace(core, query=query, output=output, query_is_flat=False, output_shape=None)
 
-    def core(self, core: Core) -> None:
+    def core(self, core: AttentionSite) -> None:
         """Make `core.output` by Attention over caches, whatever made it before."""
         emit, seen = self.emit, core.visibility
         kind = elem_type(core.key.past) or core.query_type
@@ -174,7 +174,7 @@ class Canonical:
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
 
-    def _mask(self, core: Core, kind: int) -> gs.Tensor | None:
+    def _mask(self, core: AttentionSite, kind: int) -> gs.Tensor | None:
         """The mask of an attention, bool or in the type of its queries; None: it has none beside its attributes."""
         emit, seen, mask = self.emit, core.visibility, core.visibility.own
         if core.key.shifted and (rows := core.key.kept) is not None:

@@ -58,7 +58,7 @@ class Write(ExportedUpdate):
         """Rows that attention reads in a sample, where the cache grows or is shifted."""
         if self.shifted and self.kept is not None:
             return self.kept
-        return (sample.held(self.kept) if self.room is None else self.room) + sample.length
+        return (sample.rows_in_cache(self.kept) if self.fixed_rows is None else self.fixed_rows) + sample.length
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class Visibility:
 
 
 @dataclass(frozen=True, eq=False)
-class Core:
+class AttentionSite:
     """One attention over caches.
 
     Attributes:

@@ -30,7 +30,7 @@ from trt_kvcache.importer.normalize.canonical import emit_sizes
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.findings import Core, Findings, Visibility, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Findings, Visibility, Write
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 from trt_kvcache.importer.sites.cut import Cutter, FartherError, MisfitError, Region, SiteError, UnknownError
@@ -190,7 +190,7 @@ def _write(tensors: Mapping[str, gs.Tensor], cache: CacheSeen) -> Write:
 
 def _core(
     emit: Emitter, tensors: Mapping[str, gs.Tensor], tokens: gs.Tensor, site: AttentionSeen, writes: Mapping[str, Write]
-) -> Core:
+) -> AttentionSite:
     """The attention, with what brings queries and results into ``[B, H, S, D]`` and back."""
     query, result, sizes = tensors[site.query], tensors[site.result], site.sizes
     node = producer(result)
@@ -218,7 +218,7 @@ def _core(
         last = turned(heads, _PLAIN, site.result_layout, sizes["v"])
         last.inputs[0].outputs = [result]
         result = heads
-    return Core(
+    return AttentionSite(
         node.name, result, query, writes[site.key.past], writes[site.value.past], site.scale, site.softcap, seen,
         sizes["n"] * sizes["g"], sizes["d"], sizes["v"], query_type, result_type, wide_weights=site.wide,
     )  # fmt: skip

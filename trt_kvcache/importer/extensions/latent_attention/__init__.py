@@ -23,10 +23,10 @@ from trt_kvcache.importer.extensions.latent_attention.absorbed import Absorbed, 
 from trt_kvcache.importer.extensions.latent_attention.computed import Computed, find_computed
 from trt_kvcache.importer.extensions.latent_attention.rotary import Positioned
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.search import find_cores
+from trt_kvcache.importer.normalize.attention.search import find_attentions
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Write
 from trt_kvcache.importer.plan import LatentAttention
 
 __all__ = ["ComputedAttention", "Positioned", "find_attention"]
@@ -40,7 +40,7 @@ class ComputedAttention:
         cores: all attentions of the model.
     """
 
-    cores: tuple[Core, ...]
+    cores: tuple[AttentionSite, ...]
     _computed: Computed
     _absorbed: Mapping[str, Absorbed]
 
@@ -54,7 +54,7 @@ class ComputedAttention:
         """For the plan."""
         return note(self._absorbed.values())
 
-    def place(self, core: Core, canonical: Canonical) -> Core:
+    def place(self, core: AttentionSite, canonical: Canonical) -> AttentionSite:
         """Emit what an attention reads, and what stands around it; returns the plain attention that is left.
 
         Raises:
@@ -73,9 +73,9 @@ def find_attention(
     Raises:
         UnsupportedModelError: an attention is not what is supported, or reads what is not computed row by row.
     """
-    computed = find_computed(graph, [w for w in writes if w.room is None], samples)
+    computed = find_computed(graph, [w for w in writes if w.fixed_rows is None], samples)
     try:
-        cores = find_cores(graph, (*writes, *computed.writes), interface, samples)
+        cores = find_attentions(graph, (*writes, *computed.writes), interface, samples)
     except UnsupportedModelError as error:
         if not (broken := computed.functions.broken):
             raise

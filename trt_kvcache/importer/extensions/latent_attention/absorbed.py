@@ -33,7 +33,7 @@ from trt_kvcache.importer.normalize.attention.search import smallest
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
 from trt_kvcache.importer.operators import MOVES, VIEWS
 
@@ -109,7 +109,7 @@ class Absorbed:
     value: _Part
     sample: Sample
 
-    def place(self, core: Core, computed: Computed, canonical: Canonical) -> Core:
+    def place(self, core: AttentionSite, computed: Computed, canonical: Canonical) -> AttentionSite:
         """Put the nodes around an attention into the graph; returns the attention over latents."""
         emit = canonical.emit
         key_type, value_type = (elem_type(w.present) or 0 for w in (core.key, core.value))
@@ -146,7 +146,7 @@ class Absorbed:
         result.inputs[0].outputs = [core.output]
         return replace(inner, output=output, output_type=value_type)
 
-    def _query(self, core: Core, kind: int, emit: Emitter) -> gs.Tensor:
+    def _query(self, core: AttentionSite, kind: int, emit: Emitter) -> gs.Tensor:
         query = core.query
         if core.query_type != kind:
             query = emit.op("Cast", [query], "query", kind, to=kind)
@@ -194,7 +194,7 @@ def note(absorbed: Collection[Absorbed]) -> tuple[str, ...]:
     return (text,)
 
 
-def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -> dict[str, Absorbed]:
+def find_absorbed(cores: Sequence[AttentionSite], computed: Computed, samples: Samples) -> dict[str, Absorbed]:
     """The attentions, by name, whose queries may go to what their keys and values are computed from.
 
     Nothing is refused: others stay as they are.

@@ -21,7 +21,7 @@ from trt_kvcache.importer.extensions.latent_attention.rows import RowFunction, R
 from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
 from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
@@ -45,7 +45,7 @@ class Computed:
         """Compute a row function from the canonical caches; `emitted` gets the tensors of one attention so far."""
         return self.functions.emit(name, emitted, canonical, lambda leaf: _rows_in_use(leaf, canonical))
 
-    def place(self, core: Core, canonical: Canonical) -> Core:
+    def place(self, core: AttentionSite, canonical: Canonical) -> AttentionSite:
         """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
 
         Raises:

@@ -221,11 +221,11 @@ class Masks:
 
     def in_order(self, mask: Array, sample: Sample) -> Array:
         """A mask over all keys with those of tokens first, in their order, before rows that hold nothing."""
-        room = None if self.write is None else self.write.room
-        if room is None or not mask.ndim or mask.shape[-1] != room + sample.length:
+        fixed_rows = None if self.write is None else self.write.fixed_rows
+        if fixed_rows is None or not mask.ndim or mask.shape[-1] != fixed_rows + sample.length:
             return mask
-        rows = np.arange(room + sample.length)
-        return mask[..., [*rows[: sample.past], *rows[room:], *rows[sample.past : room]]]
+        rows = np.arange(fixed_rows + sample.length)
+        return mask[..., [*rows[: sample.past], *rows[fixed_rows:], *rows[sample.past : fixed_rows]]]
 
     def _unknown(self, sample: Sample) -> str:
         """The sources of a tensor without a value: inputs that only the caller knows, or else weights."""
@@ -398,10 +398,10 @@ def _no_template(masks: Masks, sample: Sample, visible: Array, other: str) -> st
             f". The cache '{masks.write.past.name}' keeps its newest {masks.kept} rows: supported is a window of at "
             f"most {masks.kept + 1} tokens over it, which hides from each query of a step what others have lost"
         )
-    if masks.write is not None and masks.write.room is not None:
+    if masks.write is not None and masks.write.fixed_rows is not None:
         cut = (
-            f". The past of the cache '{masks.write.past.name}' always has {masks.write.room} rows: supported are "
-            "masks that hide those that hold no token, by a padding mask or the caller's own, and nothing else"
+            f". The past of the cache '{masks.write.past.name}' always has {masks.write.fixed_rows} rows: supported "
+            "are masks that hide those that hold no token, by a padding mask or the caller's own, and nothing else"
         )
     batch = f", in a batch of {sample.batch}" if sample.batch > 3 else ""
     return (

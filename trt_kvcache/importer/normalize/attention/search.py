@@ -30,7 +30,7 @@ from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
 from trt_kvcache.importer.normalize.attention.unlike import mixed_heads, other_order, to_values
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.findings import Core, Sinks, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Sinks, Write
 from trt_kvcache.importer.normalize.views import MOVES, is_float_cast
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.attention_facts import gives_scores
@@ -69,7 +69,9 @@ class _Site:
     weights: Rounding | None = None
 
 
-def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
+def find_attentions(
+    graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples
+) -> tuple[AttentionSite, ...]:
     """Find every attention over the caches, in graph order.
 
     Raises:
@@ -242,7 +244,7 @@ class _Finder:
         count = (0, 0, *self._shape(keys))[-2]
         return _Site(node, query, node.outputs[0], key[0], value[0], count, scale, softcap, input_or_none(node, 3))
 
-    def core(self, site: _Site, zero: ZeroScores) -> Core:
+    def core(self, site: _Site, zero: ZeroScores) -> AttentionSite:
         """The attention of a site.
 
         Raises:
@@ -262,7 +264,7 @@ class _Finder:
         query_type, output_type = (sample.probe.elem_type(t.name) or elem_type(key.past) or 0 for t in (query, output))
         product, after = (sample.probe.elem_type(t.name) or elem_type(t) for t in (site.query, site.output))
         softmax = after if site.product is None else sample.probe.elem_type(site.node.outputs[0].name)
-        return Core(
+        return AttentionSite(
             name, output, query, key, site.value, site.scale, site.softcap, visibility, heads, size, value_size,
             query_type, output_type, sinks, site.rounding, site.weights,
             wide=product in _WIDE or {product, elem_type(key.past)} == _HALVES,

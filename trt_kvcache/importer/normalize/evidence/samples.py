@@ -47,7 +47,7 @@ class Sample:
         """P + S."""
         return self.past + self.length
 
-    def held(self, kept: int | None) -> int:
+    def rows_in_cache(self, kept: int | None) -> int:
         """Rows of a past that grows, and keeps so many at most."""
         return self.past if kept is None else min(self.past, kept)
 
@@ -59,7 +59,7 @@ class Samples:
         plain: steps in which every token is visible; the last one ends at the capacity.
         few: the two of them that guesses are made on: a short one, and the last one.
         wrapped: steps beyond the capacity, for caches that may be circular.
-        twins: two steps that differ in nothing but the past, unless the caches of the model have room for one only.
+        twins: two steps that differ in nothing but the past, unless the caches of the model fit one only.
         blueprint: the model.
         capacity: tokens per sequence.
         fixed_length: S where the model fixes it, else 0.
@@ -71,7 +71,7 @@ class Samples:
         self.capacity = capacity
         self.singly = singly
         self._interface = interface
-        self._room = interface.fixed_rows
+        self._fixed_rows = interface.fixed_rows
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
         fixed = self.fixed_length = d if isinstance(d := self._sizes.get("sequence"), int) else 0
@@ -84,8 +84,9 @@ class Samples:
         self.few = self.plain[0], self.plain[-1]
         length = fixed or (1 if singly else min(3, max(1, capacity // 2)))
         has_ends = bool(interface.of(OriginalRole.FIXED_CACHE))
-        room = max(0, capacity - length) if has_ends or self._room is not None else 9  # a past that grows has none
-        self.twins = self.step(2, min(5, room // 2), length), self.step(2, min(9, room), length)
+        has_end = has_ends or self._fixed_rows is not None  # a past that grows has none
+        longest = max(0, capacity - length) if has_end else 9
+        self.twins = self.step(2, min(5, longest // 2), length), self.step(2, min(9, longest), length)
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2)) if has_ends else ()
         self.wrapped = tuple(self.step(*s, wrapped=True) for s in beyond)
 
@@ -102,9 +103,11 @@ class Samples:
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
         for tensor in self._interface.inputs.values():
-            held = self._room if self._room is not None else past if tensor.kept is None else min(past, tensor.kept)
+            in_cache = past if tensor.kept is None else min(past, tensor.kept)
+            in_cache = in_cache if self._fixed_rows is None else self._fixed_rows
+            total = in_cache + length
             sizes = {
-                "batch": batch, "sequence": length, "capacity": self.capacity, "past": held, "total": held + length,
+                "batch": batch, "sequence": length, "capacity": self.capacity, "past": in_cache, "total": total,
             }  # fmt: skip
             axes = list(zip(tensor.shape, tensor.axes, strict=True))
             if other is None and not all(isinstance(d, int) or a in sizes for d, a in axes):
@@ -122,10 +125,10 @@ class Samples:
                 value = np.full(shape, past)
             elif tensor.role is OriginalRole.PADDING_MASK:
                 value = np.zeros(shape)
-                if self._room is not None:  # tokens first, then rows that hold nothing, then the new tokens
-                    value[:, :past] = value[:, held:] = 1
+                if self._fixed_rows is not None:  # tokens first, then rows that hold nothing, then the new tokens
+                    value[:, :past] = value[:, in_cache:] = 1
                 else:
-                    value[:, : held + length] = 1
+                    value[:, :total] = 1
             else:
                 own[tensor.name] = value = self._mask(shape)
                 if np.issubdtype(dtype, np.floating):

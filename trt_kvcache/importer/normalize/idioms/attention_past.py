@@ -24,7 +24,7 @@ from trt_kvcache.importer.graph import SINKS, consumers, contains, dims, elem_ty
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
+from trt_kvcache.importer.normalize.findings import AttentionSite, Visibility, Write
 from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 
 _MASK, _PASTS, _PRESENTS = 3, (4, 5), (1, 2)
@@ -41,7 +41,7 @@ def find_held(graph: gs.Graph) -> list[Write]:
     return [cache for node in graph.nodes if is_held(node) for cache in _caches(graph, node)]
 
 
-def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[Core, ...]:
+def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[AttentionSite, ...]:
     """Read each operator that holds a cache, and guess which keys its queries see.
 
     Raises:
@@ -50,7 +50,7 @@ def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[
     return tuple(_core(node, graph, interface, samples) for node in graph.nodes if is_held(node))
 
 
-def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples) -> Core:
+def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples) -> AttentionSite:
     left, right = (int(node.attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
     seen = Visibility(causal=bool(node.attrs.get("is_causal", 0)) or right == 0, window=left + 1 if left >= 0 else None)
     mask = input_or_none(node, _MASK)
@@ -67,7 +67,7 @@ def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples
         )
     scale = float(node.attrs.get("scale", float(shape[3]) ** -0.5))
     kind = elem_type(query) or elem_type(key.past) or 0
-    return Core(
+    return AttentionSite(
         node.name, output, query, key, value, scale, float(node.attrs.get("softcap", 0.0)), seen, shape[1], shape[3],
         last, kind, kind, input_or_none(node, SINKS), precision=int(node.attrs.get("softmax_precision", 0)),
     )  # fmt: skip

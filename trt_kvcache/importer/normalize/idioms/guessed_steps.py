@@ -58,24 +58,24 @@ class GuessedSteps:
         self._blueprint = blueprint
         self._positions = {name for c in candidates for name in deciding(*c.where).positions}
         self._named: set[Dim] = {d for c in candidates for t in c.updates for d in dims(t) or () if isinstance(d, str)}
-        self._rooms = {str(c.past.name): has_room(c) for c in candidates}
+        self._may_have_free_rows = {str(c.past.name): has_free_rows(c) for c in candidates}
         self.step = cache(self._step)
 
     def _step(self, batch: int, past: int, length: int) -> Step:
         """A step of these sizes; the model's own where it fixes them."""
-        inputs = sorted(self._blueprint.inputs.items(), key=lambda item: item[0] not in self._rooms)
+        inputs = sorted(self._blueprint.inputs.items(), key=lambda item: item[0] not in self._may_have_free_rows)
         stated = {name: shape_of(value) or () for name, value in inputs}
         first = next(iter(stated.values()))[0]
         batch = first if isinstance(first, int) else batch
-        symbols: dict[Dim, int] = {stated[name][0]: batch for name in self._rooms}
+        symbols: dict[Dim, int] = {stated[name][0]: batch for name in self._may_have_free_rows}
         lengths: set[Dim] = {d for shape in stated.values() for d in shape if d in self._named} - symbols.keys()
         symbols |= dict.fromkeys(lengths, length)
         shapes: dict[str, Shape] = {}
         values = {}
         for name, shape in stated.items():
             size = past + length if lengths else length  # what is neither rows nor new tokens is as long as a mask
-            if name in self._rooms:
-                size = ROWS if self._rooms[name] else past
+            if name in self._may_have_free_rows:
+                size = ROWS if self._may_have_free_rows[name] else past
             elif name in self._positions:
                 size = length
             known = ((d, size if axis or len(shape) == 1 else batch) for axis, d in enumerate(shape))
@@ -91,6 +91,6 @@ class GuessedSteps:
         return Step(batch, past, length, Probe(self._blueprint, shapes, values), symbols, lengths)
 
 
-def has_room(candidate: Candidate) -> bool:
+def has_free_rows(candidate: Candidate) -> bool:
     """True if a past may have more rows than there are tokens."""
     return not candidate.rows_only and dims(candidate.past) == dims(candidate.present)

@@ -23,7 +23,7 @@ from trt_kvcache.importer.normalize.evidence.probe import Array, Blueprint, Prob
 from trt_kvcache.importer.normalize.evidence.reach import deciding
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
-from trt_kvcache.importer.normalize.idioms.guessed_steps import ROWS, GuessedSteps, Step, has_room
+from trt_kvcache.importer.normalize.idioms.guessed_steps import ROWS, GuessedSteps, Step, has_free_rows
 from trt_kvcache.importer.normalize.unknown import why_unknown
 from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 
@@ -131,7 +131,7 @@ class _Reader:
     def __init__(self, candidate: Candidate, steps: GuessedSteps, capacity: int) -> None:
         self._candidate, self._steps, self._capacity = candidate, steps, capacity
         self._sources = deciding(*candidate.where)
-        self._is_placed = has_room(candidate) and bool(self._sources.inputs)
+        self._is_placed = has_free_rows(candidate) and bool(self._sources.inputs)
 
     def read(self) -> Write | Candidate | None:
         """The update, or the reason why it cannot be done in place; None: it is none."""
@@ -203,7 +203,7 @@ class _Reader:
         whole = run.step.shape(candidate.present) if run.whole is None else run.whole.shape
         if whole is None:
             yield candidate
-        elif whole == past and has_room(candidate):
+        elif whole == past and has_free_rows(candidate):
             dependent = self._sources.data_dependent() if self._sources.inputs else None
             reason = f"its positions depend on data: {dependent}" if dependent else ""
             yield replace(candidate, positions=() if reason else self._sources.positions, reason=reason)
@@ -214,10 +214,10 @@ class _Reader:
             if axis is None or (candidate.rows_only and prod(whole) != run.past.size + run.new.size):
                 return
             rows = (dims(candidate.past) or ())[axis]
-            kind = replace(candidate, axis=axis, growing=True, room=rows if isinstance(rows, int) else None)
-            if kind.room is not None and not kind.rows_only:
+            kind = replace(candidate, axis=axis, growing=True, fixed_rows=rows if isinstance(rows, int) else None)
+            if kind.fixed_rows is not None and not kind.rows_only:
                 reason = f"its axis {axis} has a fixed size, so that a step's result is no input of the next"
-                kind = replace(kind, room=None, reason=reason, advice=_ROLLING)
+                kind = replace(kind, fixed_rows=None, reason=reason, advice=_ROLLING)
             yield kind if kind.reason or kind.rows_only else self._cut(kind, whole[axis] - past[axis])
 
     def _cut(self, kind: Candidate, added: int) -> Candidate:
@@ -250,7 +250,7 @@ class _Reader:
             growing=kind.growing,
             positions=kind.positions,
             kept=run.past.shape[axis] if kind.shifted else kind.kept,
-            room=kind.room,
+            fixed_rows=kind.fixed_rows,
             shifted=kind.shifted,
             perm=None if perm == plain else perm,
             circular=kind.shifted or (not kind.growing and self._is_circular(kind, update, axis, perm, run)),
