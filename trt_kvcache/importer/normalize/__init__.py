@@ -3,7 +3,7 @@
     samples of a step                                   evidence: samples, probe
     constants in disguise                               evidence: fixed
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
-                                                        guessed_steps, read_updates; new_rows
+                                                        read_updates (update_runs); new_rows
     attention over them                                 attention: search, masks
                                                         extensions: rounded_attention, position_biases
     keys and values computed from caches                extensions: latent_attention

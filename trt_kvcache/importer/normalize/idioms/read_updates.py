@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations, product
 from math import prod
 
@@ -17,13 +17,24 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import FLOATS, consumers, contains, dims, dtype_name, elem_type, is_op
+from trt_kvcache.importer.graph import consumers, contains, dims, dtype_name, elem_type, is_op
 from trt_kvcache.importer.normalize.candidate import FOR_GOOD, Candidate, ExportedUpdate, refusal
-from trt_kvcache.importer.normalize.evidence.probe import Array, Blueprint, Probe, Shape
+from trt_kvcache.importer.normalize.evidence.probe import Array, Blueprint, Shape
 from trt_kvcache.importer.normalize.evidence.reach import deciding
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
-from trt_kvcache.importer.normalize.idioms.guessed_steps import ROWS, GuessedSteps, Step, has_free_rows
+from trt_kvcache.importer.normalize.idioms.update_runs import (
+    LARGEST,
+    GuessedSteps,
+    Perm,
+    Run,
+    few_or_all,
+    has_free_rows,
+    order_of,
+    run_update,
+    typed,
+    value_of,
+)
 from trt_kvcache.importer.normalize.unknown import why_unknown
 from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 
@@ -31,44 +42,13 @@ __all__ = ["check_sizes", "read_updates"]
 
 _STEPS = ((2, 5, 3), (3, 9, 1), (2, 11, 2), (2, 1, 1), (2, 3, 2), (2, 0, 1))  # batch, past, new tokens
 _TRIED = 3  # of them
-_SMALL = 1 << 16  # elements of a past; a larger one is cut to few rows, heads or channels, if the update runs so
-_LARGEST = 1 << 22  # elements of a past that is not cut
 _FAR = 64  # tokens beyond twice the capacity
-_MOST = 30  # of the numbers in a past
 _FLOAT, _FLOAT16, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 _NARROWER: dict[int | None, tuple[int, ...]] = {_FLOAT: (_FLOAT16, _BFLOAT16), _FLOAT16: (_BFLOAT16,)}
 _CUT = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
 _GIVE_BACK = "give back what is joined with the past, or Concat(past, new) as a whole"
 _LOST = "write with index_copy, index_put or a slice instead of narrow().copy_(), and return what is written"
 _ROLLING = "keep rows where they are and write at the position, or at the position modulo the capacity"
-
-Perm = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """An update in a step.
-
-    Attributes:
-        step: the step.
-        past, new: the numbers that it was given.
-        probe: the step with these.
-        whole: what it makes of them, in the order of axes of the past; None: that cannot be computed.
-    """
-
-    step: Step
-    past: Array
-    new: Array
-    probe: Probe
-    whole: Array | None
-
-    @property
-    def survives(self) -> bool | None:
-        """True if numbers of the past are left, and nothing but such and new ones; None: nothing says it."""
-        if self.whole is None:
-            return None
-        is_old, is_new = np.isin(self.whole, self.past), np.isin(self.whole, self.new)
-        return bool(is_old.any() and (is_old | is_new).all())
 
 
 def read_updates(candidates: Sequence[Candidate], blueprint: Blueprint, capacity: int) -> tuple[Write | Candidate, ...]:
@@ -156,8 +136,8 @@ class _Reader:
                 for axis, perm in orders:
                     if all(_is_written(kind, run, axis, perm) for run in runs):
                         return self._write(kind, update, runs[0], axis, perm)
-                is_moving = not kind.growing or kind.shifted
-                advice = FOR_GOOD if is_moving and not kind.positions else candidate.advice
+                is_for_good = not kind.positions and (kind.shifted or not kind.growing)
+                advice = _ROLLING if runs[0].moves else FOR_GOOD if is_for_good else ""
                 refused = kind if kind.reason else replace(kind, reason=_describe(kind, runs), advice=advice)
                 if not self._sources.inputs and runs[0].survives is False:
                     refused = None
@@ -167,9 +147,9 @@ class _Reader:
         """An update that brings nothing new, or too much."""
         candidate, step = self._candidate, self._steps.step(*_STEPS[0])
         shapes = [step.shape(t) for t in (candidate.past, *candidate.rows)]
-        if any(shape is None or prod(shape) > _LARGEST for shape in shapes):
+        if any(shape is None or prod(shape) > LARGEST for shape in shapes):
             return None
-        run = _run(candidate, step, candidate.rows, [shape or () for shape in shapes])
+        run = run_update(candidate, step, candidate.rows, [shape or () for shape in shapes])
         if run.whole is None or not run.survives:
             return None
         orders = permutations(range(run.past.ndim))
@@ -178,7 +158,7 @@ class _Reader:
             return replace(candidate, idiom="unchanged", reason=reason, advice=_LOST)
         return replace(candidate, advice=_ROLLING)
 
-    def _runs(self, update: gs.Tensor) -> Iterator[_Run]:
+    def _runs(self, update: gs.Tensor) -> Iterator[Run]:
         """The update in the first steps for which its cache has room."""
         tried = 0
         for step in (self._steps.step(*sizes) for sizes in _STEPS):
@@ -188,7 +168,7 @@ class _Reader:
             axis = _apart(past, new) if self._is_placed else None
             if axis is not None and step.past + prod(new) * past[axis] // prod(past) > past[axis]:
                 continue
-            runs = (_run(self._candidate, step, [update], sizes) for sizes in _tries(past, new, axis))
+            runs = (run_update(self._candidate, step, [update], sizes) for sizes in few_or_all(past, new, axis))
             run = None
             for run in runs:
                 if run.whole is not None:
@@ -197,7 +177,7 @@ class _Reader:
                 tried += 1
                 yield run
 
-    def _kinds(self, run: _Run) -> Iterator[Candidate]:
+    def _kinds(self, run: Run) -> Iterator[Candidate]:
         """The updates that it may be by the sizes of past and present."""
         candidate, past = self._candidate, run.past.shape
         whole = run.step.shape(candidate.present) if run.whole is None else run.whole.shape
@@ -226,20 +206,20 @@ class _Reader:
         past, new = step.shape(kind.past), step.shape(rows)
         if past is None or new is None:
             return kind
-        left = step.probe.given({rows.name: _typed(np.zeros(new), rows)}).shape(kind.present.name)
+        left = step.probe.given({rows.name: typed(np.zeros(new), rows)}).shape(kind.present.name)
         if left is not None and left[axis] < past[axis]:
             return replace(kind, idiom=f"{kind.idiom}, Slice", kept=left[axis])
         if left is None and added * prod(past) != prod(new) * past[axis]:
             return replace(kind, reason="which rows are left cannot be computed from lengths", advice=_CUT)
         return kind
 
-    def _write(self, kind: Candidate, update: gs.Tensor, run: _Run, axis: int, perm: Perm) -> Write:
+    def _write(self, kind: Candidate, update: gs.Tensor, run: Run, axis: int, perm: Perm) -> Write:
         whole = _wanted(replace(kind, kept=None), run, axis, perm)
         assert whole is not None
         held = whole.take(np.arange(run.step.past + run.new.shape[perm[axis]]), axis, mode="clip")
         plain = tuple(range(whole.ndim))
         seen = list(_seen(kind, run))
-        region = [(t, _order(v, whole)) for t, v in seen if any(contains(n.outputs, t) for n in kind.region)]
+        region = [(t, order_of(v, whole)) for t, v in seen if any(contains(n.outputs, t) for n in kind.region)]
         return Write(
             kind.idiom,
             kind.past,
@@ -260,7 +240,7 @@ class _Reader:
             new_rows=self._new_rows(update, perm, run) if kind.rows_only else None,
         )
 
-    def _is_circular(self, kind: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: _Run) -> bool:
+    def _is_circular(self, kind: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: Run) -> bool:
         """True if rows beyond the capacity go to the first ones: a linear cache has nothing to write there."""
         named = (dims(kind.past) or ())[axis]
         rows = named if isinstance(named, int) else run.past.shape[axis]
@@ -269,12 +249,12 @@ class _Reader:
             sizes = step.shape(update) or new
             past[0] = new[perm[0]] = step.batch
             new[perm[axis]] = sizes[perm[axis]]
-            beyond = _run(kind, step, [update], [tuple(past), tuple(new)])
+            beyond = run_update(kind, step, [update], [tuple(past), tuple(new)])
             if not any(_is_written(kind, beyond, axis, perm, ring) for ring in {rows, past[axis]}):
                 return False
         return True
 
-    def _new_rows(self, update: gs.Tensor, perm: Perm, run: _Run) -> Perm:
+    def _new_rows(self, update: gs.Tensor, perm: Perm, run: Run) -> Perm:
         """The axes of the cache in the order in which they lie in an output of new rows, which may merge some."""
         candidate = self._candidate
         source = trace_back(candidate.rows[0])
@@ -289,19 +269,6 @@ class _Reader:
         raise refusal(candidate, why, _GIVE_BACK)
 
 
-def _tries(past: Shape, new: Shape, axis: int | None) -> Iterator[tuple[Shape, Shape]]:
-    """Shapes of past and new rows to try: if they are large, first with few rows, then with two heads and channels.
-
-    `axis` is that of the rows, if a past may have few of them.
-    """
-    if prod(past) > _SMALL and axis is not None:
-        yield (*past[:axis], min(past[axis], ROWS), *past[axis + 1 :]), new
-        kept = (past[0], past[axis], *(Counter(new) - Counter(past)))
-        past, new = (tuple(d if d in kept else min(d, 2) for d in shape) for shape in (past, new))
-    if prod(past) <= _LARGEST:
-        yield past, new
-
-
 def _apart(one: Shape, other: Shape) -> int | None:
     """The axis of a shape whose size alone another one does not have, in whatever order; None: nothing says it."""
     places = [axis for axis, sizes in enumerate(zip(one, other, strict=True)) if len({*sizes}) > 1]
@@ -311,50 +278,12 @@ def _apart(one: Shape, other: Shape) -> int | None:
     return places[0] if len(places) == 1 else None
 
 
-def _run(candidate: Candidate, step: Step, rows: Sequence[gs.Tensor], shapes: Sequence[Shape]) -> _Run:
-    """An update in a step, with a past and new rows of these shapes."""
-    past, *new = (_numbers(shape, is_new=place > 0) for place, shape in enumerate(shapes))
-    tensors = (candidate.past, *rows)
-    probe = step.probe.given({t.name: _typed(v, t) for t, v in zip(tensors, (past, *new), strict=True)})
-    whole = _value(probe, candidate.whole)
-    if candidate.rows_only and whole is not None:  # it may be joined in another order
-        joined = (_value(probe, t) for t in candidate.node.inputs if t is not candidate.rows[0])
-        orders = [order for v in joined if v is not None and (order := _order(v, past)) is not None]
-        whole = whole.transpose(np.argsort(orders[0])) if orders else whole
-    together = np.concatenate([np.zeros(0), *(v.ravel() for v in new)])
-    return _Run(step, past, new[0] if len(new) == 1 else together, probe, whole)
-
-
-def _numbers(shape: Shape, *, is_new: bool) -> Array:
-    """Fourths that all types of caches have and no integers are, others for new rows than for a past."""
-    numbers: Array = np.random.default_rng(is_new).integers(-_MOST, _MOST, shape) + (0.75 if is_new else 0.25)
-    return numbers
-
-
-def _typed(numbers: Array, tensor: gs.Tensor) -> Array:
-    """Numbers in the type of a tensor, if that is floating-point and has them all."""
-    kind = elem_type(tensor)
-    return numbers.astype(onnx.helper.tensor_dtype_to_np_dtype(kind)) if kind in FLOATS else numbers
-
-
-def _value(probe: Probe, tensor: gs.Tensor) -> Array | None:
-    value = probe.value(tensor.name)
-    return None if value is None else value.astype(np.float64)
-
-
-def _order(value: Array, whole: Array) -> Perm | None:
-    """The order in which the axes of `whole` lie in `value`; None: these are other numbers."""
-    if value.size != whole.size or value.ndim != whole.ndim:
-        return None
-    return next((o for o in permutations(range(whole.ndim)) if np.array_equal(value, whole.transpose(o))), None)
-
-
-def _is_written(kind: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 0) -> bool:
+def _is_written(kind: Candidate, run: Run, axis: int, perm: Perm, ring: int = 0) -> bool:
     wanted = _wanted(kind, run, axis, perm, ring)
     return wanted is not None and run.whole is not None and np.array_equal(run.whole, wanted)
 
 
-def _wanted(kind: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 0) -> Array | None:
+def _wanted(kind: Candidate, run: Run, axis: int, perm: Perm, ring: int = 0) -> Array | None:
     """The present that a right update makes; None if the new rows do not fit.
 
     Args:
@@ -380,12 +309,12 @@ def _wanted(kind: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 0) ->
     return whole
 
 
-def _seen(kind: Candidate, run: _Run) -> Iterator[tuple[gs.Tensor, Array]]:
+def _seen(kind: Candidate, run: Run) -> Iterator[tuple[gs.Tensor, Array]]:
     """Tensors of the region, and views of them, that attention may read as the cache, with their numbers."""
     tensors = [t for node in kind.region for t in node.outputs]
     seen = {t.name for t in tensors}
     for tensor in tensors:
-        value = _value(run.probe, tensor)
+        value = value_of(run.probe, tensor)
         if value is not None and elem_type(tensor) == elem_type(kind.rows[0]):
             yield tensor, value
         for node in consumers(tensor):
@@ -411,7 +340,7 @@ def check_sizes(writes: Sequence[Write], samples: Samples) -> None:
             raise refusal(write, f"'{write.update.name}' {list(new)} is not as large as {rows}")
 
 
-def _describe(kind: Candidate, runs: Sequence[_Run]) -> str:
+def _describe(kind: Candidate, runs: Sequence[Run]) -> str:
     """An update that does not write S rows after P rows, in words."""
     update, present = kind.rows[0].name, kind.present.name
     run = next((run for run in runs if run.whole is None), runs[0])
