@@ -86,3 +86,14 @@ def test_no_stored_export_of_a_plain_decoder_loads_a_family_or_repairs() -> None
 def test_records_name_what_can_be_loaded() -> None:
     for name, stations in EXTENSIONS.items():
         assert all(hasattr(getattr(extensions, name), station) for station in stations)
+
+
+def test_what_an_extension_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hasattr(extensions, "no_extension")
+
+    def lacking(name: str) -> object:
+        raise ModuleNotFoundError("No module named 'lacking'", name="lacking")
+
+    monkeypatch.setattr(extensions, "import_module", lacking)
+    with pytest.raises(ModuleNotFoundError, match="lacking"):
+        extensions.no_extension  # noqa: B018

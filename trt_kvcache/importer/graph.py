@@ -91,8 +91,8 @@ def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
     sources = {str(t.name): frozenset([str(t.name)]) for t in graph.inputs}
     for node in graph.nodes:
         names = () if is_op(node, "Shape", "Size") else _reads(node)
-        behind = frozenset[str]().union(*(sources.get(name, frozenset()) for name in names))
-        sources.update((str(t.name), behind) for t in node.outputs)
+        reached = frozenset[str]().union(*(sources.get(name, frozenset()) for name in names))
+        sources.update((str(t.name), reached) for t in node.outputs)
     return sources
 
 

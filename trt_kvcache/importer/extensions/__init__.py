@@ -78,6 +78,8 @@ else:
         try:
             return _module(name)
         except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
             raise AttributeError(f"no extension is named '{name}'") from error
 
 

@@ -33,20 +33,20 @@ def find_cross_attention(index: GraphIndex, carried: Set[str]) -> tuple[frozense
         carried: names of caches and states. A model without any is no decoder, and has no cross-attention.
 
     Returns:
-        Names of the first outputs of its Attention nodes, and of the graph inputs behind their keys, values, masks and
-        lengths.
+        Names of the first outputs of its Attention nodes, and of the graph inputs that reach their keys, values, masks
+        and lengths.
     """
     attentions: set[str] = set()
     constants: set[str] = set()
     if not carried:
         return frozenset(), frozenset()
-    behind = _inputs_behind(index.graph)
+    reached = _inputs_behind(index.graph)
     memory = {n for n in index.inputs if index.elem_type(n) in FLOATS and len(index.shape(n) or ()) >= 3}
 
     def beside_text(tensor: str, query: str) -> frozenset[str]:
         """The inputs that a tensor is computed from, if all of them come beside the text."""
-        inputs = behind.get(tensor, frozenset())
-        text = behind.get(query, frozenset()) - constants
+        inputs = reached.get(tensor, frozenset())
+        text = reached.get(query, frozenset()) - constants
         return frozenset() if inputs & (text | carried) else inputs
 
     for node, keys, masks in _attentions(index):
@@ -91,6 +91,6 @@ def _inputs_behind(graph: GraphProto) -> dict[str, frozenset[str]]:
     sources = {value.name: frozenset([value.name]) for value in graph.input}
     for node in graph.node:
         names = set[str]() if is_op(node, "Shape") or is_op(node, "Size") else names_read(node)
-        behind = frozenset[str]().union(*(sources.get(name, frozenset()) for name in names))
-        sources.update((name, behind) for name in node.output)
+        reached = frozenset[str]().union(*(sources.get(name, frozenset()) for name in names))
+        sources.update((name, reached) for name in node.output)
     return sources

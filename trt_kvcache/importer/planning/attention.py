@@ -115,9 +115,9 @@ class _Planner:
         kind, reason = _attention_kind(facts)
         if kind is not AttentionKind.LOWERED and id(node) in self._before_scans:
             kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
-        behind = [self._caches_behind(t) for t in node.inputs[1:3]]
-        read = tuple(c.past for caches in behind for c in caches)
-        span = self._span(facts, read) if all(behind) else None
+        by_operand = [self._caches_behind(t) for t in node.inputs[1:3]]
+        read = tuple(c.past for caches in by_operand for c in caches)
+        span = self._span(facts, read) if all(by_operand) else None
         keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
         rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all of their rows count
         if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:

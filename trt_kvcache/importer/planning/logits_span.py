@@ -127,7 +127,7 @@ def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
 
 def _find_neck(graph: gs.Graph, output: gs.Tensor, axis: int) -> _Neck | str:
     """The narrowest value in the tail of an output, the first of several; or why there is none narrower than it."""
-    behind = inputs_behind(graph)
+    sources = inputs_behind(graph)
     best, least = None, _width(output, axis)
     why = "all of the model works on each position by itself"
     front = {id(output): (output, axis)}  # what is left to walk, and the axis of its positions
@@ -139,7 +139,7 @@ def _find_neck(graph: gs.Graph, output: gs.Tensor, axis: int) -> _Neck | str:
                 continue
             for tensor in (t for t in node.outputs if consumers(t) or contains(graph.outputs, t)):
                 _check_closed(graph, tensor, output, slots.get(id(tensor), []))
-            inputs = _inputs_by_position(node, front[id(outputs[0])][1], behind)
+            inputs = _inputs_by_position(node, front[id(outputs[0])][1], sources)
             for tensor in outputs:
                 del front[id(tensor)]
             for index, place in inputs.items():
@@ -186,7 +186,7 @@ def _width(tensor: gs.Tensor, axis: int) -> int | float:
     return prod(d for d in sizes if isinstance(d, int)) if all(isinstance(d, int) for d in sizes) else float("inf")
 
 
-def _inputs_by_position(node: gs.Node, axis: int, behind: Behind) -> dict[int, int]:
+def _inputs_by_position(node: gs.Node, axis: int, sources: Behind) -> dict[int, int]:
     """The inputs of a node that hold the positions of its outputs' `axis`, by index, and the axis of each there.
 
     The other inputs are the same for all positions, or are read as a whole.
@@ -219,17 +219,17 @@ def _inputs_by_position(node: gs.Node, axis: int, behind: Behind) -> dict[int, i
             return {0: axis}
     elif not is_op(node, *_ELEMENTWISE):
         raise _MixedError(f"{node.op} '{node.name}' is not known to work on each position by itself")
-    return _broadcast(node, axis, behind)
+    return _broadcast(node, axis, sources)
 
 
-def _broadcast(node: gs.Node, axis: int, behind: Behind) -> dict[int, int]:
+def _broadcast(node: gs.Node, axis: int, sources: Behind) -> dict[int, int]:
     """By the rules of broadcasting; constants are the same for all positions."""
     rank = _rank(node.outputs[0])
     places: dict[int, int] = {}
     for index, tensor in enumerate(node.inputs):
         if tensor.is_empty() or (place := axis - rank + _rank(tensor)) < 0:
             continue
-        if behind.get(str(tensor.name)):
+        if sources.get(str(tensor.name)):
             places[index] = place
         elif (dims(tensor) or ())[place] != 1:
             raise _MixedError(f"{node.op} '{node.name}' does to each position something else, by '{tensor.name}'")

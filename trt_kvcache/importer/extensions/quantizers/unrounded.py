@@ -64,10 +64,10 @@ def _pairs(graph: GraphProto) -> list[tuple[Step, NodeProto, list[NodeProto]]]:
     for node in graph.node:
         if not is_op(node, "QuantizeLinear") or node.input[0] in weights or node.output[0] in outputs:
             continue
-        behind = readers.get(node.output[0], [])
+        users = readers.get(node.output[0], [])
         step = _step(node, weights)
-        if step is not None and all(is_op(n, "DequantizeLinear") and _step(n, weights, step) == step for n in behind):
-            pairs.append((step, node, behind))
+        if step is not None and all(is_op(n, "DequantizeLinear") and _step(n, weights, step) == step for n in users):
+            pairs.append((step, node, users))
     return pairs
 
 

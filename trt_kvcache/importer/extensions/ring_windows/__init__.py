@@ -156,11 +156,11 @@ def _find(graph: gs.Graph) -> list[_Windowed]:
         windows = {int(n.attrs.get("left_window_size", -1)) if _windowed(graph, n) else -1 for n in nodes}
         if name in done or len(windows) != 1 or -1 in windows:
             continue
-        behind = [_cache_of(t, updates) for n in nodes for t in n.inputs[1:3]]
-        names = [n.outputs[0].name for n in behind if n is not None]
+        caches = [_cache_of(t, updates) for n in nodes for t in n.inputs[1:3]]
+        names = [n.outputs[0].name for n in caches if n is not None]
         if (
             len(set(names)) != 2
-            or len(names) != len(behind)
+            or len(names) != len(caches)
             or any(set(map(id, readers[n])) != set(map(id, nodes)) for n in names)
         ):
             continue

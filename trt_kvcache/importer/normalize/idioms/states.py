@@ -66,10 +66,10 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
     read = [t for t in graph.inputs if t.name not in caches and consumers(t)]
     inputs = [t for t in read if _is_state_like(t) and not _is_cache_like(t)]
     outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
-    behind = inputs_behind(graph)
+    sources = inputs_behind(graph)
     alike = {past.name: [out for out in outputs if _same_kind(past, out)] for past in inputs}
     pairs = _match_names(inputs, alike)
-    fits = {past: [str(out.name) for out in outs if past in behind[out.name]] for past, outs in alike.items()}
+    fits = {past: [str(out.name) for out in outs if past in sources[out.name]] for past, outs in alike.items()}
     _refuse_open(inputs, fits, pairs)
     return tuple(
         StateUpdate(past.name, pairs[past.name], dtype_name(past), dims(past) or (), REASON)
