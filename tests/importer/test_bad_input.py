@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from cases import decoder_attention
 from decoders import DecoderConfig, write_decoder
 from graphs import scatter_model
 from onnx import TensorProto
@@ -48,6 +49,15 @@ def of(model: onnx.ModelProto) -> Callable[[Path], Path]:
     return make
 
 
+def scores_of_no_stage() -> onnx.ModelProto:
+    """A decoder whose attention gives its scores too, after a stage that ONNX does not know."""
+    model = decoder_attention(qk_matmul_output_mode=4)
+    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
+    attention.output.extend(["", "", "scores"])
+    model.graph.output.append(onnx.helper.make_tensor_value_info("scores", TensorProto.FLOAT16, ["B", 4, "S", 16]))
+    return model
+
+
 def data_file(path: Path) -> Path:
     return path.with_name(path.name + ".data")
 
@@ -56,6 +66,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda folder: folder / "no.onnx", "no such file; give the path of an .onnx file"),
     "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put that file into"),
     "dtype": (of(scatter_model(dtype=TensorProto.COMPLEX64)), "complex64"),
+    "scores": (of(scores_of_no_stage()), "qk_matmul_output_mode 4; ONNX allows 0 to 3"),
 }
 
 

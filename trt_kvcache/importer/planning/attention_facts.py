@@ -105,6 +105,9 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
             f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
             "factors above 0, and caps above 0 or none (0)"
         )
+    qk_mode = int(node.attrs.get("qk_matmul_output_mode", 0))
+    if qk_mode not in range(4):
+        raise InvalidModelError(f"Attention '{node.name}' has qk_matmul_output_mode {qk_mode}; ONNX allows 0 to 3")
     mask = input_or_none(node, 3)
     if mask is not None:
         _check_mask(node, mask, elem_type(q))
@@ -123,7 +126,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         softmax_precision=int(precision) if precision else None,
         scale=scale,
         qk_output=gives_scores(graph, node),
-        qk_mode=int(node.attrs.get("qk_matmul_output_mode", 0)),
+        qk_mode=qk_mode,
         mask=mask,
         lengths=input_or_none(node, 6),
         keys=axis_size(k, 2),
