@@ -161,7 +161,7 @@ def _capped(d: Decoder) -> Decoder:
 
 
 def _padding(d: Decoder, batch: Dim = B) -> Decoder:
-    padding = d.Cast(d.input("m", INT64, [batch, "k"]), to=FLOAT)
+    padding = d.Cast(d.input("attention_mask", INT64, [batch, "k"]), to=FLOAT)
     inverse = d.Sub(d.constant(1.0, np.float32), padding)
     bias = d.Mul(inverse, d.constant(-1e9, np.float32))
     return d.finish(d.embed(d.ids()), mask=d.Unsqueeze(bias, [1, 2]))
