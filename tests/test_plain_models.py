@@ -44,6 +44,13 @@ def test_masks_of_one_axis_are_as_long_as_the_plan_says(seed: int) -> None:
     assert outcome.kind == EQUAL, outcome
 
 
+@pytest.mark.parametrize("seed", [807, 1634])
+def test_constant_masks_of_bfloat16(seed: int) -> None:
+    """They ended in a trace: ONNX Runtime makes no arrays of the type."""
+    assert plain_model(seed).odd[0] == "constant mask"
+    assert _check(plain_model(seed)) == EQUAL
+
+
 @pytest.mark.parametrize("seed", [69, 80, 219, 343, 1722])
 def test_the_last_row_of_a_past_may_be_an_output(seed: int) -> None:
     """It holds no token before the last step."""

@@ -24,6 +24,7 @@ from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.steps.contents import drawn_contents, find_caches
 from trt_kvcache.importer.steps.engine import RunError, open_session
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.step import Step
 
 Array = npt.NDArray[Any]
@@ -76,6 +77,7 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
     part = _cone(model, name)
     if part is None:
         return
+    part = open_types(part, wide=True)
     caches = {c.role.name: c for c in find_caches(plan)}
     # Of inputs without a role, such as the types of tokens, 1 may show what 0 hides.
     ones = {
@@ -86,8 +88,8 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
     for step, others in ((step, others) for step in _STEPS for others in ({}, ones)):
         try:
             rng = np.random.default_rng(0)
-            values = draw_constants(plan, 1, 0, twin=False) | others
-            inputs = StepInputs(plan, index_limits(model, plan), values, rng, twin=False, unknown=_LONGEST, plain=True)
+            values = draw_constants(plan, 1, 0, twin=True) | others
+            inputs = StepInputs(plan, index_limits(model, plan), values, rng, twin=True, unknown=_LONGEST, plain=True)
             feeds = inputs.shared(step)
             for value in part.graph.input:
                 if value.name in caches:
