@@ -34,7 +34,7 @@ BEGIN, END = "<!-- exporters:begin -->", "<!-- exporters:end -->"
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families:begin -->", "<!-- families:end -->"
 CAPACITY = 64
 POSITIONS = 1500
-"""Of an encoder's output: as many as Whisper's makes of every source, and its build refuses fewer."""
+"""Positions of an encoder's output: as many as Whisper's makes of every source, and its build refuses fewer."""
 _EXPORTS = ROOT / "tests" / "exporters" / "exports.py"
 _EXPORT_SECONDS = 900
 _EXPORT_FAILED = "export: "

@@ -558,7 +558,7 @@ TABLES = {
         "ms per token": "{ms:.3f}",
     },
 }  # fmt: skip
-"""Of what is measured: columns, and their cells."""
+"""What is measured: columns, and their cells."""
 
 
 def _measured(part: dict[str, Any]) -> list[str]:

@@ -457,7 +457,7 @@ def _reference(q: Any, k: Any, v: Any, valid: Any) -> Any:
 
 
 def _difference(actual: Any, expected: Any) -> float:
-    """Of the largest expected value; infinite where it is no number (JSON has none)."""
+    """The difference as a share of the largest expected value; infinite where it is no number (JSON has none)."""
     difference = np.abs(actual.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-9)
     return float(difference) if np.isfinite(difference) else 1e30
 

@@ -60,7 +60,7 @@ def _rank(kind: Type) -> int:
 
 
 def types_of(model: ModelProto) -> dict[str, Type]:
-    """Of every named tensor."""
+    """The type of every named tensor."""
     graph = onnx.shape_inference.infer_shapes(model).graph
     types: dict[str, Type] = {}
     for value in (*graph.value_info, *graph.input, *graph.output):

@@ -24,7 +24,7 @@ def _no_nvrtc() -> str:
 
 
 ORT_VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-"""Of ONNX Runtime: major and minor."""
+"""The version of ONNX Runtime: major and minor."""
 
 needs_nvrtc = pytest.mark.skipif(bool(_no_nvrtc()), reason=_no_nvrtc())
 

@@ -88,7 +88,7 @@ def test_the_service_answers_in_its_schema_and_computes_the_system_message_once(
 
 
 def test_scores_are_those_of_the_exported_model(tmp_path: Path) -> None:
-    """Of ONNX Runtime on the original, each way computed whole, from an empty past."""
+    """ONNX Runtime runs the original, each way computed whole, from an empty past."""
     model = make_foreign("concat", DecoderConfig(vocab=300))
     onnx.save(model, tmp_path / "model.onnx")
     byte_level().save(str(tmp_path / "tokenizer.json"))

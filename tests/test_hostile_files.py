@@ -50,7 +50,7 @@ from trt_kvcache.runtime.text import template_process, tokenizer_process  # noqa
 from trt_kvcache.runtime.text.tokenizer import Tokenizer  # noqa: E402
 
 SECONDS = 60
-"""Of one test: anything that waits for ever is ended."""
+"""The limit of one test: anything that waits for ever is ended."""
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ _FLOAT, _INT = TensorProto.FLOAT, TensorProto.INT64
 
 
 def weights(seed: int = 0) -> dict[str, Array]:
-    """Of both decoders."""
+    """The weights of both decoders."""
     rng = np.random.default_rng(seed)
     square = [f"{layer}.{part}" for layer in ("a", "l", "b", "c", "d") for part in "qkvo"] + ["conv.o"]
     made = {name: rng.normal(0, 0.3, (WIDTH, WIDTH)) for name in square}

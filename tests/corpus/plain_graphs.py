@@ -238,7 +238,7 @@ class _Maker(Graph):
             self.valid = self.Expand(ends, self.rows_of_batch())
 
     def positions(self) -> str:
-        """Of the new tokens, int64 ``[B, 1, S, 1]``."""
+        """Positions of the new tokens, int64 ``[B, 1, S, 1]``."""
         count = self.Squeeze(self.new_tokens())
         steps = self.Range(0, count, 1)
         steps = self.Unsqueeze(steps, [0, 1, 3])
@@ -247,7 +247,7 @@ class _Maker(Graph):
         return self.Add(self.Unsqueeze(self.write, [1, 2, 3]), steps)
 
     def take_mask(self) -> str:
-        """Of one attention; all share what the caller gives."""
+        """The mask of one attention; all share what the caller gives."""
         rng, kind, keys = self.rng, self.mask, self.capacity - self.short_mask
         if kind == "none":
             return ""

@@ -291,7 +291,7 @@ def test_pairs_of_positions(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
-    """Of an encoder whose output has another length than what it reads; shapes of the decoder are not looked at."""
+    """An encoder's output has another length than what it reads; shapes of the decoder are not looked at."""
     g = Graph()
     g.input("pixels", FLOAT, ["batch", "size", WIDTH])
     half = g.node("Slice", ["pixels", g.constant([0]), g.constant([2**62]), g.constant([1]), g.constant([2])])

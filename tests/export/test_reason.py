@@ -40,7 +40,7 @@ convert()
     ids=range(8),
 )
 def test_the_reason(code: str, reason: str, tmp_path: Path) -> None:
-    """Of real traces: the first error of those that caused each other, else the last one."""
+    """The reason is, of real traces, the first error of those that caused each other, else the last one."""
     script = tmp_path / "script.py"
     script.write_text(code)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)

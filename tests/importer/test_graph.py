@@ -19,7 +19,7 @@ STORED = sorted(MODELS.rglob("*.onnx"))
 @pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(MODELS)))
 @pytest.mark.parametrize("sort", [True, False])
 def test_it_is_what_graphsurgeon_makes(path: Path, sort: bool) -> None:
-    """Of nodes in any order, some of which no output needs."""
+    """Nodes come in any order, and no output needs some of them."""
     model, rng = onnx.load(path, load_external_data=False), random.Random(0)
     nodes, outputs = list(model.graph.node), list(model.graph.output)
     rng.shuffle(nodes)

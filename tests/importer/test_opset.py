@@ -54,7 +54,7 @@ def test_an_old_model_is_refused() -> None:
 
 
 def softmax(axis: str, opset: int = 11) -> onnx.ModelProto:
-    """Of scores, whose rank follows from a Reshape as TorchScript wrote it."""
+    """A softmax of scores, whose rank follows from a Reshape as TorchScript wrote it."""
     return parser.parse_model(f"""
         <ir_version: 8, opset_import: ["" : {opset}]>
         g (float[N,S,6] x) => (float[A,B,C,D] y)

@@ -285,7 +285,7 @@ ZEROS = [None, *(np.uint8(n) for n in (0, 3, 128, 255)), np.int8(-5), np.uint16(
 @pytest.mark.parametrize("dtype", FLOATS, ids=["float32", "float16"])
 @pytest.mark.parametrize("zero", ZEROS, ids=repr)
 def test_rounding_is_the_same(zero: Any, dtype: Any) -> None:
-    """Of halves and of what lies beyond the limits, too. What nothing reads any more is gone: TensorRT reads it all."""
+    """Halves and what lies beyond the limits are rounded alike, too. Nothing stays unread: TensorRT reads it all."""
     scale = dtype(0.25)
     model = rounding(zero, dtype, scale)
     x = np.concatenate([np.arange(-256, 256) * scale / 2, np.linspace(-300, 300, 512) * 30 * scale]).astype(dtype)

@@ -31,8 +31,8 @@ GPU = "NVIDIA Fake 90"
 MAX_PITCH = 2**31 - 1
 STREAM = 0x57AE
 CURRENT = threading.local()
-"""Of a thread: ``machine``, whose context is current, and each is a GPU of its own; ``mode``, what it may call while a
-stream records."""
+"""What a thread has: ``machine``, whose context is current, and each is a GPU of its own; ``mode``, what it may call
+while a stream records."""
 
 
 class BrokenRuleError(BaseException):
@@ -160,7 +160,7 @@ class Machine:
 
 
 class Driver:
-    """Of ``cuda.bindings.driver``: functions return a tuple that begins with a status."""
+    """``cuda.bindings.driver``: its functions return a tuple that begins with a status."""
 
     CUDA_MEMCPY2D = real.CUDA_MEMCPY2D
     CUmemorytype = real.CUmemorytype
@@ -375,7 +375,7 @@ class Graph:
 
 
 class Device:
-    """Of ``cuda.core``."""
+    """``Device`` of ``cuda.core``."""
 
     def __init__(self, machine: Machine, index: int) -> None:
         self._machine = machine
@@ -390,7 +390,7 @@ class Device:
 
 
 class Stream:
-    """Of ``cuda.core``."""
+    """``Stream`` of ``cuda.core``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -404,7 +404,7 @@ class Stream:
 
 
 class Buffer:
-    """Of ``cuda.core``."""
+    """``Buffer`` of ``cuda.core``."""
 
     def __init__(self, address: int, size: int, owner: object) -> None:
         self.handle, self.size, self.owner = address, size, owner
@@ -415,7 +415,7 @@ class Buffer:
 
 
 class StridedMemoryView:
-    """Of ``cuda.core.utils``; on the CPU here, so that NumPy can look."""
+    """``StridedMemoryView`` of ``cuda.core.utils``; on the CPU here, so that NumPy can look."""
 
     def __init__(self, array: Any) -> None:
         self._array = array  # of NumPy, which as cuda.core gives no bfloat16 and no float8 as DLPack

@@ -14,7 +14,7 @@ SECONDS = 1e-4
 
 
 class FakeKernelDevice:
-    """Of `kernel_device`, as the benchmark uses it."""
+    """A stand-in for `kernel_device`, as the benchmark uses it."""
 
     def __init__(self, index: int = 0) -> None:
         self.name = "NVIDIA Fake 90"

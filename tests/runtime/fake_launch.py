@@ -16,7 +16,7 @@ from trt_kvcache.plugins.spec import THREADS
 
 
 class ObjectCode:
-    """Of ``cuda.core``."""
+    """``ObjectCode`` of ``cuda.core``."""
 
     def __init__(self, module: bytes, name: str) -> None:
         self._module, self._name = module, name
@@ -33,21 +33,21 @@ class ObjectCode:
 
 
 class Kernel:
-    """Of ``cuda.core``."""
+    """``Kernel`` of ``cuda.core``."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         self._name, self._dtype = name, dtype
 
 
 class LaunchConfig:
-    """Of ``cuda.core``."""
+    """``LaunchConfig`` of ``cuda.core``."""
 
     def __init__(self, *, grid: int, block: int) -> None:
         self.grid, self.block = grid, block
 
 
 def launch(stream: Any, config: LaunchConfig, kernel: Kernel, *arguments: Any) -> None:
-    """Of ``cuda.core``: Python's integers are addresses, NumPy's are numbers."""
+    """``launch`` of ``cuda.core``: Python's integers are addresses, NumPy's are numbers."""
     machine = stream._machine
     addresses = 4 if kernel._name == "candidates" else 3
     assert [type(x) for x in arguments] == [*[int] * addresses, np.int32, np.int32, np.int32, np.int64]

@@ -43,7 +43,7 @@ DTYPES = {
 
 
 class Logger:
-    """Of TensorRT: its own, which needs nothing of Python."""
+    """TensorRT's own logger, which needs nothing of Python."""
 
     INTERNAL_ERROR, ERROR, WARNING = "INTERNAL_ERROR", "ERROR", "WARNING"
 
@@ -52,7 +52,7 @@ class Logger:
 
 
 class IErrorRecorder:
-    """Of TensorRT; written by its user."""
+    """TensorRT's interface, which its user implements."""
 
     def report_error(self, code: Any, description: str) -> bool:
         raise NotImplementedError
@@ -118,7 +118,7 @@ _first_logger: dict[str, Logger] = {}
 
 
 class Dims:
-    """Of TensorRT: sizes, and no tuple. Without a rank it has no length, and ends before its first size."""
+    """TensorRT's sizes, which are no tuple. Without a rank it has no length, and ends before its first size."""
 
     def __init__(self, sizes: Iterable[int] | None) -> None:
         self._sizes = None if sizes is None else tuple(sizes)
@@ -137,7 +137,7 @@ def _report(recorder: Any, words: str) -> None:
 
 
 class Runtime:
-    """Of TensorRT."""
+    """TensorRT's ``IRuntime``."""
 
     def __init__(self, module: Any, logger: Any) -> None:
         if not isinstance(logger, Logger):
@@ -157,14 +157,14 @@ class Runtime:
 
 
 class RtxRuntime(Runtime):
-    """Of TensorRT for RTX."""
+    """``IRuntime`` of TensorRT for RTX."""
 
     def get_engine_validity(self, data: Any) -> tuple[int, int]:
         return 2, int(self._module.faults.get("diagnostics", 0))
 
 
 class Engine:
-    """Of TensorRT: ``ICudaEngine``."""
+    """TensorRT's ``ICudaEngine``."""
 
     def __init__(self, module: Any, data: bytes) -> None:
         header, model = data[len(MAGIC) :].split(b"\n", 1)
@@ -227,7 +227,7 @@ class Engine:
         return tuple(d if isinstance(d, int) else -1 for d in self._dims(name))
 
     def _output_shapes(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Of every output for inputs of these shapes: found by running it, where TensorRT computes sizes alone."""
+        """Shapes of all outputs for inputs of these shapes: found by a run, where TensorRT computes sizes alone."""
         key = tuple(sorted(given.items()))
         if key not in self._inferred:
             feed = {name: np.zeros(shape, array_dtype(self._dtype(name))) for name, shape in given.items()}
@@ -247,14 +247,14 @@ class Engine:
 
 
 class RtxEngine(Engine):
-    """Of TensorRT for RTX."""
+    """``ICudaEngine`` of TensorRT for RTX."""
 
     def create_runtime_config(self) -> RuntimeConfig:
         return RuntimeConfig(self._module.faults.get("no_setting", ""))
 
 
 class RuntimeCache:
-    """Of TensorRT for RTX: ``IRuntimeCache``."""
+    """``IRuntimeCache`` of TensorRT for RTX."""
 
     def __init__(self) -> None:
         self._kernels: set[str] = set()
@@ -270,7 +270,7 @@ class RuntimeCache:
 
 
 class RuntimeConfig:
-    """Of TensorRT for RTX: ``IRuntimeConfig``. What it refuses to set stays as it was, without a word."""
+    """``IRuntimeConfig`` of TensorRT for RTX. What it refuses to set stays as it was, without a word."""
 
     def __init__(self, refused: str) -> None:
         self.cuda_graph_strategy = GraphStrategy.DISABLED
@@ -295,7 +295,7 @@ class RuntimeConfig:
 
 
 class Context:
-    """Of TensorRT: ``IExecutionContext``."""
+    """TensorRT's ``IExecutionContext``."""
 
     def __init__(self, engine: Engine, how: AllocationStrategy | RuntimeConfig) -> None:
         config = how if isinstance(how, RuntimeConfig) else None

@@ -46,7 +46,7 @@ ALIKE = st.builds(
     st.integers(0, 1), st.sampled_from([4, 7, 9]), ANY,
 )  # fmt: skip
 TOKENS = st.one_of(ANY, ALIKE)
-"""Of each token its id, the number of its embedding, and its positions; some begin as others do, or nearly."""
+"""Tokens: an id, the number of an embedding, and positions; some begin as others do, or nearly."""
 GIVEN = st.tuples(TOKENS, st.booleans(), st.booleans())
 """And whether the embeddings count, and the positions."""
 COUNT, SLOT, YES = st.integers(1, 12), st.integers(0, 5), st.booleans()
@@ -315,7 +315,7 @@ class Play:
                         self.parked[event.sequence] = self.held(run.alone, event.sequence)
 
     def fork(self, number: int) -> None:
-        """Of a sequence that runs, too."""
+        """A sequence that runs forks, too."""
         known = {slot: run.alone for slot, run in self.runs.items() if slot in self.cache} | self.parked
         if known and self.cache.free:
             slot = [*known][number % len(known)]
@@ -439,7 +439,7 @@ class Play:
             self.cancelled += 1
 
     def beams(self, tokens: list[tuple[int, ...]], count: int) -> None:
-        """Of a runner whose scores leave no choice."""
+        """The runner's scores leave no choice."""
         if self.cache.free >= 2 and self.cache.rows >= 2 and isinstance(self.world, Hashes):
             (found,) = self.session.generate([[t[0] for t in tokens]], GenerationConfig(count, num_beams=2))
             self.world.alone((tokens, False, False)).chosen(found.tokens[0])

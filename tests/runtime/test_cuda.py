@@ -35,7 +35,7 @@ def gpu(machine: Machine) -> Iterator[cuda.Cuda]:
 @pytest.mark.parametrize("most", [2**31 - 1, 100])
 @pytest.mark.parametrize("seed", range(8))
 def test_copies_of_runs(gpu: cuda.Cuda, monkeypatch: pytest.MonkeyPatch, seed: int, most: int) -> None:
-    """Of every form, also where runs are farther apart than CUDA takes in one copy."""
+    """Runs of every form, also such as are farther apart than CUDA takes in one copy."""
     monkeypatch.setattr(cuda, "_MAX_PITCH", most)
     monkeypatch.setattr(fake_cuda, "MAX_PITCH", most)
     rng = np.random.default_rng(seed)

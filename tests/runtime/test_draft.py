@@ -70,7 +70,7 @@ def drafted(draft: HashRunner, runner: HashRunner | None = None, **more: Any) ->
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", [HashRunner, Sometimes])
 def test_greedy_tokens_are_the_same(kind: type[HashRunner], rows: int, guessed: int | None) -> None:
-    """Of more sequences than rows, and with a draft that has fewer rows than the model."""
+    """There are more sequences than rows, and the draft has fewer rows than the model."""
     prompts = [[first, 2, 3] * length for first, length in ((1, 1), (5, 4), (9, 2), (1, 1), (7, 6))]
     runner, draft = HashRunner(), kind(max_batch=rows, max_chunk=5)
     with drafted(draft, runner) as session:
@@ -99,7 +99,7 @@ def test_a_step_of_the_model_gives_several_tokens() -> None:
 
 
 def test_the_draft_keeps_what_it_knows() -> None:
-    """Of the next turn, and of a fork; not of what was cropped."""
+    """The next turn and a fork need no token again; what was cropped is gone."""
     draft = Sometimes()
     with drafted(draft, max_sequences=6) as session:
         slot = session.add([*range(40)], config(6), keep=True)

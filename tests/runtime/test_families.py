@@ -75,7 +75,7 @@ def test_beams(corpus: Corpus, name: str, device: str) -> None:
 @pytest.mark.parametrize(("name", "rows"), [("mobius", 48), ("four tokens", 45), ("growing", 64), ("hybrid", 64)])
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_to_the_last_row_of_the_cache(corpus: Corpus, name: str, rows: int, device: str) -> None:
-    """Of steps of four tokens, the last one begins four rows before the end."""
+    """The last step of four tokens begins four rows before the end."""
     with corpus.open(name, device) as session:
         assert session.cache.capacity == rows
         (result,) = session.generate(PROMPTS[:1], GenerationConfig(max_new_tokens=100), **given(corpus, name, 1))

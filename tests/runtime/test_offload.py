@@ -166,7 +166,7 @@ def follow(session: DecodeSession, slot: int) -> list[int | None]:
 
 BLOCK = 4
 BYTES = BLOCK * 8
-"""Of a block of `HashRunner`."""
+"""The size of a block of `HashRunner`."""
 TEXT = [*range(30, 41)]
 
 

@@ -136,7 +136,7 @@ def test_sessions_without_text_are_refused(folder: Path, session: DecodeSession)
 
 @pytest.mark.parametrize("made", [byte_level(), byte_fallback()], ids=["byte-level", "byte fallback"])
 def test_bytes_of_tokens_are_those_of_the_text(made: Any) -> None:
-    """Of text in several scripts, joined: what the tokenizer decodes."""
+    """Text in several scripts: the bytes of its tokens, joined, are what the tokenizer decodes."""
     tokenizer = Tokenizer(made)
     known = tokenizer.token_bytes()
     for text in ("the cache ", "naïve façade 日本語 😀", "<0x4> a\n\tb"):

@@ -87,7 +87,7 @@ def test_what_a_kernel_is_given() -> None:
 
 
 def test_signatures_of_tensorrt() -> None:
-    """Of pybind11's docstrings: how many arguments there are, and what comes back."""
+    """Pybind11's docstrings say how many arguments there are, and what comes back."""
     context = trt.IExecutionContext
     assert "name: str, shape: tuple) -> bool" in context.set_input_shape.__doc__
     assert "name: str, memory: typing.SupportsInt) -> bool" in context.set_tensor_address.__doc__

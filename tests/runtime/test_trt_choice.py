@@ -34,7 +34,7 @@ SAMPLED = GenerationConfig(max_new_tokens=12, do_sample=True, top_k=5, seed=3)
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of float16; test_families has those of float32."""
+    """An engine of float16; test_families has those of float32."""
     config = DecoderConfig(dtype="float16", capacity=64)
     return write_engine(write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", config))
 

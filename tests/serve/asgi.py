@@ -26,7 +26,7 @@ class Reply:
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
-        """Of a stream that is complete."""
+        """The chunks of a stream that is complete."""
         lines = self.body.decode().split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]

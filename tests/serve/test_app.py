@@ -57,7 +57,7 @@ def post(service: Service, body: Any, path: str = TEXT, **how: Any) -> Reply:
 
 
 def text_of(reply: Reply) -> str:
-    """Of the one choice, whole or streamed, chat or completion."""
+    """The text of the one choice, whole or streamed, chat or completion."""
     if reply.headers["content-type"].startswith("text/event-stream"):
         choices = [choice for chunk in reply.chunks for choice in chunk["choices"]]
         return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)

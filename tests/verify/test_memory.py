@@ -36,7 +36,7 @@ LARGE = {
     "vocab": 24000,
     "capacity": 256,
 }
-"""Of some hundred MB: what Python and ONNX Runtime take on their own matters little."""
+"""Models of some hundred MB: what Python and ONNX Runtime take on their own matters little."""
 
 _PEAK = """
 import sys
