@@ -48,7 +48,11 @@ from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import AttentionSite, Findings, Write
-from trt_kvcache.importer.normalize.idioms.attention_past import find_held, is_held, read_held
+from trt_kvcache.importer.normalize.idioms.attention_past import (
+    find_inner_caches,
+    has_inner_caches,
+    read_inner_attentions,
+)
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows, say_layouts
 from trt_kvcache.importer.normalize.idioms.read_updates import check_sizes, read_updates
@@ -82,7 +86,7 @@ class Exported:
     Attributes:
         model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
         computed: the same attentions, where keys or values are computed from caches; None: caches are read as they are.
-        held: attentions whose operators hold their caches.
+        inner: attentions whose operators hold their caches.
     """
 
     model: onnx.ModelProto
@@ -90,9 +94,9 @@ class Exported:
     interface: Interface
     samples: Samples
     writes: tuple[Write, ...]
-    cores: tuple[AttentionSite, ...]
+    sites: tuple[AttentionSite, ...]
     computed: ComputedAttention | None
-    held: tuple[AttentionSite, ...]
+    inner: tuple[AttentionSite, ...]
 
 
 def normalize(
@@ -137,17 +141,17 @@ def _recognize(
     """Find caches and attentions, in a graph that is edited; None where what looked like caches is state."""
     if (standard := _standard(graph)) is None:
         return None
-    graph, model, held = standard
+    graph, model, inner = standard
     blueprint = Blueprint(model, weights)
-    inside = {id(t) for c in held for t in (c.past, c.present)}
+    inside = {id(t) for c in inner for t in (c.past, c.present)}
     candidates = [c for c in find_candidates(graph) if inside.isdisjoint((id(c.past), id(c.present)))]
-    read, states = _states(graph, held, read_updates(candidates, blueprint, options.capacity or usual))
-    if not read and not held:
+    read, states = _states(graph, inner, read_updates(candidates, blueprint, options.capacity or usual))
+    if not read and not inner:
         return None
     for update in read:
         if isinstance(update, Candidate):
             raise refusal(update, update.reason, update.advice)
-    interface = Interface(model, [*read, *held], options.config, states)
+    interface = Interface(model, [*read, *inner], options.config, states)
     capacity = interface.fixed_capacity(options.capacity) or options.capacity or usual
     samples = Samples(blueprint, interface, capacity)
     if (folded := fold_fixed(samples)) is not None:
@@ -155,9 +159,9 @@ def _recognize(
     writes = tuple(update for update in read if isinstance(update, Write))
     samples = samples.that_run()
     check_sizes(writes, samples)
-    attentions = read_held(graph, interface, samples)
-    cores, computed = _attention(graph, (*writes, *held), interface, samples, options)
-    return Exported(model, graph, interface, samples, writes, cores, computed, attentions)
+    attentions = read_inner_attentions(graph, interface, samples)
+    sites, computed = _attention(graph, (*writes, *inner), interface, samples, options)
+    return Exported(model, graph, interface, samples, writes, sites, computed, attentions)
 
 
 def _attention(
@@ -165,14 +169,14 @@ def _attention(
 ) -> tuple[tuple[AttentionSite, ...], ComputedAttention | None]:
     """All attentions; where one of the caches is read by none as it is, those over what is computed from caches too."""
     try:
-        cores = find_attentions(graph, writes, interface, samples)
-        attended = {write.past.name for core in cores for write in (core.key, core.value)}
+        sites = find_attentions(graph, writes, interface, samples)
+        attended = {write.past.name for site in sites for write in (site.key, site.value)}
         if all(write.past.name in attended or not _is_read(write) for write in writes):
-            return cores, None
+            return sites, None
     except UnsupportedModelError:
         pass  # the extension has what is computed to look at, too, and refuses what is left
     computed = extensions.latent_attention.find_attention(graph, writes, interface, samples, options.latent_attention)
-    return computed.cores, computed
+    return computed.sites, computed
 
 
 def _is_read(write: Write) -> bool:
@@ -191,18 +195,18 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]] 
             graph, {t.name for c in find_candidates(graph) for t in (c.present, *c.node.outputs)}
         )
     candidates = find_candidates(graph)
-    if not candidates and not any(map(is_held, graph.nodes)):
+    if not candidates and not any(map(has_inner_caches, graph.nodes)):
         return None
     part_from_rows(graph, candidates)
-    held = find_held(graph)  # which states the shapes of their caches
-    return graph, export_inferred(tidy(graph)), held
+    inner = find_inner_caches(graph)  # which states the shapes of their caches
+    return graph, export_inferred(tidy(graph)), inner
 
 
 def _states(
-    graph: gs.Graph, held: Sequence[Write], read: Sequence[Write | Candidate]
+    graph: gs.Graph, inner: Sequence[Write], read: Sequence[Write | Candidate]
 ) -> tuple[list[Write | Candidate], tuple[StateUpdate, ...]]:
     """Caches outside of operators, and state that is none."""
-    caches = {c.past.name for c in held} | {c.past.name for c in read if not _may_be_state(c)}
+    caches = {c.past.name for c in inner} | {c.past.name for c in read if not _may_be_state(c)}
     states = find_states(graph, caches)
     return [c for c in read if c.past.name not in {s.past for s in states}], states
 
@@ -219,16 +223,16 @@ def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.Model
     """Edit the graph, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
     computed, writes = exported.computed, exported.writes
-    held = [write for core in exported.held for write in (core.key, core.value)]
+    inner = [write for site in exported.inner for write in (site.key, site.value)]
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    canonical = Canonical(graph, tokens, (*writes, *held)[0].past, samples.capacity)
-    for write in (*held, *writes):
+    canonical = Canonical(graph, tokens, (*writes, *inner)[0].past, samples.capacity)
+    for write in (*inner, *writes):
         canonical.write(write)
-    for core in exported.held:
-        canonical.core(core)
-    for core in exported.cores:
-        plain = canonical.with_heads(core)
-        canonical.core(plain if computed is None else computed.place(plain, canonical))
+    for site in exported.inner:
+        canonical.attend(site)
+    for site in exported.sites:
+        plain = canonical.with_heads(site)
+        canonical.attend(plain if computed is None else computed.place(plain, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     tidy(graph)
     check_readers(graph, {} if computed is None else computed.reasons, samples)
@@ -252,12 +256,12 @@ def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.Model
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = say_layouts(interface.tensors, writes)
     tensors = tuple(replace(t, singly=samples.singly and t.name == interface.tokens) for t in tensors)
-    shifted = {c.visibility.own.name: c.key.kept for c in exported.cores if c.key.shifted and c.visibility.own}
+    shifted = {c.visibility.own.name: c.key.kept for c in exported.sites if c.key.shifted and c.visibility.own}
     tensors = tuple(replace(t, kept=shifted.get(t.name, t.kept)) for t in tensors)
     changes = find_changes(tensors, model, counts, copies)
     notes = (
-        *_own_masks(exported.cores),
-        *_narrower(exported.cores),
+        *_own_masks(exported.sites),
+        *_narrower(exported.sites),
         *(() if computed is None else computed.notes),
         *((NOTE,) if by_tokens else ()),
         *(() if rings is None else rings.notes),
@@ -269,9 +273,9 @@ def canonical_form(exported: Exported, options: PlanOptions) -> tuple[onnx.Model
     return model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest, open_capacity)
 
 
-def _own_masks(cores: Sequence[AttentionSite]) -> list[str]:
+def _own_masks(sites: Sequence[AttentionSite]) -> list[str]:
     """Notes on the masks that the caller gives."""
-    own = [core.visibility.own for core in cores if not core.key.shifted]
+    own = [site.visibility.own for site in sites if not site.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [
         f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
@@ -280,9 +284,9 @@ def _own_masks(cores: Sequence[AttentionSite]) -> list[str]:
     ]
 
 
-def _narrower(cores: Sequence[AttentionSite]) -> list[str]:
+def _narrower(sites: Sequence[AttentionSite]) -> list[str]:
     """A note on weights of keys that are computed in float32, and here in the type of the caches."""
-    kinds = {elem_type(core.key.past) for core in cores if core.wide_weights and not core.wide}
+    kinds = {elem_type(site.key.past) for site in sites if site.wide_weights and not site.wide}
     return [
         f"the weights that a softmax makes of scores are float32 in the model as exported, and {name} here, which "
         f"rounds each by {share} % at most; products of queries and keys have the type that they had"

@@ -116,68 +116,68 @@ class Canonical:
         replace_uses(cache, turned, keep=turned.inputs)
         return turned
 
-    def with_heads(self, core: AttentionSite) -> AttentionSite:
+    def with_heads(self, site: AttentionSite) -> AttentionSite:
         """The attention over queries and results ``[B, H, S, D]``, with Reshapes where the model has other shapes."""
-        emit, query, output = self.emit, core.query, core.output
-        if core.query_is_flat:
-            shape = emit_sizes(emit, self.tokens, ("batch", core.heads, "?", core.head_size))
-            query = emit.op("Reshape", [query, shape], "query_heads", core.query_type)
-        if core.output_shape is not None:
-            output = gs.Variable(emit.name("result_heads"), dtype=core.output_type)
-            shape = emit_sizes(emit, self.tokens, core.output_shape)
-            core.output.inputs.clear()
-            self.graph.nodes.append(gs.Node("Reshape", emit.name("result"), {}, [output, shape], [core.output]))
-        return replace(core, query=query, output=output, query_is_flat=False, output_shape=None)
+        emit, query, output = self.emit, site.query, site.output
+        if site.query_is_flat:
+            shape = emit_sizes(emit, self.tokens, ("batch", site.heads, "?", site.head_size))
+            query = emit.op("Reshape", [query, shape], "query_heads", site.query_type)
+        if site.output_shape is not None:
+            output = gs.Variable(emit.name("result_heads"), dtype=site.output_type)
+            shape = emit_sizes(emit, self.tokens, site.output_shape)
+            site.output.inputs.clear()
+            self.graph.nodes.append(gs.Node("Reshape", emit.name("result"), {}, [output, shape], [site.output]))
+        return replace(site, query=query, output=output, query_is_flat=False, output_shape=None)
 
-    def core(self, core: AttentionSite) -> None:
-        """Make `core.output` by Attention over caches, whatever made it before."""
-        emit, seen = self.emit, core.visibility
-        kind = elem_type(core.key.past) or core.query_type
-        kind = FLOAT if core.wide and kind in _HALVES else kind
-        query, output = core.query, core.output
+    def attend(self, site: AttentionSite) -> None:
+        """Make `site.output` by Attention over caches, whatever made it before."""
+        emit, seen = self.emit, site.visibility
+        kind = elem_type(site.key.past) or site.query_type
+        kind = FLOAT if site.wide and kind in _HALVES else kind
+        query, output = site.query, site.output
         output.inputs.clear()
-        if core.query_type != kind:
+        if site.query_type != kind:
             query = emit.op("Cast", [query], "query", kind, to=kind)
-        if core.output_type != kind:
+        if site.output_type != kind:
             raw = gs.Variable(emit.name("attention"), dtype=kind)
-            self.graph.nodes.append(gs.Node("Cast", emit.name("cast"), {"to": core.output_type}, [raw], [output]))
+            self.graph.nodes.append(gs.Node("Cast", emit.name("cast"), {"to": site.output_type}, [raw], [output]))
             output = raw
         news = (dims(self.tokens) or ("?", "?"))[1]
-        self.known[query.name] = (kind, (self.batch, core.heads, news, core.head_size))
-        self.known[output.name] = (kind, (self.batch, core.heads, news, core.value_size))
+        self.known[query.name] = (kind, (self.batch, site.heads, news, site.head_size))
+        self.known[output.name] = (kind, (self.batch, site.heads, news, site.value_size))
         attrs: dict[str, int | float | list[float]] = {
             "is_causal": int(seen.causal),
-            "scale": float(np.float32(core.scale)),
+            "scale": float(np.float32(site.scale)),
         }
-        rounding = {SCORES: core.rounded_scores, WEIGHTS: core.rounded_weights}
+        rounding = {SCORES: site.rounded_scores, WEIGHTS: site.rounded_weights}
         attrs |= {name: how.numbers for name, how in rounding.items() if how is not None}
-        if core.softcap:
-            attrs["softcap"] = float(np.float32(core.softcap))
-        if core.precision:
-            attrs["softmax_precision"] = core.precision
+        if site.softcap:
+            attrs["softcap"] = float(np.float32(site.softcap))
+        if site.precision:
+            attrs["softmax_precision"] = site.precision
         if seen.window is not None:
             attrs["left_window_size"] = seen.window - 1  # ONNX counts the keys before the query's own
             self.opset = 25
         nothing = gs.Variable.empty()
-        sizes = ((core.key, core.head_size), (core.value, core.value_size))
+        sizes = ((site.key, site.head_size), (site.value, site.value_size))
         inputs = [query, *(self._operand(write, size, kind) for write, size in sizes)]
-        if (mask := self._mask(core, kind)) is not None:
+        if (mask := self._mask(site, kind)) is not None:
             inputs.append(mask)
         if seen.bounded or seen.causal:
             inputs += [nothing] * (6 - len(inputs)) + [self.lengths]
-        for index, numbers in ((SINKS, core.sinks), (SLOPES, seen.slopes)):
+        for index, numbers in ((SINKS, site.sinks), (SLOPES, seen.slopes)):
             if numbers is not None:
                 weight = isinstance(numbers, gs.Tensor)
                 given = numbers if weight else emit.constant(np.asarray(numbers, np.float32))
                 inputs += [nothing] * (index - len(inputs)) + [given]
-        self.graph.nodes.append(gs.Node("Attention", emit.name(core.node), attrs, inputs, [output]))
+        self.graph.nodes.append(gs.Node("Attention", emit.name(site.node), attrs, inputs, [output]))
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
 
-    def _mask(self, core: AttentionSite, kind: int) -> gs.Tensor | None:
+    def _mask(self, site: AttentionSite, kind: int) -> gs.Tensor | None:
         """The mask of an attention, bool or in the type of its queries; None: it has none beside its attributes."""
-        emit, seen, mask = self.emit, core.visibility, core.visibility.own
-        if core.key.shifted and (rows := core.key.kept) is not None:
+        emit, seen, mask = self.emit, site.visibility, site.visibility.own
+        if site.key.shifted and (rows := site.key.kept) is not None:
             mask = extensions.ring_windows.emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
         if seen.by_position:
             mask = extensions.ring_windows.emit_by_position(emit, self.positions(), self.capacity)

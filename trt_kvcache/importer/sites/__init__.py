@@ -111,8 +111,8 @@ def _described(
         raise SiteError(f"no attention reads {', '.join(repr(c.past.name) for c in caches) or 'a cache that grows'}")
     writes = {c.past: _write(tensors, c) for site in seen for c in (site.key, site.value)}
     emit, tokens = Emitter(graph), tensors[interface.tokens]
-    cores = tuple(_core(emit, tensors, tokens, site, writes) for site in seen)
-    return canonical_form(Exported(model, graph, interface, samples, tuple(writes.values()), cores, None, ()), options)
+    sites = tuple(_site(emit, tensors, tokens, site, writes) for site in seen)
+    return canonical_form(Exported(model, graph, interface, samples, tuple(writes.values()), sites, None, ()), options)
 
 
 def _check_others(graph: gs.Graph, caches: Sequence[ExportedUpdate], states: Sequence[StateUpdate]) -> None:
@@ -188,7 +188,7 @@ def _write(tensors: Mapping[str, gs.Tensor], cache: CacheSeen) -> Write:
     return Write(node.op, past, present, tensors[cache.rows], node.name, axis=cache.axis, growing=True, perm=perm)
 
 
-def _core(
+def _site(
     emit: Emitter, tensors: Mapping[str, gs.Tensor], tokens: gs.Tensor, site: AttentionSeen, writes: Mapping[str, Write]
 ) -> AttentionSite:
     """The attention, with what brings queries and results into ``[B, H, S, D]`` and back."""

@@ -37,10 +37,10 @@ class ComputedAttention:
     """Attention over caches, and over what is computed from them.
 
     Attributes:
-        cores: all attentions of the model.
+        sites: all attentions of the model.
     """
 
-    cores: tuple[AttentionSite, ...]
+    sites: tuple[AttentionSite, ...]
     _computed: Computed
     _absorbed: Mapping[str, Absorbed]
 
@@ -54,15 +54,15 @@ class ComputedAttention:
         """For the plan."""
         return note(self._absorbed.values())
 
-    def place(self, core: AttentionSite, canonical: Canonical) -> AttentionSite:
+    def place(self, site: AttentionSite, canonical: Canonical) -> AttentionSite:
         """Emit what an attention reads, and what stands around it; returns the plain attention that is left.
 
         Raises:
             UnsupportedModelError: keys and values are of different heads.
         """
-        if core.node in self._absorbed:
-            return self._absorbed[core.node].place(core, self._computed, canonical)
-        return self._computed.place(core, canonical)
+        if site.node in self._absorbed:
+            return self._absorbed[site.node].place(site, self._computed, canonical)
+        return self._computed.place(site, canonical)
 
 
 def find_attention(
@@ -75,7 +75,7 @@ def find_attention(
     """
     computed = find_computed(graph, [w for w in writes if w.fixed_rows is None], samples)
     try:
-        cores = find_attentions(graph, (*writes, *computed.writes), interface, samples)
+        sites = find_attentions(graph, (*writes, *computed.writes), interface, samples)
     except UnsupportedModelError as error:
         if not (broken := computed.functions.broken):
             raise
@@ -83,5 +83,5 @@ def find_attention(
             f"{error}; keys or values are computed from caches, supported is that row by row with constants, and "
             f"{broken}"
         ) from error
-    absorbed = find_absorbed(cores, computed, samples) if form is LatentAttention.ABSORBED else {}
-    return ComputedAttention(cores, computed, absorbed)
+    absorbed = find_absorbed(sites, computed, samples) if form is LatentAttention.ABSORBED else {}
+    return ComputedAttention(sites, computed, absorbed)

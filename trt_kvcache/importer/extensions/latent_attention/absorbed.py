@@ -109,29 +109,29 @@ class Absorbed:
     value: _Part
     sample: Sample
 
-    def place(self, core: AttentionSite, computed: Computed, canonical: Canonical) -> AttentionSite:
+    def place(self, site: AttentionSite, computed: Computed, canonical: Canonical) -> AttentionSite:
         """Put the nodes around an attention into the graph; returns the attention over latents."""
         emit = canonical.emit
-        key_type, value_type = (elem_type(w.present) or 0 for w in (core.key, core.value))
-        if core.wide and key_type != FLOAT:
+        key_type, value_type = (elem_type(w.present) or 0 for w in (site.key, site.value))
+        if site.wide and key_type != FLOAT:
             raise UnsupportedModelError(
-                f"attention '{core.node}' multiplies in float32, and its keys and values are computed from latents in "
-                f"{dtype_name(core.key.present)}; over latents one type is supported: keep both (--latent-attention "
+                f"attention '{site.node}' multiplies in float32, and its keys and values are computed from latents in "
+                f"{dtype_name(site.key.present)}; over latents one type is supported: keep both (--latent-attention "
                 "expanded), or export the attention in the type of the cache"
             )
         emitted: dict[str, gs.Tensor] = {}
         rows = [self._row(part, computed, emitted, canonical) for part in self.keys]
         values = self._row(self.value, computed, emitted, canonical)
         keys = rows[0] if len(rows) == 1 else emit.op("Concat", rows, "latent_keys", key_type, axis=3)
-        query = self._query(core, key_type, emit)
+        query = self._query(site, key_type, emit)
         size, value_size = sum(part.count for part in self.keys), self.value.count
         for tensor, kind, width in ((keys, key_type, size), (values, value_type, value_size)):
             canonical.known[tensor.name] = (kind, (canonical.batch, 1, canonical.capacity, width))
         inner = replace(
-            core,
+            site,
             query=query,
-            key=replace(core.key, past=keys, present=keys, axis=2),
-            value=replace(core.value, past=values, present=values, axis=2),
+            key=replace(site.key, past=keys, present=keys, axis=2),
+            value=replace(site.value, past=values, present=values, axis=2),
             head_size=size,
             value_size=value_size,
             query_type=key_type,
@@ -140,19 +140,19 @@ class Absorbed:
             return inner
         output = gs.Variable(emit.name("over_latents"), dtype=value_type)
         result = self.value.weight.multiply(output, value_type, emit, transposed=False)
-        if value_type != core.output_type:
-            result = emit.op("Cast", [result], "values", core.output_type, to=core.output_type)
-        core.output.inputs.clear()
-        result.inputs[0].outputs = [core.output]
+        if value_type != site.output_type:
+            result = emit.op("Cast", [result], "values", site.output_type, to=site.output_type)
+        site.output.inputs.clear()
+        result.inputs[0].outputs = [site.output]
         return replace(inner, output=output, output_type=value_type)
 
-    def _query(self, core: AttentionSite, kind: int, emit: Emitter) -> gs.Tensor:
-        query = core.query
-        if core.query_type != kind:
+    def _query(self, site: AttentionSite, kind: int, emit: Emitter) -> gs.Tensor:
+        query = site.query
+        if site.query_type != kind:
             query = emit.op("Cast", [query], "query", kind, to=kind)
         parts: list[gs.Tensor] = []
         for part in self.keys:
-            some = _some(emit, query, 3, part.start, part.size, core.head_size)
+            some = _some(emit, query, 3, part.start, part.size, site.head_size)
             if part.weight is not None:
                 some = part.weight.multiply(some, kind, emit, transposed=True)
             parts.append(some)
@@ -194,7 +194,7 @@ def note(absorbed: Collection[Absorbed]) -> tuple[str, ...]:
     return (text,)
 
 
-def find_absorbed(cores: Sequence[AttentionSite], computed: Computed, samples: Samples) -> dict[str, Absorbed]:
+def find_absorbed(sites: Sequence[AttentionSite], computed: Computed, samples: Samples) -> dict[str, Absorbed]:
     """The attentions, by name, whose queries may go to what their keys and values are computed from.
 
     Nothing is refused: others stay as they are.
@@ -202,15 +202,15 @@ def find_absorbed(cores: Sequence[AttentionSite], computed: Computed, samples: S
     sample = smallest(samples)
     finder = _Finder(computed, sample)
     absorbed: dict[str, Absorbed] = {}
-    for core in cores:
-        if core.rounded_scores or core.rounded_weights:  # over latents, these would be other numbers
+    for site in sites:
+        if site.rounded_scores or site.rounded_weights:  # over latents, these would be other numbers
             continue
-        if core.heads < 2 or not {core.key.present.name, core.value.present.name} & computed.heads.keys():
+        if site.heads < 2 or not {site.key.present.name, site.value.present.name} & computed.heads.keys():
             continue
-        keys = finder.parts(core.key, core.heads, core.head_size)
-        values = finder.parts(core.value, core.heads, core.value_size)
+        keys = finder.parts(site.key, site.heads, site.head_size)
+        values = finder.parts(site.value, site.heads, site.value_size)
         if keys and len(values) == 1 and any(part.weight is not None for part in keys + values):
-            absorbed[core.node] = Absorbed(keys, values[0], sample)
+            absorbed[site.node] = Absorbed(keys, values[0], sample)
     return absorbed
 
 

@@ -45,17 +45,17 @@ class Computed:
         """Compute a row function from the canonical caches; `emitted` gets the tensors of one attention so far."""
         return self.functions.emit(name, emitted, canonical, lambda leaf: _rows_in_use(leaf, canonical))
 
-    def place(self, core: AttentionSite, canonical: Canonical) -> AttentionSite:
+    def place(self, site: AttentionSite, canonical: Canonical) -> AttentionSite:
         """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
 
         Raises:
             UnsupportedModelError: keys and values are of different heads.
         """
-        sides = ((core.key, core.head_size), (core.value, core.value_size))
+        sides = ((site.key, site.head_size), (site.value, site.value_size))
         heads = [self.heads.get(str(write.present.name)) or _heads_of(write, size) for write, size in sides]
         if heads[0] != heads[1] and self.heads.keys() & {write.present.name for write, _ in sides}:
             raise UnsupportedModelError(
-                f"'{core.node}' attends to {heads[0]} heads of keys and {heads[1]} of values, and some are computed "
+                f"'{site.node}' attends to {heads[0]} heads of keys and {heads[1]} of values, and some are computed "
                 "from a cache; supported are as many of both: repeat heads after they are computed"
             )
         emitted: dict[str, gs.Tensor] = {}
@@ -69,7 +69,7 @@ class Computed:
             canonical.known[tensor.name] = (elem_type(write.present) or 0, shape)
             return replace(write, present=tensor, axis=2)
 
-        return replace(core, key=placed(core.key, core.head_size), value=placed(core.value, core.value_size))
+        return replace(site, key=placed(site.key, site.head_size), value=placed(site.value, site.value_size))
 
 
 def _heads_of(cache: Write, size: int) -> int:

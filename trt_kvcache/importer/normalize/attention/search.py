@@ -41,7 +41,7 @@ _HALVES = {int(onnx.TensorProto.FLOAT16), int(onnx.TensorProto.BFLOAT16)}  # eac
 
 
 @dataclass(frozen=True, eq=False)
-class _Site:
+class _Operators:
     """One attention, as operators.
 
     Attributes:
@@ -78,9 +78,9 @@ def find_attentions(
         UnsupportedModelError: an attention over a cache is not what is supported; see `masks.classify` too.
     """
     finder = _Finder(graph, writes, interface, samples)
-    sites = [site for node in graph.nodes if (site := finder.site(node)) is not None]
-    zero = ZeroScores([site.product.name for site in sites if site.product is not None])
-    return tuple(finder.core(site, zero) for site in sites)
+    every = [ops for node in graph.nodes if (ops := finder.attention(node)) is not None]
+    zero = ZeroScores([ops.product.name for ops in every if ops.product is not None])
+    return tuple(finder.site(ops, zero) for ops in every)
 
 
 class _Finder:
@@ -92,7 +92,7 @@ class _Finder:
         self._presents = {t.name: write for write in writes for t in (*_read(write), *write.fronts)}
         self._presents |= {t.name: write for write in writes for t, _ in write.turned}
 
-    def site(self, node: gs.Node) -> _Site | None:
+    def attention(self, node: gs.Node) -> _Operators | None:
         """The attention that a node is part of, or None."""
         if is_op(node, "Softmax"):
             return self._decomposed(node)
@@ -133,7 +133,7 @@ class _Finder:
                 return data, 1 / number if is_op(node, "Div") else number
         return None
 
-    def _decomposed(self, softmax: gs.Node) -> _Site | None:
+    def _decomposed(self, softmax: gs.Node) -> _Operators | None:
         shape = self._shape(softmax.inputs[0])
         before = self._path(softmax.inputs[0], shape, lambda node: node.inputs, lambda t: [producer(t)])
         if not before or (found := self._cache(before[-1].inputs[1])) is None:
@@ -155,7 +155,7 @@ class _Finder:
         self._check_order(product.inputs[0], product.inputs[1], found)
         self._check_order(after[-1].outputs[0], after[-1].inputs[1], values)
         weights = (_rounding(node, "what the softmax makes of scores") for node in after)
-        return _Site(
+        return _Operators(
             softmax, product.inputs[0], after[-1].outputs[0], found[0], values[0],
             (self._shape(product.outputs[0]) or (0,))[-1], scale, softcap, softmax.inputs[0], product.outputs[0],
             rounding, next((pair for pair in weights if pair is not None), None),
@@ -213,7 +213,7 @@ class _Finder:
                 before, scale, rounding = scale, 1.0, rounds
         return (scale, softcap, None) if rounding is None else (before, softcap, replace(rounding, factor=scale))
 
-    def _fused(self, node: gs.Node) -> _Site | None:
+    def _fused(self, node: gs.Node) -> _Operators | None:
         """An Attention node over caches, or None.
 
         Raises:
@@ -238,35 +238,35 @@ class _Finder:
         query, keys = node.inputs[:2]
         self._check_order(query, keys, key)
         self._check_order(node.outputs[0], node.inputs[2], value)
-        size = (self._shape(query) or (1,))[-1]  # `core` refuses queries without a shape
+        size = (self._shape(query) or (1,))[-1]  # `site` refuses queries without a shape
         scale = float(node.attrs.get("scale", size**-0.5)) * key[1]
         softcap = float(node.attrs.get("softcap", 0.0))
         count = (0, 0, *self._shape(keys))[-2]
-        return _Site(node, query, node.outputs[0], key[0], value[0], count, scale, softcap, input_or_none(node, 3))
+        return _Operators(node, query, node.outputs[0], key[0], value[0], count, scale, softcap, input_or_none(node, 3))
 
-    def core(self, site: _Site, zero: ZeroScores) -> AttentionSite:
-        """The attention of a site.
+    def site(self, ops: _Operators, zero: ZeroScores) -> AttentionSite:
+        """The site of an attention.
 
         Raises:
             UnsupportedModelError: it is not what is supported.
         """
-        name, key, sample = site.node.name, site.key, self._small
-        heads, size = self._heads(site.query, sample)
-        query, query_shape = self._split(site.query, heads, size, _earlier)
-        value_size = (self._shape(site.output) or (0,))[-1]
-        has_sinks = site.product is not None and site.added is not None and self._shape(site.added)[-1] > site.keys > 0
-        causal = site.product is None and bool(site.node.attrs.get("is_causal", 0))
-        in_use = not key.growing and site.keys == sample.total
-        masks = Masks(name, site.added, zero, causal, key, in_use, has_sinks, product=site.product)
+        name, key, sample = ops.node.name, ops.key, self._small
+        heads, size = self._heads(ops.query, sample)
+        query, query_shape = self._split(ops.query, heads, size, _earlier)
+        value_size = (self._shape(ops.output) or (0,))[-1]
+        has_sinks = ops.product is not None and ops.added is not None and self._shape(ops.added)[-1] > ops.keys > 0
+        causal = ops.product is None and bool(ops.node.attrs.get("is_causal", 0))
+        in_use = not key.growing and ops.keys == sample.total
+        masks = Masks(name, ops.added, zero, causal, key, in_use, has_sinks, product=ops.product)
         visibility = classify(masks, self._graph, self._interface, self._samples)
         sinks: Sinks | None = sinks_of(masks, heads, self._samples) if has_sinks else None
-        output, output_shape = self._split(unguarded(site.output, self._samples), heads, value_size, _later)
+        output, output_shape = self._split(unguarded(ops.output, self._samples), heads, value_size, _later)
         query_type, output_type = (sample.probe.elem_type(t.name) or elem_type(key.past) or 0 for t in (query, output))
-        product, after = (sample.probe.elem_type(t.name) or elem_type(t) for t in (site.query, site.output))
-        softmax = after if site.product is None else sample.probe.elem_type(site.node.outputs[0].name)
+        product, after = (sample.probe.elem_type(t.name) or elem_type(t) for t in (ops.query, ops.output))
+        softmax = after if ops.product is None else sample.probe.elem_type(ops.node.outputs[0].name)
         return AttentionSite(
-            name, output, query, key, site.value, site.scale, site.softcap, visibility, heads, size, value_size,
-            query_type, output_type, sinks, site.rounding, site.weights,
+            name, output, query, key, ops.value, ops.scale, ops.softcap, visibility, heads, size, value_size,
+            query_type, output_type, sinks, ops.rounding, ops.weights,
             wide=product in _WIDE or {product, elem_type(key.past)} == _HALVES,
             wide_weights=not {softmax, after}.isdisjoint(_WIDE),
             query_is_flat=query_shape is not None, output_shape=output_shape,

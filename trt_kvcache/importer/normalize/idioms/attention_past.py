@@ -30,7 +30,7 @@ from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 _MASK, _PASTS, _PRESENTS = 3, (4, 5), (1, 2)
 
 
-def find_held(graph: gs.Graph) -> list[Write]:
+def find_inner_caches(graph: gs.Graph) -> list[Write]:
     """The caches ``[B, N, L, D]`` inside operators, in graph order: of each operator keys, then values.
 
     Head counts and sizes that exporters leave as symbols are written into the shapes of the caches.
@@ -38,19 +38,19 @@ def find_held(graph: gs.Graph) -> list[Write]:
     Raises:
         UnsupportedModelError: a cache is no input or output of the graph.
     """
-    return [cache for node in graph.nodes if is_held(node) for cache in _caches(graph, node)]
+    return [cache for node in graph.nodes if has_inner_caches(node) for cache in _caches(graph, node)]
 
 
-def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[AttentionSite, ...]:
+def read_inner_attentions(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[AttentionSite, ...]:
     """Read each operator that holds a cache, and guess which keys its queries see.
 
     Raises:
         UnsupportedModelError: a mask is none of the templates.
     """
-    return tuple(_core(node, graph, interface, samples) for node in graph.nodes if is_held(node))
+    return tuple(_site(node, graph, interface, samples) for node in graph.nodes if has_inner_caches(node))
 
 
-def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples) -> AttentionSite:
+def _site(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples) -> AttentionSite:
     left, right = (int(node.attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
     seen = Visibility(causal=bool(node.attrs.get("is_causal", 0)) or right == 0, window=left + 1 if left >= 0 else None)
     mask = input_or_none(node, _MASK)
@@ -73,7 +73,7 @@ def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples
     )  # fmt: skip
 
 
-def is_held(node: gs.Node) -> bool:
+def has_inner_caches(node: gs.Node) -> bool:
     """True if an operator holds a cache."""
     return is_op(node, "Attention") and any(input_or_none(node, index) is not None for index in _PASTS)
 
