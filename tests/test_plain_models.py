@@ -23,6 +23,8 @@ def _check(plain: Plain, *, build_too: bool = False) -> str:
     assert outcome.kind in (EQUAL, REFUSED), (plain.seed, plain.odd, outcome)
     # Of a few models ONNX Runtime infers sizes that do not fit, and runs them neither way (1.32.0; seed 524).
     compared = "could not be compared" not in outcome.detail or "ShapeInferenceError" in outcome.detail
+    # One bool of a past is the same in all steps that show it (seed 796).
+    compared = compared or ("last row" in plain.odd and "the same number for all" in outcome.detail)
     assert compared, (plain.seed, plain.odd, outcome)
     return outcome.kind
 

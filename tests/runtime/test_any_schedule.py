@@ -450,7 +450,7 @@ class Play:
             self.step()
         for events, runs in [*self.streams]:
             self.read(self.streams.index((events, runs)), 99)
-        self.step()
+        self.step(1 + len(self.runs))  # each tells the end of one that waited for a row in vain
         assert self.runs == {}
         assert self.cancelled == 0
         assert {*self.parked} == {*self.cache.slots}
