@@ -14,7 +14,8 @@ import numpy as np
 import onnx
 import pytest
 from attention_forms import WIDE
-from concat_graphs import Decoder, make_decoder
+from batch_forms import MIXES
+from concat_graphs import Build, Decoder, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Graph
@@ -94,6 +95,31 @@ def test_planted_faults_are_refused(source: str, fault: m.Mistake, tmp_path: Pat
         UnsupportedModelError, match="computes something else|could not be compared|is computed in an|as it was planned"
     ):
         check(make(), tmp_path, options, fault)
+
+
+def test_float32_differs_by_less_than_a_thousandth(tmp_path: Path) -> None:
+    def larger(model: onnx.ModelProto) -> None:
+        m.insert(model, m.nodes(model, "Attention")[0], 2, "Mul", m.constant(model, 1.0003, np.float32))
+
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        check(make_decoder(Decoder()), tmp_path, PLAN, larger)
+
+
+def a_hundredth(g: Build, x: str) -> str:
+    return g.Add(x, g.Mul(MIXES["roll"](g, x), g.number(0.01)))
+
+
+def behind_large_products(g: Build, x: str) -> str:
+    """Random weights stand in for them."""
+    wide = g.MatMul(x, g.weight(16, 1 << 15))
+    return MIXES["roll"](g, g.MatMul(wide, g.weight(1 << 15, 16)))
+
+
+@pytest.mark.parametrize("after", [a_hundredth, behind_large_products])
+def test_what_another_sequence_adds_is_found(after: Callable[[Build, str], str], tmp_path: Path) -> None:
+    onnx.save(make_decoder(Decoder(after=after)), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="'logits' of one sequence of a batch depends on the other"):
+        plan_model(tmp_path / "model.onnx", PLAN)
 
 
 def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: Path) -> None:
