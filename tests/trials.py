@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", type=Path, help="to change; default: a small decoder")
     parser.add_argument("--seeds", default="0:20", help="FIRST:LAST")
     parser.add_argument("--capacity", type=int, default=mutation_cuts.CAPACITY, help="of caches that grow")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # models after options, too
     table: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"

@@ -114,7 +114,8 @@ def test_who_looks_at_other_scores_gets_them(engine: Path, config: GenerationCon
 
 
 def test_sequences_of_one_step_may_want_different_things(engine: Path) -> None:
-    for third in (GenerationConfig(max_new_tokens=5), GenerationConfig(max_new_tokens=5, output_logprobs=True)):
+    every = GenerationConfig(max_new_tokens=12, do_sample=True, top_k=0, temperature=2.0, seed=4)
+    for third in (GenerationConfig(max_new_tokens=5), every):
         mixed = [GREEDY, SAMPLED, third]
         runner, _ = opened(engine)
         assert generated(runner, mixed) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), mixed)
