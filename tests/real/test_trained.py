@@ -176,7 +176,7 @@ def _faults(folder: Path) -> Iterator[tuple[str, Path]]:
     last = model.graph.node[at]
     last.output[list(last.output).index("logits")] = "logits.right"
     kind = next(o.type.tensor_type.elem_type for o in model.graph.output if o.name == "logits")
-    larger = np.asarray(1.05, helper.tensor_dtype_to_np_dtype(kind))
+    larger = np.asarray(1.1, helper.tensor_dtype_to_np_dtype(kind))
     model.graph.initializer.append(numpy_helper.from_array(larger, "logits.factor"))
     model.graph.node.insert(at + 1, helper.make_node("Mul", ["logits.right", "logits.factor"], ["logits"]))
     yield from _beside(folder, model, "logits")
