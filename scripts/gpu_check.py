@@ -558,7 +558,7 @@ TABLES = {
         "ms per token": "{ms:.3f}",
     },
 }  # fmt: skip
-"""What is measured: columns, and their cells."""
+"""Columns of the tables, and the format of their cells."""
 
 
 def _measured(part: dict[str, Any]) -> list[str]:

@@ -31,8 +31,8 @@ GPU = "NVIDIA Fake 90"
 MAX_PITCH = 2**31 - 1
 STREAM = 0x57AE
 CURRENT = threading.local()
-"""What a thread has: ``machine``, whose context is current, and each is a GPU of its own; ``mode``, what it may call
-while a stream records."""
+"""State of each thread. ``machine``: the GPU whose context is current. ``mode``: the calls that are allowed while a
+stream records."""
 
 
 class BrokenRuleError(BaseException):

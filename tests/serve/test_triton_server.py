@@ -175,7 +175,7 @@ def test_triton_serves_the_repository(tmp_path: Path) -> None:
 
 
 def generate(url: str, sampling_parameters: Any = None, **given: Any) -> dict[str, Any]:
-    """What Triton's HTTP extension answers, or the error of status 400."""
+    """The answer of Triton's HTTP extension, or its error of status 400."""
     body = {**given, "sampling_parameters": json.dumps(sampling_parameters or {})}
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/generate", json.dumps(body).encode())) as answer:
