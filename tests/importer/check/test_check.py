@@ -32,7 +32,7 @@ from trt_kvcache.importer.check.region import _integers as integers
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.check.shapes import Kinds
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
-from trt_kvcache.importer.steps.engine import RunError, open_session
+from trt_kvcache.importer.steps.engine import ReferenceSession, RunError, open_session
 
 CAPACITY = 24
 PLAN = PlanOptions(capacity=CAPACITY)
@@ -523,7 +523,7 @@ def test_a_type_that_there_is_not_is_no_trace() -> None:
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xz"]
     model = helper.make_model(helper.make_graph(nodes, "types", ends[:1], ends[1:]))
     with pytest.raises(RunError):
-        open_session(model, {"x": np.ones(2, np.float32)}, strict=True)
+        open_session(model, {"x": np.ones(2, np.float32)}, beside=ReferenceSession(model))
 
 
 def test_a_caller_with_another_limit_ends_no_check(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import mutation_trials
@@ -12,8 +15,9 @@ import pytest
 from concat_graphs import Decoder, make_decoder
 from mutation_cuts import CAPACITY, Pair, exposed, trial
 from mutation_trials import VERIFY, judge
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 from stored import MODELS, edited
+from verify import mistakes as m
 
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
@@ -22,10 +26,53 @@ QUICK = replace(VERIFY, batch=2, tokens=2)
 
 
 @pytest.fixture(scope="module")
+def stored() -> Callable[[str], Pair]:
+    """Models from exporters, each read once."""
+    return cache(lambda name: Pair(MODELS / name / "model.onnx", PlanOptions(capacity=CAPACITY)))
+
+
+@pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path = tmp_path_factory.mktemp("pair") / "model.onnx"
     onnx.save(make_decoder(Decoder(layers=2)), path)
     return Pair(path, PlanOptions(capacity=CAPACITY))
+
+
+def _maker(model: ModelProto, name: str) -> NodeProto:
+    return next(n for n in model.graph.node if name in n.output)
+
+
+def no_first_epsilon(model: ModelProto, norm: int = 0) -> None:
+    """A norm adds no epsilon to the mean of squares."""
+    root = m.nodes(model, "Sqrt")[norm]
+    constants = {t.name for t in model.graph.initializer}
+    root.input[0] = next(n for n in _maker(model, root.input[0]).input if n not in constants)
+
+
+def no_last_epsilon(model: ModelProto) -> None:
+    no_first_epsilon(model, -1)
+
+
+def ends_of_two_axes(model: ModelProto) -> None:
+    """The Slice to the last positions gets ends for two axes; NumPy leaves out the second."""
+    size = _maker(model, m.nodes(model, "Slice")[-1].input[2])
+    m.set_attribute(size, "end", 4)
+
+
+def size_of_minus_two(model: ModelProto) -> None:
+    """The Reshape after the last attention gets a size of -2, which NumPy takes for -1."""
+    sizes = _maker(model, m.nodes(model, "Reshape")[-1].input[1])
+    sizes.input[len(sizes.input) - 1] = m.constant(model, [-2])
+
+
+@pytest.mark.parametrize("fault", [no_first_epsilon, no_last_epsilon, ends_of_two_axes, size_of_minus_two])
+@pytest.mark.parametrize("source", ["optimum/llama", "transformers/llama_dyn"])
+def test_faults_that_numbers_of_size_one_or_numpy_hide(
+    stored: Callable[[str], Pair], source: str, fault: m.Mistake
+) -> None:
+    wrong = deepcopy(stored(source).imported.model)
+    fault(wrong)
+    assert stored(source).passes(wrong)
 
 
 @pytest.mark.slow

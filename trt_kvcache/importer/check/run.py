@@ -143,7 +143,7 @@ class _Run:
         attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
         self._scores = {name for node in attention for name in node.output[3:]}
         if not sides.counts_tokens:
-            steps = list({(len(step.starts), step.length): step for step in steps}.values())
+            steps = list({(len(step.starts), step.length, sides.is_small(step)): step for step in steps}.values())
         self._steps = [step for step in steps if sides.fits(step)]
         self._changes_past = False
         self._verdicts = current_verdicts()

@@ -65,27 +65,31 @@ class ReferenceSession:
         return dict(zip(self._evaluator.output_names, values, strict=True))
 
 
-def open_session(model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, strict: bool = False) -> ModelSession:
+def open_session(
+    model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, beside: ModelSession | None = None
+) -> ModelSession:
     """The first session that runs the trial step.
 
     Args:
         model: to run.
         trial: inputs of a step.
-        strict: ONNX's inference has to find nothing wrong with a model that ONNX Runtime refuses: NumPy takes operands
-            of two types, and any size below 0.
+        beside: of the original, if the model is a rewritten one. NumPy takes operands of two types, any size below 0,
+            and indices of which there are too many: where ONNX Runtime runs the original, the model has to run in it if
+            it has the operators, and ONNX's inference has to find nothing wrong with what ONNX Runtime refuses.
 
     Raises:
         RunError: none runs it; the text is ONNX Runtime's.
     """
+    session: UnfusedSession | None = None
     try:
         session = UnfusedSession(model)
         if trial:
             session.run(trial)
     except RunError as error:
-        if not trial:
+        if not trial or (session is not None and isinstance(beside, UnfusedSession)):
             raise
         try:
-            if strict:
+            if beside is not None:
                 onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
             evaluator = ReferenceSession(model)
             evaluator.run(trial)
