@@ -34,7 +34,7 @@ from trt_kvcache.importer.files import save
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.simplify import take_branches
-from trt_kvcache.importer.steps.engine import RunError
+from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.machine import bounded_memory, free_memory
 from trt_kvcache.runtime import embeddings
 from trt_kvcache.verify import inputs as verify_inputs

@@ -52,10 +52,10 @@ class UnfusedSession:
     """ONNX Runtime, node by node: fusions would hide differences.
 
     Attributes:
-        engine: name and version.
+        backend: name and version.
     """
 
-    engine = f"ONNX Runtime {ort.__version__}"
+    backend = f"ONNX Runtime {ort.__version__}"
 
     def __init__(self, model: ModelProto) -> None:
         options = ort.SessionOptions()

@@ -13,7 +13,7 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import rewrite_model
-from trt_kvcache.importer.steps.engine import ReferenceSession
+from trt_kvcache.importer.steps.sessions import ReferenceSession
 from trt_kvcache.verify import VerifyReport, verify_model
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"

@@ -21,7 +21,7 @@ from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.engine import RunError
+from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.proof.check import CheckReport
 from trt_kvcache.proof.file import Episode, Proof, load_proof, share_of
 from trt_kvcache.proof.places import LOGITS

@@ -29,9 +29,9 @@ from trt_kvcache.importer.protos import iter_scopes
 from trt_kvcache.importer.simplify import inline_functions, name_nodes
 from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import StepInputs, span_inputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
+from trt_kvcache.importer.steps.sessions import ModelSession
 from trt_kvcache.importer.steps.step import Limits, Step
 from trt_kvcache.proof.contents import Contents, copies, draws_digest
 from trt_kvcache.proof.file import Episode, Facts, Proof
@@ -413,7 +413,7 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
             ids = np.zeros(shape) if tokens.embedded else feeds[tokens.name].reshape(shape)
             arrays[f"{at}/{number}/tokens"] = ids.astype(np.int32)
     facts = Facts(
-        recorded_on=exact.ran.engine, dtype=dtype, vocab=vocab, seed=_SEED, garbage=exact.ran.garbage,
+        recorded_on=exact.ran.backend, dtype=dtype, vocab=vocab, seed=_SEED, garbage=exact.ran.garbage,
         encoder=decoder.bounds.encoder, chooses=_chooses(imported.source.proto),
         episodes=tuple(exact.episodes), digest=draws_digest(_SEED),
         tolerances=tolerances, rounding=rounding, note=note,

@@ -26,10 +26,10 @@ from trt_kvcache.importer.steps.contents import (
     original_rows,
     ring_window,
 )
-from trt_kvcache.importer.steps.engine import ModelSession, RunError
 from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface, OriginalSession
 from trt_kvcache.importer.steps.runnable import with_expanded_masks, with_norms_in_front
+from trt_kvcache.importer.steps.sessions import ModelSession, RunError
 from trt_kvcache.importer.steps.step import Limits, Step, read_limits
 from trt_kvcache.progress import phase
 from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
@@ -54,12 +54,12 @@ class Ran:
     """Steps that the original ran, for the rewritten model to run it again.
 
     Attributes:
-        engine: what ran it.
+        backend: what ran it.
         garbage: magnitude of what lies in rows that hold no token.
         episodes: name, and the steps with the inputs that both models take.
     """
 
-    engine: str
+    backend: str
     garbage: float
     episodes: list[tuple[str, list[tuple[Step, Feeds]]]] = field(default_factory=list)
 
@@ -197,7 +197,7 @@ class Verification:
         )
         with open_tape() as tape:
             ran = self.run_original(episodes, tape)
-            engine, failure = self._run_rewritten(ran, tape, comparison)
+            backend, failure = self._run_rewritten(ran, tape, comparison)
         outputs, notes = comparison.results(), list(dict.fromkeys(self.notes))
         same, clear = comparison.same, comparison.clear
         if clear:
@@ -207,8 +207,8 @@ class Verification:
         return VerifyReport(
             model=str(self.path),
             passed=failure is None and all(o.passed for o in outputs),
-            original_engine=ran.engine,
-            rewritten_engine=engine,
+            original_engine=ran.backend,
+            rewritten_engine=backend,
             float32_twin=self.twin,
             garbage=ran.garbage,
             outputs=outputs,
@@ -231,7 +231,7 @@ class Verification:
         except RunError as error:
             raise UnsupportedModelError(f"{self.path}: no engine runs the original at {first}: {error}") from None
         del contents
-        ran = Ran(original.engine, garbage)
+        ran = Ran(original.backend, garbage)
         with phase("decoding with the original: step", sum(len(e.steps) for e in episodes)) as done:
             for number, episode in enumerate(episodes):
                 steps = self._record(number, episode, garbage, original, tape, begun, done)
@@ -261,10 +261,10 @@ class Verification:
                     outputs = original.run({**shared, **state})
             except RunError as error:
                 if episode.name in ("short", "padded"):  # lengths that a model may not be made for
-                    self.notes.append(f"no '{episode.name}' step: {original.engine} refuses the original ({error})")
+                    self.notes.append(f"no '{episode.name}' step: {original.backend} refuses the original ({error})")
                     break
                 raise UnsupportedModelError(
-                    f"{self.path}: {original.engine} does not run the original model at {step}: {error}{self.guessed}"
+                    f"{self.path}: {original.backend} does not run the original model at {step}: {error}{self.guessed}"
                 ) from None
             tape.write(self._expected(state, outputs, step))
             steps.append((step, shared))
@@ -313,7 +313,7 @@ class Verification:
     def _run_rewritten(self, ran: Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
         """The same steps with the rewritten model: what ran it, and why it could not be run to the end, or None."""
         give_back()
-        engine = "none"
+        backend = "none"
         first, shared = ran.episodes[0][1][0]
         self.steps = []
         tape.rewind()
@@ -326,11 +326,11 @@ class Verification:
                     self.folders[1],
                     {**shared, **self._first_state(first, ran.garbage, 0), **span_inputs(self.plan, first, "full")},
                     self.free_bytes,
-                    reference=self.anywhere or ran.engine != OrtSession.engine,
+                    reference=self.anywhere or ran.backend != OrtSession.backend,
                 )
-            engine = rewritten.engine
+            backend = rewritten.backend
             if refusal:
-                self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {engine} did")
+                self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {backend} did")
             count = sum(len(steps) for _, steps in ran.episodes)
             with phase("decoding with the rewritten model: step", count) as done:
                 for number, (name, steps) in enumerate(ran.episodes):
@@ -338,8 +338,8 @@ class Verification:
                         state = self._first_state(steps[0][0], ran.garbage, number)
                         self._run_episode(name, steps, state, rewritten, tape, comparison, done)
         except RunError as error:
-            return engine, f"the rewritten model cannot be run where the original can: {error}"
-        return engine, None
+            return backend, f"the rewritten model cannot be run where the original can: {error}"
+        return backend, None
 
     def _open_original(self, trial: Feeds) -> ModelSession:
         """A session of the original that takes the rewritten model's inputs.
@@ -376,8 +376,8 @@ class Verification:
             raise UnsupportedModelError(
                 f"{self.path}: no engine here runs the original model{first}: {refusal}{self.guessed}"
             ) from None
-        if session.engine != OrtSession.engine:
-            self.notes.append(f"ONNX Runtime does not run the original model ({refusal}); {session.engine} did")
+        if session.backend != OrtSession.backend:
+            self.notes.append(f"ONNX Runtime does not run the original model ({refusal}); {session.backend} did")
         elif spelled is not model:
             self.notes.append(
                 "masks without an axis for the queries, and norms in GroupQueryAttention, which ONNX Runtime refuses "

@@ -13,8 +13,8 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.extensions import define, for_cpu, unstacked
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.engine import RunError
 from trt_kvcache.importer.steps.runnable import with_exact_products
+from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.machine import bounded_memory
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.divergence import measure_divergence

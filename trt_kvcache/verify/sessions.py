@@ -18,7 +18,7 @@ from onnx import ModelProto
 from trt_kvcache.cpu import ORT_ERRORS, RunError, UnfusedSession, cpu_session, one_line, quiet_run
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.links import for_session, without_links
-from trt_kvcache.importer.steps.engine import ReferenceSession
+from trt_kvcache.importer.steps.sessions import ReferenceSession
 from trt_kvcache.native import Endable
 from trt_kvcache.verify.memory import Weights, weigh
 
@@ -35,7 +35,7 @@ class OrtSession:
     """ONNX Runtime on the CPU. Weights are mapped from their files where they are large.
 
     Attributes:
-        engine: name and version.
+        backend: name and version.
 
     Args:
         model: path of a model, or a model whose external data are in `folder`.
@@ -44,7 +44,7 @@ class OrtSession:
         free_bytes: bytes that converted weights may take.
     """
 
-    engine = UnfusedSession.engine
+    backend = UnfusedSession.backend
 
     def __init__(self, model: Path | ModelProto, folder: Path, weights: Weights, free_bytes: int) -> None:
         options = ort.SessionOptions()
@@ -116,10 +116,10 @@ class Reference:
     """ONNX's own evaluator, which NumPy computes.
 
     Attributes:
-        engine: name and version.
+        backend: name and version.
     """
 
-    engine = ReferenceSession.engine
+    backend = ReferenceSession.backend
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
         linked, folder = without_links(model, folder)

@@ -32,7 +32,7 @@ from trt_kvcache.importer.check.region import _integers as integers
 from trt_kvcache.importer.check.region import find_regions
 from trt_kvcache.importer.check.shapes import Kinds
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
-from trt_kvcache.importer.steps.engine import ReferenceSession, RunError, open_session
+from trt_kvcache.importer.steps.sessions import ReferenceSession, RunError, open_session
 
 CAPACITY = 24
 PLAN = PlanOptions(capacity=CAPACITY)

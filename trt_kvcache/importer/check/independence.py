@@ -34,9 +34,9 @@ from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read, part_of
 from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find_caches, find_states
-from trt_kvcache.importer.steps.engine import RunError, UnfusedSession
 from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
+from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 from trt_kvcache.importer.steps.single_tokens import SingleTokens
 from trt_kvcache.importer.steps.step import Step, read_limits
 

@@ -32,8 +32,8 @@ from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
-from trt_kvcache.importer.steps.engine import ModelSession, RunError
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
+from trt_kvcache.importer.steps.sessions import ModelSession, RunError
 from trt_kvcache.importer.steps.step import Step, read_limits
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)

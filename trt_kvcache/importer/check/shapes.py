@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.protos import copied, dtype_name, part_of, replace_field
-from trt_kvcache.importer.steps.engine import RunError, open_session
+from trt_kvcache.importer.steps.sessions import RunError, open_session
 
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
 """Two sets of sizes, which no product of others explains."""

@@ -27,10 +27,10 @@ from trt_kvcache.importer.steps.contents import (
     numpy_dtype,
     ring_window,
 )
-from trt_kvcache.importer.steps.engine import ModelSession, RunError, open_session
 from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
+from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
 from trt_kvcache.importer.steps.step import Step
 
 Array = npt.NDArray[Any]

@@ -229,9 +229,9 @@ def _by_quantizer(model: onnx.ModelProto) -> bool:
 
 
 def _multiplies_integers(model: onnx.ModelProto) -> bool:
-    found = _operators(model)
-    return bool(found & {"DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}) or any(
-        op.startswith("QLinear") for op in found
+    operators = _operators(model)
+    return bool(operators & {"DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}) or any(
+        op.startswith("QLinear") for op in operators
     )
 
 
@@ -247,8 +247,8 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
 
 def _is_in_parts(model: onnx.ModelProto) -> bool:
     """A softmax, or what is assigned to slices of zeros, is in several operators."""
-    found = _operators(model)
-    return {"ReduceMax", "Exp", "ReduceSum", "Div"} <= found or {"ScatterND", "ConstantOfShape"} <= found
+    operators = _operators(model)
+    return {"ReduceMax", "Exp", "ReduceSum", "Div"} <= operators or {"ScatterND", "ConstantOfShape"} <= operators
 
 
 def _keeps_logits(model: onnx.ModelProto) -> bool:

@@ -89,9 +89,9 @@ def take_off(masks: Masks, samples: Samples) -> tuple[Masks, RelativeBias | None
                 tables[str(table.name)] = table
         elif not known and is_constant(tensor) and sample.probe.elem_type(tensor.name) in FLOATS:
             unknown.add(str(tensor.name))
-    masks = replace(masks, given=tuple((name, "zeros") for name in sorted({*tables, *unknown})))
+    masks = replace(masks, stand_ins=tuple((name, "zeros") for name in sorted({*tables, *unknown})))
     slopes = None
-    if masks.scores.value(sample, name, masks.given) is not None and masks.is_biased(sample):
+    if masks.scores.value(sample, name, masks.stand_ins) is not None and masks.is_biased(sample):
         slopes = _find_slopes(masks, samples)
     bias = _read_table(masks, next(iter(tables.values())), samples) if tables else None
     return replace(masks, slopes=slopes), bias
@@ -101,8 +101,8 @@ def _read_table(masks: Masks, table: gs.Tensor, samples: Samples) -> RelativeBia
     """The bias of a weight ``[buckets, H]``: each place has a number of its own, and arrives where it is added."""
     last = samples.plain[-1]
     heads = (last.probe.shape(table.name) or (1, 1))[1]
-    others = tuple(pair for pair in masks.given if pair[0] != table.name)
-    zero, places = masks.added(last), replace(masks, given=others).added(last, (str(table.name), "places"))
+    others = tuple(pair for pair in masks.stand_ins if pair[0] != table.name)
+    zero, places = masks.added(last), replace(masks, stand_ins=others).added(last, (str(table.name), "places"))
     numbers = (places - zero)[..., : last.total]
     if numbers.shape[1] != heads or numbers.shape[3] < last.total or not np.isfinite(numbers[0, 0, -1]).all():
         raise UnsupportedModelError(

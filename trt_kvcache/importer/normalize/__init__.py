@@ -302,6 +302,6 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
         values = [(step, step.probe.value(tensor.name)) for step in samples.plain]
         return all(value is not None and bool((value == step.total).all()) for step, value in values)
 
-    found = {str(t.name) for t in graph.outputs if elem_type(t) in (INT32, INT64) and counts(t)}
-    graph.outputs = [t for t in graph.outputs if t.name not in found]
-    return found
+    counters = {str(t.name) for t in graph.outputs if elem_type(t) in (INT32, INT64) and counts(t)}
+    graph.outputs = [t for t in graph.outputs if t.name not in counters]
+    return counters

@@ -75,8 +75,8 @@ class Canonical:
             first = emit.op("Unsqueeze", [self.write_indices, emit.ints([1])], "first_position", _INT64)
             return emit.op("Add", [first, steps], "positions", _INT64)
 
-        made: gs.Variable = emit.once("positions", make)
-        return made
+        positions: gs.Variable = emit.once("positions", make)
+        return positions
 
     def write(self, write: Write) -> None:
         """Make `write.present` by TensorScatter from `write.past`, whatever made it before."""
@@ -92,17 +92,17 @@ class Canonical:
         mode = "circular" if write.circular else "linear"
         if write.fixed_rows is not None:
             write.past.shape = [self.capacity if i == axis else d for i, d in enumerate(write.past.shape)]
-        past, made = write.past, write.present
-        made.inputs.clear()
+        past, present = write.past, write.present
+        present.inputs.clear()
         if elem_type(update) not in (None, 0, elem_type(past)):  # converters leave caches in a wider type
             past.dtype = update.dtype
             for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
                 replace_uses(cast.outputs[0], past)
         if not isinstance(past.shape[axis], int):  # its symbol may be that of other inputs as well
             past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
-        made.shape, made.dtype = past.shape, past.dtype
+        present.shape, present.dtype = past.shape, past.dtype
         name, attrs = self.emit.name(f"{past.name}:update"), {"axis": axis, "mode": mode}
-        self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [made]))
+        self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [present]))
         self.idioms[past.name] = write.idiom
         if write.growing and write.kept is None:
             for whole in write.aliases:
@@ -168,8 +168,8 @@ class Canonical:
         for index, numbers in ((SINKS, site.sinks), (SLOPES, seen.slopes)):
             if numbers is not None:
                 weight = isinstance(numbers, gs.Tensor)
-                given = numbers if weight else emit.constant(np.asarray(numbers, np.float32))
-                inputs += [nothing] * (index - len(inputs)) + [given]
+                operand = numbers if weight else emit.constant(np.asarray(numbers, np.float32))
+                inputs += [nothing] * (index - len(inputs)) + [operand]
         self.graph.nodes.append(gs.Node("Attention", emit.name(site.node), attrs, inputs, [output]))
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
@@ -185,20 +185,20 @@ class Canonical:
             mask = extensions.position_biases.emit_bias(emit, seen.bias, self.positions(), self.capacity)
         if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
             return mask
-        made: gs.Tensor = emit.once(
+        own_mask: gs.Tensor = emit.once(
             ("mask", mask.name, kind), lambda: emit.op("Cast", [mask], "own_mask", kind, to=kind)
         )
-        return made
+        return own_mask
 
     def _operand(self, write: Write, size: int, kind: int) -> gs.Tensor:
         """A present as ``[B, N, L, D]``, in a wider type if the products have one."""
         tensor = self._heads_major(write, size)
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
             return tensor
-        made: gs.Tensor = self.emit.once(
+        wide: gs.Tensor = self.emit.once(
             ("wide", tensor.name), lambda: self.emit.op("Cast", [tensor], "wide", kind, to=kind)
         )
-        return made
+        return wide
 
     def _heads_major(self, write: Write, size: int) -> gs.Tensor:
         """A present as ``[B, N, L, D]``: the importer then changes the layout of the cache itself."""
@@ -221,8 +221,8 @@ class Canonical:
             self.added.append(TensorRole(free, "input", role, "int64", (self.batch,), "added", ("batch",)))
             return tensor
 
-        made: gs.Variable = self.emit.once(("input", name), make)
-        return made
+        variable: gs.Variable = self.emit.once(("input", name), make)
+        return variable
 
 
 def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
@@ -237,7 +237,7 @@ def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Te
         start = int(dim == "sequence")
         return emit.op("Shape", [tokens], "tokens_size", _INT64, start=start, end=start + 1)
 
-    made: gs.Tensor = emit.once(
+    sizes: gs.Tensor = emit.once(
         ("sizes", dims), lambda: emit.op("Concat", [size(d) for d in dims], "sizes", _INT64, axis=0)
     )
-    return made
+    return sizes

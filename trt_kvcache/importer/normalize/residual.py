@@ -223,10 +223,10 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
     if axis not in ("batch", "sequence"):
         return None
     start = 0 if axis == "batch" else 1
-    made: gs.Tensor = emit.once(
+    tensor: gs.Tensor = emit.once(
         ("size", axis), lambda: emit.op("Shape", [tokens], f"{axis}_size", INT64, start=start, end=start + 1)
     )
-    return made
+    return tensor
 
 
 def _follow(
@@ -285,15 +285,15 @@ def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, axis: int, sample: Sample)
     """True if all outputs keep their shapes with positions of its own for each row of the batch."""
     value = sample.probe.value(output.name)
     assert value is not None
-    rows = sample.probe.given({output.name: np.repeat(value[:1], sample.batch, 0)})
+    rows = sample.probe.with_values({output.name: np.repeat(value[:1], sample.batch, 0)})
     shapes = [(sample.probe.shape(t.name), rows.shape(t.name)) for t in graph.outputs]
     return all(before is None or before == after for before, after in shapes)
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
     """The number that a tensor adds to P + arange(S), and the axis of the new tokens; None for other tensors."""
-    found = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
-    return found.pop() if len(found) == 1 else None
+    counts = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _counted(value: Array | None, sample: Sample) -> tuple[int, int] | None:
@@ -326,10 +326,10 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
     positions, emit = canonical.positions(), canonical.emit
     if not offset:
         return positions
-    made: gs.Variable = emit.once(
+    tensor: gs.Variable = emit.once(
         ("positions", offset), lambda: emit.op("Add", [positions, emit.ints(offset)], "shifted_positions")
     )
-    return made
+    return tensor
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
@@ -340,9 +340,9 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
     rows = node.outputs[0]
     if not is_op(node, "Slice", "Gather") or not all(_added_per_row(graph, rows, s) for s in samples.twins):
         return False
-    found = {_rows_taken(node, sample) for sample in samples.twins}
-    offset = found.pop()
-    if found or offset is None or offset < 0:
+    offsets = {_rows_taken(node, sample) for sample in samples.twins}
+    offset = offsets.pop()
+    if offsets or offset is None or offset < 0:
         return False
     index = _shifted(canonical, offset)
     replace_uses(rows, canonical.emit.op("Gather", [node.inputs[0], index], "position_rows", axis=0))
@@ -355,7 +355,7 @@ def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
     numbers = np.arange(table[0])[:, None]
-    rows = sample.probe.given({node.inputs[0].name: numbers}).value(node.outputs[0].name)
+    rows = sample.probe.with_values({node.inputs[0].name: numbers}).value(node.outputs[0].name)
     if rows is None or rows.shape != (sample.length, 1):
         return None
     offset = int(rows[0, 0]) - sample.past

@@ -56,11 +56,11 @@ def why_unknown(tensor: gs.Tensor, sample: Sample) -> tuple[str, str]:
     known = [(t.name, sample.probe.shape(t.name)) for t in node.inputs if not t.is_empty()]
     shapes = " and ".join(f"'{n}' {'' if shape is None else list(shape)}" for n, shape in known)
     said = f"{step}: {node.op} '{node.name}' combines {shapes}, which do not fit each other"
-    apart = _sizes_apart([shape for _, shape in known if shape])
-    if is_op(node, "Concat") and {1, sample.batch} in apart:
+    differing = _differing_sizes([shape for _, shape in known if shape])
+    if is_op(node, "Concat") and {1, sample.batch} in differing:
         return f"{said}: it joins what is there once to {sample.batch} sequences", _ONE
     # The shapes of a Concat are apart along its own axis, too.
-    fixed = [max(sizes) for sizes in apart if sample.total in sizes and max(sizes) > sample.total]
+    fixed = [max(sizes) for sizes in differing if sample.total in sizes and max(sizes) > sample.total]
     if fixed and not is_op(node, "Concat"):
         total = f"{sample.past} tokens and {sample.length} new ones are {sample.total} keys"
         return f"{said}: {total}, and the model has {fixed[0]} in each step, as with a past of {fixed[0]} - S", _ANY
@@ -70,8 +70,8 @@ def why_unknown(tensor: gs.Tensor, sample: Sample) -> tuple[str, str]:
     return f"{said}, {chosen}", _SIZES
 
 
-def _sizes_apart(shapes: Sequence[Shape]) -> list[set[int]]:
+def _differing_sizes(shapes: Sequence[Shape]) -> list[set[int]]:
     """Sizes of one axis, counted from the last, that are not the same for two shapes."""
     rank = max(map(len, shapes), default=0)
     sizes = [{shape[-axis] for shape in shapes if len(shape) >= axis} for axis in range(1, rank + 1)]
-    return [found for found in sizes if len(found) == 2]
+    return [pair for pair in sizes if len(pair) == 2]

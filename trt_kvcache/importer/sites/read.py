@@ -25,8 +25,8 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.protos import INTEGERS
 from trt_kvcache.importer.sites.cut import FartherError, MisfitError, Region, SiteError, UnknownError
 from trt_kvcache.importer.sites.layout import ATTENTION, Layout, brought, layouts
-from trt_kvcache.importer.steps.engine import RunError, UnfusedSession
 from trt_kvcache.importer.steps.runnable import open_types
+from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

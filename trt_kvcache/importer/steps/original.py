@@ -32,8 +32,8 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
-from trt_kvcache.importer.steps.engine import ModelSession
 from trt_kvcache.importer.steps.inputs import arrange
+from trt_kvcache.importer.steps.sessions import ModelSession
 from trt_kvcache.importer.steps.single_tokens import SingleTokens
 from trt_kvcache.importer.steps.step import rows_together
 
@@ -277,11 +277,11 @@ class OriginalSession:
     """Runs the original on the rewritten model's inputs.
 
     Attributes:
-        engine: name and version of what runs the original.
+        backend: name and version of what runs the original.
     """
 
     def __init__(self, session: ModelSession, interface: OriginalInterface) -> None:
-        self.engine = session.engine
+        self.backend = session.backend
         self._session = session
         self._interface = interface
 

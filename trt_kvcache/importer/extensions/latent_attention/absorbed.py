@@ -259,7 +259,7 @@ class _Finder:
             feeds[leaf.tensor.name] = np.moveaxis(numbers.reshape(shape[0], shape[2], *others), (0, 1), leaf.axes)
             owners.append(np.stack([np.full(width, index), np.arange(width)], axis=1))
             begin += width
-        moved = self._sample.probe.given(feeds).value(name)
+        moved = self._sample.probe.with_values(feeds).value(name)
         if moved is None or moved.shape != shape:
             return None
         columns, row = np.divmod(moved, rows)

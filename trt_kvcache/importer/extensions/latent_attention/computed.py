@@ -112,7 +112,7 @@ def _repeats(root: str, name: str, samples: Samples) -> bool:
     if shape is None or other is None or other[1] % shape[1]:
         return False
     numbers = np.arange(prod(shape), dtype=np.float32).reshape(shape)
-    moved = probe.given({root: numbers}).value(name)
+    moved = probe.with_values({root: numbers}).value(name)
     return moved is not None and np.array_equal(moved, np.repeat(numbers, other[1] // shape[1], axis=1))
 
 

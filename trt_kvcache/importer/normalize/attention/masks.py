@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.extensions.position_biases import RelativeBias
 
 Array = npt.NDArray[Any]
-_Given = tuple[str, str]  # the name of a tensor, and what its value is: see `ZeroScores`
+_StandIn = tuple[str, str]  # the name of a tensor, and what its value is: see `ZeroScores`
 
 _HIDDEN = -1e3  # what is added to hidden scores is at most this: GPT-2's exporters add -1e4, others the lowest number
 
@@ -60,31 +60,31 @@ class ZeroScores:
         self._steps: dict[Hashable, tuple[Sample, Probe]] = {}
         self._zeros: dict[Hashable, Array] = {}
 
-    def value(self, sample: Sample, name: str, given: Sequence[_Given] = ()) -> Array | None:
+    def value(self, sample: Sample, name: str, stand_ins: Sequence[_StandIn] = ()) -> Array | None:
         """A tensor in a step; None where tokens take part in it.
 
         Args:
             sample: the step.
             name: of the tensor.
-            given: other tensors that have a value: "zeros"; "places" (1, 2, 3, ...); "permuted" (their own numbers, in
-                another order of the last axis).
+            stand_ins: other tensors that have a value: "zeros"; "places" (1, 2, 3, ...); "permuted" (their own numbers,
+                in another order of the last axis).
         """
         # Elementwise operators take one row of zeros for all heads, as large as the mask then makes it.
-        value = self._probe(sample, tuple(given), whole=False).value(name)
+        value = self._probe(sample, tuple(stand_ins), whole=False).value(name)
         if value is None and self._products:
-            value = self._probe(sample, tuple(given), whole=True).value(name)
+            value = self._probe(sample, tuple(stand_ins), whole=True).value(name)
         return value
 
-    def _probe(self, sample: Sample, given: tuple[_Given, ...], *, whole: bool) -> Probe:
-        key = (id(sample), given, whole)
+    def _probe(self, sample: Sample, stand_ins: tuple[_StandIn, ...], *, whole: bool) -> Probe:
+        key = (id(sample), stand_ins, whole)
         if key not in self._steps:
-            values = {name: _filled(sample.probe, name, how) for name, how in given}
+            values = {name: _filled(sample.probe, name, how) for name, how in stand_ins}
             for name in self._products:
                 if shape := sample.probe.shape(name):
                     sizes = shape if whole else (*(1 for _ in shape[:-2]), *shape[-2:])
                     kind = _dtype(sample.probe, name)
                     values[name] = self._zeros.setdefault((sizes, kind), np.zeros(sizes, kind))
-            self._steps[key] = (sample, sample.probe.given(values) if values else sample.probe)
+            self._steps[key] = (sample, sample.probe.with_values(values) if values else sample.probe)
         return self._steps[key][1]
 
 
@@ -117,7 +117,7 @@ class Masks:
         in_use: of a cache of a fixed length, it reads the rows that hold tokens only.
         has_sinks: there is one column more than there are keys.
         product: the scores; None: `tensor` is a mask.
-        given: weights that are taken as 0.
+        stand_ins: weights that are taken as 0.
         slopes: float32 ``[H or 1]``, of a position bias, that are taken off; None: none.
     """
 
@@ -129,7 +129,7 @@ class Masks:
     in_use: bool = False
     has_sinks: bool = False
     product: gs.Tensor | None = None
-    given: tuple[_Given, ...] = ()
+    stand_ins: tuple[_StandIn, ...] = ()
     slopes: Array | None = None
 
     @property
@@ -146,7 +146,7 @@ class Masks:
         past = sample.probe.shape(self.write.past.name)
         return sample.total if past is None else past[self.write.axis]
 
-    def added(self, sample: Sample, *given: _Given) -> Array:
+    def added(self, sample: Sample, *stand_ins: _StandIn) -> Array:
         """The numbers added to scores: float64 ``[B or 1, H or 1, S or 1, keys]``, with a column of sinks.
 
         Raises:
@@ -154,7 +154,7 @@ class Masks:
         """
         if self.tensor is None:
             return np.zeros((1, 1, 1, 1))
-        value = self.scores.value(sample, self.tensor.name, (*self.given, *given))
+        value = self.scores.value(sample, self.tensor.name, (*self.stand_ins, *stand_ins))
         if value is None:
             raise UnsupportedModelError(
                 f"the mask of '{self.node}' cannot be evaluated from lengths and masks alone: "
@@ -170,16 +170,16 @@ class Masks:
                 f"the scores of '{self.node}' have the shape {list(numbers.shape)} in a step of {sample.length} tokens "
                 f"of {sample.batch} sequences; supported are scores with a row for each sequence, head and token"
             )
-        made: Array = numbers.reshape(batch, -1, sample.length, numbers.shape[-1])
-        return made
+        added: Array = numbers.reshape(batch, -1, sample.length, numbers.shape[-1])
+        return added
 
     def level(self, sample: Sample) -> Array:
         """The same for keys alone, with 0 for the key that it is largest for, unless it hides all."""
         added = self.added(sample)
         keys = added[..., :-1] if self.has_sinks else added
         most = keys.max(axis=-1, keepdims=True, initial=-np.inf)
-        made: Array = keys - np.where((most > _HIDDEN) & np.isfinite(most), most, 0)
-        return made
+        level: Array = keys - np.where((most > _HIDDEN) & np.isfinite(most), most, 0)
+        return level
 
     def is_biased(self, sample: Sample) -> bool:
         """True if visible keys are told apart by what is added to their scores."""
@@ -247,7 +247,7 @@ class Masks:
         seen = {"" if self.product is None else self.product.name}
         while pending:
             tensor = pending.pop()
-            if tensor.name in seen or not (all_of_it or self.scores.value(sample, tensor.name, self.given) is None):
+            if tensor.name in seen or not (all_of_it or self.scores.value(sample, tensor.name, self.stand_ins) is None):
                 continue
             seen.add(tensor.name)
             yield tensor
@@ -263,10 +263,10 @@ def sinks_of(masks: Masks, heads: int, samples: Samples) -> Sinks:
     """
     sample, name = samples.plain[0], "" if masks.tensor is None else str(masks.tensor.name)
 
-    def seen(*given: _Given) -> Array | None:
-        if masks.scores.value(sample, name, given) is None:
+    def seen(*stand_ins: _StandIn) -> Array | None:
+        if masks.scores.value(sample, name, stand_ins) is None:
             return None
-        added = replace(masks, given=()).added(sample, *given)[0, :, -1]
+        added = replace(masks, stand_ins=()).added(sample, *stand_ins)[0, :, -1]
         return np.broadcast_to(added[:, -1] - added[:, :-1].max(axis=-1), heads)
 
     for tensor in masks.made_of(sample, all_of_it=True):
@@ -298,10 +298,10 @@ def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Sampl
     if own is None:
         if masks.write is not None and masks.write.shifted:
             return extensions.ring_windows.check_shifted(masks, samples)
-        found = replace(_template(masks, samples), bias=bias, slopes=masks.slopes)
+        visibility = replace(_template(masks, samples), bias=bias, slopes=masks.slopes)
         if masks.write is None or not masks.write.circular:
-            return found
-        return extensions.ring_windows.check_ring(masks, found, samples)
+            return visibility
+        return extensions.ring_windows.check_ring(masks, visibility, samples)
     if bias is not None or masks.slopes is not None:
         raise UnsupportedModelError(
             f"'{masks.node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one "
@@ -319,14 +319,14 @@ def _template(masks: Masks, samples: Samples) -> Visibility:
         :1
     ]  # shows tokens that see later ones there alone
     for guess in (Visibility(), Visibility(causal=False), Visibility(window=window)):
-        if all(np.all(given == _drawn(guess, sample, given.shape[-1])) for sample, given in seen):
-            for sample, given in ((s, masks.visible(s)) for s in first):
-                if other := _apart([(sample, given)], guess):
-                    raise UnsupportedModelError(_no_template(masks, sample, given, other))
+        if all(np.all(visible == _drawn(guess, sample, visible.shape[-1])) for sample, visible in seen):
+            for sample, visible in ((s, masks.visible(s)) for s in first):
+                if other := _difference([(sample, visible)], guess):
+                    raise UnsupportedModelError(_no_template(masks, sample, visible, other))
             return guess
     before, after = (masks.visible(sample) for sample in samples.twins)
     still = masks.write is not None and not masks.write.growing and np.array_equal(before, after) and not after.all()
-    other = _apart(seen, Visibility(window=window))
+    other = _difference(seen, Visibility(window=window))
     raise UnsupportedModelError(_no_template(masks, longest, visible, other) + f". {FOR_GOOD}" * still)
 
 
@@ -340,12 +340,12 @@ def _drawn(template: Visibility, sample: Sample, keys: int) -> Array:
 def _find_own(masks: Masks, graph: gs.Graph, interface: Interface, samples: Samples) -> gs.Tensor | None:
     """The first input with a mask of the caller's own whose values reach the attention."""
     sample = samples.plain[0]
-    found = (
+    names = (
         tensor.name
         for tensor in interface.of(OriginalRole.MASK)
         if not np.array_equal(masks.added(sample, (tensor.name, "permuted")), masks.added(sample))
     )
-    name = next(found, None)
+    name = next(names, None)
     return next((t for t in graph.inputs if t.name == name), None)
 
 
@@ -357,9 +357,9 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
     counts = masks.is_causal and masks.write is None
     masks = replace(masks, is_causal=masks.is_causal and not counts)
     for sample in samples.few:
-        visible, given = masks.visible(sample), masks.in_order(sample.own[own.name], sample)
-        fits = all(n in (1, m) for n, m in zip(given.shape[::-1], visible.shape[::-1], strict=False))
-        if not fits or not np.all(visible == given):
+        visible, own_mask = masks.visible(sample), masks.in_order(sample.own[own.name], sample)
+        fits = all(n in (1, m) for n, m in zip(own_mask.shape[::-1], visible.shape[::-1], strict=False))
+        if not fits or not np.all(visible == own_mask):
             raise UnsupportedModelError(
                 f"the mask of '{masks.node}' is made of the input '{own.name}' and of something else; supported is the "
                 "caller's own mask as it stands, or a causal, padding or window mask"
@@ -367,7 +367,7 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
     return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
 
 
-def _apart(seen: Sequence[tuple[Sample, Array]], window: Visibility) -> str:
+def _difference(seen: Sequence[tuple[Sample, Array]], window: Visibility) -> str:
     """Words on the first query that sees other keys than a window would show it, if the last query looks like one."""
     for sample, visible in seen:
         drawn = _drawn(window, sample, visible.shape[-1])
@@ -392,14 +392,14 @@ def _no_template(masks: Masks, sample: Sample, visible: Array, other: str) -> st
             f"new, the last query of head 0 {_span(visible[0, 0, -1])}, and that of head {heads[0]} "
             f"{_span(visible[0, heads[0], -1])}; supported is one mask for all heads of an attention"
         )
-    cut = ""
+    hint = ""
     if masks.write is not None and masks.kept is not None:
-        cut = (
+        hint = (
             f". The cache '{masks.write.past.name}' keeps its newest {masks.kept} rows: supported is a window of at "
             f"most {masks.kept + 1} tokens over it, which hides from each query of a step what others have lost"
         )
     if masks.write is not None and masks.write.fixed_rows is not None:
-        cut = (
+        hint = (
             f". The past of the cache '{masks.write.past.name}' always has {masks.write.fixed_rows} rows: supported "
             "are masks that hide those that hold no token, by a padding mask or the caller's own, and nothing else"
         )
@@ -407,5 +407,5 @@ def _no_template(masks: Masks, sample: Sample, visible: Array, other: str) -> st
     return (
         f"the mask of '{masks.node}' is none of the supported ones (causal, padding, window, the caller's own): with "
         f"{sample.past} tokens in the cache and {sample.length} new{batch}, the last query "
-        f"{_span(visible[-1, -1, -1])}{other}{cut}"
+        f"{_span(visible[-1, -1, -1])}{other}{hint}"
     )

@@ -102,14 +102,14 @@ class _Finder:
 
     def _cache(self, tensor: gs.Tensor) -> tuple[Write, float] | None:
         """The cache that a tensor is made of by moving, repeating and scaling numbers, and the factor."""
-        factor, kept = 1.0, Fraction(1)
+        factor, share = 1.0, Fraction(1)
         while tensor.name not in self._presents:
             node = producer(tensor)
             if node is None:
                 return None
             if is_op(node, *MOVES) or is_float_cast(node):
                 if is_op(node, "Slice"):
-                    kept *= Fraction(prod(self._shape(tensor)), prod(self._shape(node.inputs[0])) or 1)
+                    share *= Fraction(prod(self._shape(tensor)), prod(self._shape(node.inputs[0])) or 1)
                 tensor = node.inputs[0]
             elif is_op(node, "Mul", "Div") and (pair := self._factor(node)) is not None:
                 tensor = pair[0]
@@ -119,7 +119,7 @@ class _Finder:
         write = self._presents[tensor.name]
         rows = 0 if write.growing else (self._small.probe.shape(write.past.name) or (0,) * 9)[write.axis]
         # Rows in use may be cut out of a fixed cache. A part of each row is computed from it: see `latent_attention`.
-        whole = write.kept is not None or kept in (1, Fraction(self._small.total, rows or 1))
+        whole = write.kept is not None or share in (1, Fraction(self._small.total, rows or 1))
         return (write, factor) if whole else None
 
     def _factor(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
@@ -136,7 +136,7 @@ class _Finder:
     def _decomposed(self, softmax: gs.Node) -> _Operators | None:
         shape = self._shape(softmax.inputs[0])
         before = self._path(softmax.inputs[0], shape, lambda node: node.inputs, lambda t: [producer(t)])
-        if not before or (found := self._cache(before[-1].inputs[1])) is None:
+        if not before or (keys := self._cache(before[-1].inputs[1])) is None:
             return None
         product, between = before[-1], before[-2::-1]
         after = self._path(softmax.outputs[0], shape, lambda node: node.outputs, consumers)
@@ -144,19 +144,19 @@ class _Finder:
         way = (*between, *after[:-1])
         if values is None:
             way = to_values(product, lambda tensor: self._cache(tensor) is not None, self._samples) or ()
-        if mixed := mixed_heads(way, found[0].past.name):
+        if mixed := mixed_heads(way, keys[0].past.name):
             raise UnsupportedModelError(mixed)
         if values is None:
             raise UnsupportedModelError(
-                f"the probabilities of '{softmax.name}', made of cache '{found[0].past.name}', do not go to one MatMul "
+                f"the probabilities of '{softmax.name}', made of cache '{keys[0].past.name}', do not go to one MatMul "
                 "with a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
-        scale, softcap, rounding = self._scale(between, found[1])
-        self._check_order(product.inputs[0], product.inputs[1], found)
+        scale, softcap, rounding = self._scale(between, keys[1])
+        self._check_order(product.inputs[0], product.inputs[1], keys)
         self._check_order(after[-1].outputs[0], after[-1].inputs[1], values)
         weights = (_rounding(node, "what the softmax makes of scores") for node in after)
         return _Operators(
-            softmax, product.inputs[0], after[-1].outputs[0], found[0], values[0],
+            softmax, product.inputs[0], after[-1].outputs[0], keys[0], values[0],
             (self._shape(product.outputs[0]) or (0,))[-1], scale, softcap, softmax.inputs[0], product.outputs[0],
             rounding, next((pair for pair in weights if pair is not None), None),
         )  # fmt: skip
@@ -287,17 +287,17 @@ class _Finder:
         self, tensor: gs.Tensor, heads: int, size: int, step: Callable[[gs.Tensor], gs.Tensor | None]
     ) -> tuple[gs.Tensor, tuple[Dim, ...] | None]:
         """A tensor that is ``[B, heads, S, size]``, up to Reshapes; or as it is, and its shape for the editor."""
-        found: gs.Tensor | None = None
+        cache: gs.Tensor | None = None
         other: gs.Tensor | None = tensor
         while other is not None:
             shapes = [sample.probe.shape(other.name) for sample in self._samples.few]
             if shapes == [(sample.batch, heads, sample.length, size) for sample in self._samples.few]:
-                found = other
+                cache = other
                 if step is _later:
                     break
             other = step(other)
-        if found is not None:
-            return found, None
+        if cache is not None:
+            return cache, None
         shapes = [sample.probe.shape(tensor.name) for sample in self._samples.few]
         if shapes[0] is None or shapes[1] is None or len(shapes[0]) != len(shapes[1]):
             raise UnsupportedModelError(

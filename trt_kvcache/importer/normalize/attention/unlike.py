@@ -48,10 +48,10 @@ def why_unlike(graph: gs.Graph, update: gs.Node, samples: Samples) -> str:
         path = to_values(product, lambda tensor: _update(tensor) is not None, samples)
         if path is None or (not (mixed := mixed_heads(path, past)) and any(is_op(node, "Softmax") for node in path)):
             continue
-        made = [f"{node.op} '{node.name}'" for node in path if not is_op(node, *_PLAIN)]
+        ops = [f"{node.op} '{node.name}'" for node in path if not is_op(node, *_PLAIN)]
         return mixed or (
             f"attention over the cache '{past}' has no Softmax: the weights of its values are "
-            f"{f'made by {made[0]}' if made else 'the scores'}; supported are weights that are a softmax of the scores"
+            f"{f'made by {ops[0]}' if ops else 'the scores'}; supported are weights that are a softmax of the scores"
         )
     return ""
 
@@ -125,14 +125,14 @@ def other_order(read: gs.Tensor, write: Write, factor: float, size: int, samples
     kind = (
         np.float16 if probe.elem_type(name) == onnx.TensorProto.FLOAT16 else np.float32
     )  # bfloat16 counts to 256 only
-    value = probe.given({name: np.broadcast_to(rows + heads, shape).astype(kind)}).value(read.name)
+    value = probe.with_values({name: np.broadcast_to(rows + heads, shape).astype(kind)}).value(read.name)
     if value is None or value.ndim < 3 or not value.size or value.size % (sample.batch * prod(value.shape[-2:])):
         return ""
-    found = np.rint(value.astype(np.float64) / factor).astype(int)
-    found = found.reshape(sample.batch, -1, prod(value.shape[-2:])) - rows.reshape(-1, 1, 1)
-    order = found[0, :, 0]
+    rows_read = np.rint(value.astype(np.float64) / factor).astype(int)
+    rows_read = rows_read.reshape(sample.batch, -1, prod(value.shape[-2:])) - rows.reshape(-1, 1, 1)
+    order = rows_read[0, :, 0]
     wanted = np.arange(len(order)) * count // len(order)
-    if (found != order[:, None]).any() or np.array_equal(order, wanted):
+    if (rows_read != order[:, None]).any() or np.array_equal(order, wanted):
         return ""
     said, supported = (", ".join(map(str, heads[:_FEW])) + ", ..." * (len(heads) > _FEW) for heads in (order, wanted))
     return (

@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 _SMALL = 1 << 12  # bytes; larger values are compared as objects
 _FEW = 64  # elements of a value that may decide a shape
 _LARGEST = 1 << 26  # elements of one value: a foreign model runs here in the caller's own process
-_KEPT = 1 << 12  # results, at most, that all steps share
+_SHARED = 1 << 12  # results, at most, that all steps share
 _SLOW = {"Conv", "ConvTranspose", "Einsum"}  # no mask and no position is made of these
 _COUNTING = {"NonZero", "Compress", "Unique"}  # their contents decide how much they give: no more than they get
 _RANDOM = {"RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial"}
@@ -84,7 +84,7 @@ class Blueprint:
 
     Attributes:
         makers: by the names of what they make, which are no constants.
-        made: what operators make of small values and types, by form and inputs, in any step.
+        results: what operators make of small values and types, by form and inputs, in any step.
 
     Args:
         model: flat, with named tensors. Not kept in sync with later edits.
@@ -98,15 +98,15 @@ class Blueprint:
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
         self.makers: dict[str, Maker] = {}
-        self.made: dict[Hashable, Sequence[_Fact]] = {}
+        self.results: dict[Hashable, Sequence[_Fact]] = {}
         self._weights = weights
         self._masks = sliced_squares(model.graph)
         self._forms: dict[Hashable, int] = {}
         self._operators: dict[int, Callable[..., Any] | None] = {}
         self._stated: dict[str, _Fact] = {}
         for place, node in enumerate(model.graph.node):
-            if is_op(node, "Constant") and (held := next((a.t for a in node.attribute if a.name == "value"), None)):
-                self.initializers[node.output[0]] = held
+            if is_op(node, "Constant") and (tensor := next((a.t for a in node.attribute if a.name == "value"), None)):
+                self.initializers[node.output[0]] = tensor
             else:
                 self.makers |= dict.fromkeys(node.output, self._maker(node, place))
 
@@ -142,20 +142,20 @@ class Blueprint:
 
     def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
         """The types of the outputs of a node, by ONNX's shape inference."""
-        given = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
-        types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in given.items()}
+        known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
+        types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items()}
         data = {
-            n: numpy_helper.from_array(v) for n, f in given.items() if (v := f.value) is not None and _may_decide(v)
+            n: numpy_helper.from_array(v) for n, f in known.items() if (v := f.value) is not None and _may_decide(v)
         }
         node, domain = maker.node, "" if maker.node.domain == "ai.onnx" else maker.node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
             if maker.op == "Attention":
                 node = _without_own(node, schema)
-            found = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
+            inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
         except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
-            found = {}
-        return [found[n].SerializeToString(deterministic=True) if n in found else None for n in maker.node.output]
+            inferred = {}
+        return [inferred[n].SerializeToString(deterministic=True) if n in inferred else None for n in maker.node.output]
 
     def _evaluate(
         self, maker: Maker, facts: Sequence[_Fact | None], kinds: Sequence[bytes | None]
@@ -188,9 +188,9 @@ class Blueprint:
         if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or node.op_type in _RANDOM:
             return None
         try:
-            made = load_op(domain, node.op_type, self.opsets.get(domain, 1))
+            operator = load_op(domain, node.op_type, self.opsets.get(domain, 1))
             settings = {"log": lambda *_: None, "opsets": self.opsets, "verbose": 0, "new_ops": None}
-            return cast("Callable[..., Any]", made(node, settings).run)
+            return cast("Callable[..., Any]", operator(node, settings).run)
         except Exception:  # noqa: BLE001 - no such operator: its values are unknown
             return None
 
@@ -207,19 +207,19 @@ class Probe:
     def __init__(self, blueprint: Blueprint, shapes: Mapping[str, Shape], values: Mapping[str, Array]) -> None:
         self._blueprint = blueprint
         self._shapes = shapes
-        self._given = dict(values)
+        self._values = dict(values)
         self._other: Probe | None = None  # with fewer values: knows the same of what comes before these
         self._first = 0
         self._facts = {name: _fact(value) for name, value in values.items()}
-        self._made: dict[Hashable, Sequence[_Fact]] = {}  # of large values, by object: they live as long as the probe
+        self._large: dict[Hashable, Sequence[_Fact]] = {}  # of large values, by object: they live as long as the probe
 
-    def given(self, values: Mapping[str, Array]) -> Probe:
+    def with_values(self, values: Mapping[str, Array]) -> Probe:
         """The same step with more values."""
-        made = Probe(self._blueprint, self._shapes, self._given | dict(values))
-        made._other = self
+        probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
+        probe._other = self
         makers = self._blueprint.makers
-        made._first = min((makers[n].place if n in makers else -1 for n in values), default=0)
-        return made
+        probe._first = min((makers[n].place if n in makers else -1 for n in values), default=0)
+        return probe
 
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor, or None where an operator is unknown or its shape hangs on weights or tokens."""
@@ -260,13 +260,13 @@ class Probe:
     def _make(self, maker: Maker) -> Sequence[_Fact]:
         facts = [self._facts[n] if n else None for n in maker.inputs]
         key = (maker.form, *(f and _content(f) for f in facts))
-        shared = self._blueprint.made
-        made = shared.get(key) or self._made.get(key)
-        if made is None:
-            made = self._blueprint.run(maker, facts)
-            is_small = all(f is None or _is_small(f.value) for f in (*facts, *made))
-            (shared if is_small and len(shared) < _KEPT else self._made)[key] = made
-        return made
+        shared = self._blueprint.results
+        results = shared.get(key) or self._large.get(key)
+        if results is None:
+            results = self._blueprint.run(maker, facts)
+            is_small = all(f is None or _is_small(f.value) for f in (*facts, *results))
+            (shared if is_small and len(shared) < _SHARED else self._large)[key] = results
+        return results
 
     def _stated(self, name: str) -> _Fact:
         """Facts about a weight or a graph input."""
@@ -308,11 +308,11 @@ def _run(
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            made = [None if value is None else np.asarray(value) for value in operator(*inputs)]
+            results = [None if value is None else np.asarray(value) for value in operator(*inputs)]
     except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the step is none for this node
         return None
     count = len(maker.node.output)
-    return [*made, *[None] * count][:count]
+    return [*results, *[None] * count][:count]
 
 
 def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
@@ -323,10 +323,10 @@ def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | N
     data, pads, value, axes = (*inputs, *[None] * 4)[:4]
     if data is None or pads is None or pads.min(initial=0) >= 0:
         return inputs
-    kept = [slice(None)] * data.ndim
+    inside = [slice(None)] * data.ndim
     for axis, begin, end in zip(range(data.ndim) if axes is None else axes, *np.split(pads, 2), strict=True):
-        kept[axis] = slice(max(-begin, 0), data.shape[axis] + min(end, 0))
-    return [data[tuple(kept)], np.maximum(pads, 0), value, *([] if axes is None else [axes])]
+        inside[axis] = slice(max(-begin, 0), data.shape[axis] + min(end, 0))
+    return [data[tuple(inside)], np.maximum(pads, 0), value, *([] if axes is None else [axes])]
 
 
 def _without_own(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.NodeProto:

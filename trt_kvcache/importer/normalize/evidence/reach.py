@@ -79,12 +79,12 @@ def _is_weight(constant: gs.Constant) -> bool:
 
 def data_dependent(graph: gs.Graph) -> set[int]:
     """The ids of tensors of a sorted graph whose values weights or floating-point inputs decide."""
-    found = {id(t) for t in graph.inputs if elem_type(t) not in (INT32, INT64, BOOL)}
+    reached = {id(t) for t in graph.inputs if elem_type(t) not in (INT32, INT64, BOOL)}
     for node in graph.nodes:
         for tensor in node.inputs:
-            if isinstance(tensor, gs.Constant) and id(tensor) not in found and _is_weight(tensor):
-                found.add(id(tensor))
+            if isinstance(tensor, gs.Constant) and id(tensor) not in reached and _is_weight(tensor):
+                reached.add(id(tensor))
         read = () if is_op(node, "Shape", "Size") else node.inputs
-        if is_op(node, *_PROJECTIONS) or any(id(t) in found for t in read):
-            found.update(map(id, node.outputs))
-    return found
+        if is_op(node, *_PROJECTIONS) or any(id(t) in reached for t in read):
+            reached.update(map(id, node.outputs))
+    return reached

@@ -80,7 +80,7 @@ def has_inner_caches(node: gs.Node) -> bool:
 
 def _caches(graph: gs.Graph, node: gs.Node) -> list[Write]:
     idiom = str(node.attrs.get("operator", node.op))
-    found = []
+    writes = []
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
         past = input_or_none(node, index)
         past = None if past is None else trace_back(past)
@@ -98,8 +98,8 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[Write]:
         _state_shape(present, update)
         before, after = (dims(past) or ())[2:3], (dims(present) or ())[2:3]
         grows = (not before or before != after or before == ("?",)) and not node.attrs.get("ring", 0)
-        found.append(Write(idiom, past, present, update, node.name, axis=2, growing=grows))
-    return found
+        writes.append(Write(idiom, past, present, update, node.name, axis=2, growing=grows))
+    return writes
 
 
 def _state_shape(cache: gs.Tensor, update: gs.Tensor) -> None:

@@ -44,9 +44,9 @@ def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
         UnsupportedModelError: a cache is held in the model, where no caller can reach it.
     """
     flow = _Flow(graph)
-    found = [c for output in graph.outputs if (c := flow.update(output)) is not None]
+    candidates = [c for output in graph.outputs if (c := flow.update(output)) is not None]
     _check_inside(graph, flow)
-    return (*found, *flow.new_rows(found))
+    return (*candidates, *flow.new_rows(candidates))
 
 
 class _Flow:
@@ -119,17 +119,17 @@ class _Flow:
 
     def _sources(self, rows: gs.Tensor) -> list[gs.Tensor]:
         """Tensors that may be the new rows, from the projection on; the last one comes into the region."""
-        found = [rows]
-        while (node := producer(found[0])) is not None:
+        path = [rows]
+        while (node := producer(path[0])) is not None:
             data = [t for t in node.inputs if self.is_data(t)]
             if len(data) != 1 or elem_type(data[0]) != elem_type(rows):
                 break
-            found.insert(0, data[0])
-        return found
+            path.insert(0, data[0])
+        return path
 
-    def new_rows(self, found: Sequence[Candidate]) -> list[Candidate]:
+    def new_rows(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Caches of which an output gives the new rows only, and those of which no output gives anything back."""
-        used = {id(t) for c in found if not c.reason for t in (c.past, c.present)}
+        used = {id(t) for c in candidates if not c.reason for t in (c.past, c.present)}
         outputs = ", ".join(t.name for t in self._outputs)
         joins: list[Candidate] = []
         for join in (join for past in self._pasts if id(past) not in used for join in self._joins(past)):
@@ -157,10 +157,10 @@ class _Flow:
                 if is_op(node, "Shape", "Size"):
                     continue
                 region = self._between(past, node.outputs[0])
-                found = self._candidate(past, node.outputs[0], region) if region else None
-                if found is not None and len(found.rows) == 1:
-                    yield replace(found, node=node, idiom=f"{node.op}, new rows returned")
-                elif found is not None and not found.rows:
+                candidate = self._candidate(past, node.outputs[0], region) if region else None
+                if candidate is not None and len(candidate.rows) == 1:
+                    yield replace(candidate, node=node, idiom=f"{node.op}, new rows returned")
+                elif candidate is not None and not candidate.rows:
                     pending += node.outputs
 
 

@@ -45,7 +45,7 @@ _TRIED = 3  # of them
 _FAR = 64  # tokens beyond twice the capacity
 _FLOAT, _FLOAT16, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 _NARROWER: dict[int | None, tuple[int, ...]] = {_FLOAT: (_FLOAT16, _BFLOAT16), _FLOAT16: (_BFLOAT16,)}
-_CUT = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
+_NEWEST = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
 _GIVE_BACK = "give back what is joined with the past, or Concat(past, new) as a whole"
 _LOST = "write with index_copy, index_put or a slice instead of narrow().copy_(), and return what is written"
 _ROLLING = "keep rows where they are and write at the position, or at the position modulo the capacity"
@@ -63,14 +63,14 @@ def read_updates(candidates: Sequence[Candidate], blueprint: Blueprint, capacity
         A `Write` for each that can be done in place, and else a `Candidate` with the reason.
     """
     steps = GuessedSteps(blueprint, candidates)
-    found = {c: r for c in candidates if (r := _Reader(c, steps, capacity).read()) is not None}
-    found = {c: r for c, r in found.items() if not _is_constant(r, tuple(found.values()))}
-    return tuple(_alone(r, c, tuple(found)) for c, r in found.items())
+    updates = {c: r for c in candidates if (r := _Reader(c, steps, capacity).read()) is not None}
+    updates = {c: r for c, r in updates.items() if not _is_constant(r, tuple(updates.values()))}
+    return tuple(_alone(r, c, tuple(updates)) for c, r in updates.items())
 
 
-def _alone(read: Write | Candidate, candidate: Candidate, found: Sequence[Candidate]) -> Write | Candidate:
+def _alone(read: Write | Candidate, candidate: Candidate, candidates: Sequence[Candidate]) -> Write | Candidate:
     """The same, or the reason why it cannot be kept although it was read."""
-    results = [f"'{c.present.name}'" for c in found if c.past is candidate.past]
+    results = [f"'{c.present.name}'" for c in candidates if c.past is candidate.past]
     reason = f"it has two results, {' and '.join(results[:2])}" if len(results) > 1 else _other_type(candidate)
     return replace(candidate, reason=reason) if reason and isinstance(read, Write) else read
 
@@ -82,8 +82,8 @@ def _other_type(candidate: Candidate) -> str:
     of bfloat16 (ModelOpt's AutoCast): what such a cache gives back are numbers of the narrower type.
     """
     written = candidate.node.outputs[0]
-    past, kept, present = map(elem_type, (candidate.past, written, candidate.present))
-    if past == kept == present or (kept in _NARROWER.get(past, ()) and present in (past, kept)):
+    past, target, present = map(elem_type, (candidate.past, written, candidate.present))
+    if past == target == present or (target in _NARROWER.get(past, ()) and present in (past, target)):
         return ""
     return (
         f"it comes as {dtype_name(candidate.past)} and goes as {dtype_name(candidate.present)} "
@@ -92,7 +92,7 @@ def _other_type(candidate: Candidate) -> str:
     )
 
 
-def _is_constant(candidate: ExportedUpdate, found: Sequence[ExportedUpdate]) -> bool:
+def _is_constant(candidate: ExportedUpdate, updates: Sequence[ExportedUpdate]) -> bool:
     """True if an unchanged input is no cache to write.
 
     Keys and values of an encoder come beside caches of another shape; hidden states have three axes and come alone.
@@ -100,8 +100,8 @@ def _is_constant(candidate: ExportedUpdate, found: Sequence[ExportedUpdate]) -> 
     if candidate.idiom != "unchanged":
         return False
     shape = dims(candidate.past) or ()
-    written = [dims(c.past) for c in found if c.idiom != "unchanged"]
-    alike = [c for c in found if c.idiom == "unchanged" and len(c.past.shape) == len(shape)]
+    written = [dims(c.past) for c in updates if c.idiom != "unchanged"]
+    alike = [c for c in updates if c.idiom == "unchanged" and len(c.past.shape) == len(shape)]
     return shape not in written if written else len(shape) == 3 and len(alike) == 1
 
 
@@ -165,7 +165,7 @@ class _Reader:
             past, new = step.shape(self._candidate.past), step.shape(update)
             if past is None or new is None or len(past) != len(new) or tried >= (_TRIED if step.past else 1):
                 return
-            axis = _apart(past, new) if self._is_placed else None
+            axis = _differing_axis(past, new) if self._is_placed else None
             if axis is not None and step.past + prod(new) * past[axis] // prod(past) > past[axis]:
                 continue
             runs = (run_update(self._candidate, step, [update], sizes) for sizes in few_or_all(past, new, axis))
@@ -190,7 +190,7 @@ class _Reader:
             if not self._sources.inputs:
                 yield replace(candidate, idiom="shift", growing=True, shifted=True)
         elif len(whole) == len(past):
-            axis = _apart(past, run.new.shape if whole == past else whole)
+            axis = _differing_axis(past, run.new.shape if whole == past else whole)
             if axis is None or (candidate.rows_only and prod(whole) != run.past.size + run.new.size):
                 return
             rows = (dims(candidate.past) or ())[axis]
@@ -198,25 +198,25 @@ class _Reader:
             if kind.fixed_rows is not None and not kind.rows_only:
                 reason = f"its axis {axis} has a fixed size, so that a step's result is no input of the next"
                 kind = replace(kind, fixed_rows=None, reason=reason, advice=_ROLLING)
-            yield kind if kind.reason or kind.rows_only else self._cut(kind, whole[axis] - past[axis])
+            yield kind if kind.reason or kind.rows_only else self._newest(kind, whole[axis] - past[axis])
 
-    def _cut(self, kind: Candidate, added: int) -> Candidate:
+    def _newest(self, kind: Candidate, added: int) -> Candidate:
         """A growing cache with the number of rows that it keeps, from the size that it has after a long past."""
         step, rows, axis = self._steps.step(1, 2 * self._capacity + _FAR, _STEPS[0][2]), kind.rows[0], kind.axis or 0
         past, new = step.shape(kind.past), step.shape(rows)
         if past is None or new is None:
             return kind
-        left = step.probe.given({rows.name: typed(np.zeros(new), rows)}).shape(kind.present.name)
+        left = step.probe.with_values({rows.name: typed(np.zeros(new), rows)}).shape(kind.present.name)
         if left is not None and left[axis] < past[axis]:
             return replace(kind, idiom=f"{kind.idiom}, Slice", kept=left[axis])
         if left is None and added * prod(past) != prod(new) * past[axis]:
-            return replace(kind, reason="which rows are left cannot be computed from lengths", advice=_CUT)
+            return replace(kind, reason="which rows are left cannot be computed from lengths", advice=_NEWEST)
         return kind
 
     def _write(self, kind: Candidate, update: gs.Tensor, run: Run, axis: int, perm: Perm) -> Write:
         whole = _wanted(replace(kind, kept=None), run, axis, perm)
         assert whole is not None
-        held = whole.take(np.arange(run.step.past + run.new.shape[perm[axis]]), axis, mode="clip")
+        front = whole.take(np.arange(run.step.past + run.new.shape[perm[axis]]), axis, mode="clip")
         plain = tuple(range(whole.ndim))
         seen = list(_seen(kind, run))
         region = [(t, order_of(v, whole)) for t, v in seen if any(contains(n.outputs, t) for n in kind.region)]
@@ -236,7 +236,7 @@ class _Reader:
             circular=kind.shifted or (not kind.growing and self._is_circular(kind, update, axis, perm, run)),
             aliases=tuple(t for t, v in seen if np.array_equal(v, whole) and t is not kind.present),
             turned=tuple((t, order) for t, order in region if order not in (None, plain)),
-            fronts=() if kind.growing else tuple(t for t, v in seen if np.array_equal(v, held)),
+            fronts=() if kind.growing else tuple(t for t, v in seen if np.array_equal(v, front)),
             new_rows=self._new_rows(update, perm, run) if kind.rows_only else None,
         )
 
@@ -259,17 +259,17 @@ class _Reader:
         candidate = self._candidate
         source = trace_back(candidate.rows[0])
         shape = run.step.shape(source) or ()
-        probe = run.step.probe.given({source.name: np.arange(prod(shape)).reshape(shape)})
-        given, rows = probe.value(candidate.present.name), probe.value(update.name)
-        if given is not None and rows is not None:
+        probe = run.step.probe.with_values({source.name: np.arange(prod(shape)).reshape(shape)})
+        numbers, rows = probe.value(candidate.present.name), probe.value(update.name)
+        if numbers is not None and rows is not None:
             for order in permutations(perm):
-                if np.array_equal(given.reshape(-1), rows.transpose(order).reshape(-1)):
+                if np.array_equal(numbers.reshape(-1), rows.transpose(order).reshape(-1)):
                     return tuple(perm.index(axis) for axis in order)
         why = f"the output '{candidate.present.name}' has other numbers than the new rows '{update.name}'"
         raise refusal(candidate, why, _GIVE_BACK)
 
 
-def _apart(one: Shape, other: Shape) -> int | None:
+def _differing_axis(one: Shape, other: Shape) -> int | None:
     """The axis of a shape whose size alone another one does not have, in whatever order; None: nothing says it."""
     places = [axis for axis, sizes in enumerate(zip(one, other, strict=True)) if len({*sizes}) > 1]
     sizes = list((Counter(one) - Counter(other)).elements())
@@ -298,8 +298,8 @@ def _wanted(kind: Candidate, run: Run, axis: int, perm: Perm, ring: int = 0) -> 
         return None
     if kind.growing:
         whole = np.concatenate([run.past, rows], axis)
-        kept = sizes[axis] if kind.shifted else kind.kept or whole.shape[axis]
-        return whole.take(np.arange(max(0, whole.shape[axis] - kept), whole.shape[axis]), axis)
+        count = sizes[axis] if kind.shifted else kind.kept or whole.shape[axis]
+        return whole.take(np.arange(max(0, whole.shape[axis] - count), whole.shape[axis]), axis)
     places = run.step.past + np.arange(rows.shape[axis])
     places = places % ring if ring else places
     if places.max() >= sizes[axis]:
@@ -344,7 +344,7 @@ def _describe(kind: Candidate, runs: Sequence[Run]) -> str:
     """An update that does not write S rows after P rows, in words."""
     update, present = kind.rows[0].name, kind.present.name
     run = next((run for run in runs if run.whole is None), runs[0])
-    axis = kind.axis if kind.axis is not None else _apart(run.past.shape, run.new.shape) or 0
+    axis = kind.axis if kind.axis is not None else _differing_axis(run.past.shape, run.new.shape) or 0
     whole, length = run.whole, run.new.size * run.past.shape[axis] // run.past.size
     if whole is None:
         when = f"in a step of {length} tokens after {run.step.past}"

@@ -120,14 +120,14 @@ def _products(tensors: list[gs.Tensor]) -> list[gs.Node]:
 
 def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
     """These tensors, and everything that these operators make of them."""
-    found = list(tensors)
-    seen = {id(tensor) for tensor in found}
-    for tensor in found:
+    reached = list(tensors)
+    seen = {id(tensor) for tensor in reached}
+    for tensor in reached:
         for node in consumers(tensor):
             if is_op(node, *ops) and id(node.outputs[0]) not in seen:
                 seen.add(id(node.outputs[0]))
-                found.append(node.outputs[0])
-    return found
+                reached.append(node.outputs[0])
+    return reached
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:

@@ -147,8 +147,8 @@ def few_or_all(past: Shape, new: Shape, axis: int | None) -> Iterator[tuple[Shap
     """
     if prod(past) > _SMALL and axis is not None:
         yield (*past[:axis], min(past[axis], ROWS), *past[axis + 1 :]), new
-        kept = (past[0], past[axis], *(Counter(new) - Counter(past)))
-        past, new = (tuple(d if d in kept else min(d, 2) for d in shape) for shape in (past, new))
+        sizes = (past[0], past[axis], *(Counter(new) - Counter(past)))
+        past, new = (tuple(d if d in sizes else min(d, 2) for d in shape) for shape in (past, new))
     if prod(past) <= LARGEST:
         yield past, new
 
@@ -157,7 +157,7 @@ def run_update(candidate: Candidate, step: Step, rows: Sequence[gs.Tensor], shap
     """An update in a step, with a past and new rows of these shapes."""
     past, *new = (_numbers(shape, is_new=place > 0) for place, shape in enumerate(shapes))
     tensors = (candidate.past, *rows)
-    probe = step.probe.given({t.name: typed(v, t) for t, v in zip(tensors, (past, *new), strict=True)})
+    probe = step.probe.with_values({t.name: typed(v, t) for t, v in zip(tensors, (past, *new), strict=True)})
     whole = value_of(probe, candidate.whole)
     if candidate.rows_only and whole is not None:  # it may be joined in another order
         joined = (value_of(probe, t) for t in candidate.node.inputs if t is not candidate.rows[0])

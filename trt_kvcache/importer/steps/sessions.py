@@ -25,10 +25,10 @@ class ModelSession(Protocol):
     """A loaded part of a model.
 
     Attributes:
-        engine: name of what runs it.
+        backend: name of what runs it.
     """
 
-    engine: str
+    backend: str
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name.
@@ -42,7 +42,7 @@ class ModelSession(Protocol):
 class ReferenceSession:
     """ONNX's reference evaluator (https://onnx.ai/onnx/api/reference.html): slow, and right by definition."""
 
-    engine = f"ONNX reference evaluator {onnx.__version__}"
+    backend = f"ONNX reference evaluator {onnx.__version__}"
 
     def __init__(self, model: onnx.ModelProto) -> None:
         # Imported here: it loads every operator of ONNX, and few models need it.
