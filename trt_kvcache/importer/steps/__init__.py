@@ -5,5 +5,5 @@ inputs     values for the inputs of a step; the role of each decides
 contents   values for its caches, with garbage in rows without a token
 original   a step of the rewritten model as the original takes it
 runnable   models in operators and types that ONNX Runtime has
-sessions   sessions that run a model on the CPU
+sessions   what runs a model on the CPU
 """
