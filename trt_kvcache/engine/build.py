@@ -445,6 +445,7 @@ def _manifest(setup: _Setup, plan: CachePlan, profiles: tuple[Profile, ...], bui
         engine=FileIdentity(engine.name, built.done.size, built.done.blake3),
         options=_flat(setup.build),
         warnings=built.warnings,
+        network=built.done.network,
     )
 
 

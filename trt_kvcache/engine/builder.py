@@ -41,6 +41,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     """Do the job, from importing TensorRT to the engine on disk."""
     send(Stage(STAGES[0]))
     trt = _import_tensorrt(job.target)
+    from trt_kvcache.compare.parsed import compare_network
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
     from trt_kvcache.engine.network import check_network
     from trt_kvcache.importer.patch import patch_network
@@ -55,12 +56,16 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     send(Stage(STAGES[1]))
     parser = trt.OnnxParser(network, logger)
     weights = _flipped_weights(job)  # TensorRT reads them until the engine is built
-    if not _parse(parser, model, job, weights):
+    content = model.pop()
+    if not _parse(parser, content, job, weights):
         raise BuildError(_with_refusals(job, _parser_message(job, parser), refusals))
 
     send(Stage(STAGES[2]))
     patch_network(network, job.plan, trt)
     check_network(network, job.plan, trt)
+    compared = compare_network(network, trt, content, Path(job.model).parent, job.plan, weights)
+    del content
+    compared.check()
 
     send(Stage(STAGES[3]))
     config = create_config(trt, builder, network, job, monitor)
@@ -91,7 +96,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
             raise OutputError(f"{job.output}: cannot be written: {error.strerror}") from error
     if job.build.timing_cache is not None:
         save_timing_cache(config, Path(job.build.timing_cache))
-    return Done(trt.__version__, writer.size, writer.digest.hexdigest())
+    return Done(trt.__version__, writer.size, writer.digest.hexdigest(), str(compared))
 
 
 def _flipped_weights(job: Job) -> dict[str, bytearray]:
@@ -107,11 +112,11 @@ def _flipped_weights(job: Job) -> dict[str, bytearray]:
     return weights
 
 
-def _parse(parser: Any, model: list[bytes], job: Job, weights: dict[str, bytearray]) -> bool:
+def _parse(parser: Any, model: bytes, job: Job, weights: dict[str, bytearray]) -> bool:
     """Parse the model, with these bytes instead of those in its files."""
     if not weights:
-        return bool(parser.parse(model.pop(), job.model))
-    if not parser.load_model_proto(model.pop(), job.model):
+        return bool(parser.parse(model, job.model))
+    if not parser.load_model_proto(model, job.model):
         return False
     for name, data in weights.items():
         address = ctypes.addressof(ctypes.c_char.from_buffer(data))

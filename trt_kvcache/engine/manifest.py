@@ -83,6 +83,7 @@ class Manifest:
         model: the source model and its external data files.
         options: the build options of the caller, for the audit.
         warnings: TensorRT's warnings during the build, each once.
+        network: how the network that TensorRT parsed compares with the model, in words.
         encoder: the engine of the encoder that was built with this decoder's, by its name beside it; None: there is
             none. An encoder's own engine has no caches, and one profile, `ENCODER`.
         generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: tokens
@@ -104,6 +105,7 @@ class Manifest:
     engine: FileIdentity
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    network: str = ""
     vocab: int | None = None
     max_positions: int | None = None
     max_logits: int | None = None

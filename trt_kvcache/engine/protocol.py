@@ -75,11 +75,12 @@ class Line(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The engine is written and on disk."""
+    """The engine is written and on disk; `network`: see `trt_kvcache.engine.manifest.Manifest`."""
 
     version: str
     size: int
     blake3: str
+    network: str = ""
 
 
 Event = Stage | Node | Progress | Log | Line

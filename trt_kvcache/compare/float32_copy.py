@@ -1,0 +1,99 @@
+"""A copy of a model that computes in float32 what the model computes in float16 and bfloat16.
+
+Structure, masks, indices and layouts are the same, and small faults show that the rounding of the narrow type hides.
+ONNX Runtime has no kernels for bfloat16 on the CPU, and converts float16 products.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from onnx import GraphProto, ModelProto, TensorProto, external_data_helper, helper, numpy_helper
+
+from trt_kvcache.errors import OutputError
+from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors
+from trt_kvcache.importer.steps.element_types import all_types, state_type
+
+__all__ = ["float32_copy"]
+
+_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_DATA = "float32.data"
+_BLOCK = 1 << 20  # bytes read at a time
+_SMALL = 1024  # bytes; smaller tensors stay in the model, where shape inference reads them
+
+
+def float32_copy(
+    model: ModelProto, source: Path, folder: Path, replaced: Mapping[str, bytes | bytearray] | None = None
+) -> tuple[ModelProto, Path]:
+    """Return the copy and the folder of its external data; the model itself where it computes in float32 already.
+
+    Args:
+        model: any model.
+        source: folder of its external data.
+        folder: an existing folder that takes the data of the copy, in one file, each tensor once.
+        replaced: bytes of weights by name, which count instead of those in their files.
+
+    Raises:
+        OutputError: the data do not fit onto the disk.
+    """
+    replaced = replaced or {}
+    if not replaced and not all_types(model) & {*_NARROW}:
+        return model, source
+    copy, path = copied(model), folder / _DATA
+    needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(copy))
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise OutputError(
+            f"the float32 copy of this model takes up to {needed / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB "
+            "free: set TMPDIR to a folder with room"
+        )
+    state_type(copy, _NARROW, TensorProto.FLOAT)
+    initializers = {t.name for s in iter_scopes(copy) if isinstance(s, GraphProto) for t in s.initializer}
+    written: dict[Hashable, tuple[int, int]] = {}
+    with path.open("wb") as data:
+        for tensor in iter_tensors(copy):
+            external, narrow = tensor.data_location == TensorProto.EXTERNAL, tensor.data_type in _NARROW
+            if not external and not narrow:
+                continue
+            if not external and (tensor.name not in initializers or (byte_size(tensor) or 0) <= _SMALL):
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+                continue
+            key, blocks = _blocks(tensor, source, replaced)
+            if key not in written:
+                data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime maps them
+                offset, dtype = data.tell(), helper.tensor_dtype_to_np_dtype(tensor.data_type)
+                for block in blocks:
+                    data.write(np.frombuffer(block, dtype).astype(np.float32).data if narrow else block)
+                written[key] = offset, data.tell() - offset
+            kind = TensorProto.FLOAT if narrow else tensor.data_type
+            moved = TensorProto(name=tensor.name, dims=tensor.dims, data_type=kind, data_location=TensorProto.EXTERNAL)
+            place = written[key]
+            for entry, value in (("location", _DATA), ("offset", str(place[0])), ("length", str(place[1]))):
+                moved.external_data.add(key=entry, value=value)
+            tensor.CopyFrom(moved)
+    return copy, folder
+
+
+def _blocks(
+    tensor: TensorProto, source: Path, replaced: Mapping[str, bytes | bytearray]
+) -> tuple[Hashable, Iterator[bytes | bytearray]]:
+    """An identity of the bytes of a tensor, and the bytes."""
+    if tensor.name in replaced:
+        return (tensor.name,), iter([replaced[tensor.name]])
+    if tensor.data_location != TensorProto.EXTERNAL:
+        raw = numpy_helper.to_array(tensor).tobytes()
+        return (tensor.name, len(raw), hash(raw)), iter([raw])
+    info = external_data_helper.ExternalDataInfo(tensor)
+    offset, length = info.offset or 0, byte_size(tensor) or 0
+    return (info.location, offset, length), _read(source / info.location, offset, length)
+
+
+def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        while length > 0:
+            block = file.read(min(length, _BLOCK))
+            yield block
+            length -= len(block)

@@ -1,0 +1,613 @@
+"""TensorRT's network, as its parser made it of a model, run by NumPy: no GPU is needed.
+
+``INetworkDefinition`` says everything of a parsed network: layers with their attributes, constants, tensors. Each layer
+means what TensorRT documents of its class
+(https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); what that leaves
+open was measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. A layer that is not known here is
+refused by its name and type; nothing is passed over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import TrtKvCacheError
+
+__all__ = ["Network", "NetworkError", "Node", "UnknownLayerError"]
+
+Array = npt.NDArray[Any]
+
+_DTYPES: dict[str, npt.DTypeLike] = {
+    "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT64": np.int64, "INT32": np.int32,
+    "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn, "INT4": np.int8,
+}  # fmt: skip
+_HALVES = ("HALF", "BF16")
+_CLASSES = {
+    "ACTIVATION": "IActivationLayer", "ASSERTION": "IAssertionLayer", "ATTENTION_INPUT": "IAttentionInputLayer",
+    "ATTENTION_OUTPUT": "IAttentionOutputLayer", "CAST": "ICastLayer", "CONCATENATION": "IConcatenationLayer",
+    "CONSTANT": "IConstantLayer", "CONVOLUTION": "IConvolutionLayer", "CUMULATIVE": "ICumulativeLayer",
+    "DEQUANTIZE": "IDequantizeLayer", "EINSUM": "IEinsumLayer", "ELEMENTWISE": "IElementWiseLayer",
+    "FILL": "IFillLayer",
+    "GATHER": "IGatherLayer", "IDENTITY": "IIdentityLayer", "KV_CACHE_UPDATE": "IKVCacheUpdateLayer",
+    "MATRIX_MULTIPLY": "IMatrixMultiplyLayer", "NON_ZERO": "INonZeroLayer", "NORMALIZATION": "INormalizationLayer",
+    "ONE_HOT": "IOneHotLayer", "PARAMETRIC_RELU": "IParametricReLULayer", "QUANTIZE": "IQuantizeLayer",
+    "REDUCE": "IReduceLayer", "ROTARY_EMBEDDING": "IRotaryEmbeddingLayer", "SCATTER": "IScatterLayer",
+    "SELECT": "ISelectLayer", "SHAPE": "IShapeLayer", "SHUFFLE": "IShuffleLayer", "SLICE": "ISliceLayer",
+    "SOFTMAX": "ISoftMaxLayer", "SQUEEZE": "ISqueezeLayer", "TOPK": "ITopKLayer", "UNARY": "IUnaryLayer",
+    "UNSQUEEZE": "IUnsqueezeLayer",
+}  # fmt: skip
+"""The class of each type of layer that runs here: a layer gets its attributes by becoming one of it."""
+
+
+class NetworkError(TrtKvCacheError):
+    """A network does not run on what it is given: the message names the layer."""
+
+
+class UnknownLayerError(NetworkError):
+    """A network has a layer of a kind that does not run here: the message names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A layer of the network.
+
+    Attributes:
+        kind: its type, such as ``"SLICE"``.
+        layer: TensorRT's own object, of the class of its type.
+        inputs: names of its tensors; None: an optional one that is absent.
+        dtypes: of its outputs, by TensorRT's names, such as ``"HALF"``.
+    """
+
+    name: str
+    kind: str
+    layer: Any
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"layer '{self.name}' ({self.kind})"
+
+
+class Network:
+    """A parsed network that runs in NumPy.
+
+    Floating-point tensors of all widths are float32 arrays here. With `wide` they keep the digits of float32, so that
+    small faults show; otherwise each layer's result is rounded to the type that the network gives it.
+
+    Attributes:
+        inputs: names of the inputs, in the network's order.
+        outputs: names of the outputs.
+        nodes: the layers, each after those that it reads.
+
+    Args:
+        network: TensorRT's ``INetworkDefinition``. It, its builder and its parser have to live as long as this.
+        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
+        wide: see above.
+        budget: bytes that constants may take in float32; further ones are widened at each use.
+
+    Raises:
+        UnknownLayerError: a layer has a type that is not known here; the message names the first.
+    """
+
+    def __init__(self, network: Any, trt: Any, *, wide: bool = True, budget: int = 1 << 31) -> None:
+        self._wide, self._budget = wide, budget
+        self._kinds = {getattr(trt.DataType, name, None): name for name in _DTYPES}
+        self._constants: dict[str, Array] = {}
+        tensors = [network.get_input(i) for i in range(network.num_inputs)]
+        self._types = {t.name: self._kinds[t.dtype] for t in tensors}
+        self.inputs = tuple(t.name for t in tensors)
+        self.outputs = tuple(network.get_output(i).name for i in range(network.num_outputs))
+        self.nodes = _ordered([self._node(network.get_layer(i), trt) for i in range(network.num_layers)], self.inputs)
+        self._last = {name: at for at, node in enumerate(self.nodes) for name in node.inputs if name is not None}
+
+    def run(
+        self, feeds: Mapping[str, Array], watch: Callable[[Node, Sequence[Array]], None] | None = None
+    ) -> dict[str, Array]:
+        """Run a step.
+
+        Args:
+            feeds: all inputs by name.
+            watch: called after each layer with what it gave.
+
+        Returns:
+            All outputs by name; floating-point ones as float32.
+
+        Raises:
+            NetworkError: a layer does not run on what it is given.
+        """
+        values: dict[str, Array] = {name: self._given(feeds[name], self._types[name]) for name in self.inputs}
+        attentions: dict[str, list[Array | None]] = {}
+        kept = frozenset(self.outputs)
+        for at, node in enumerate(self.nodes):
+            read = [None if n is None else values[n] for n in node.inputs]
+            try:
+                with np.errstate(all="ignore"):  # what is not finite is compared, not warned of
+                    results = self._results(node, read, attentions)
+                    results = [self._given(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
+            except NotImplementedError as error:
+                raise UnknownLayerError(f"{node} of TensorRT's network does not run here: {error}") from error
+            except (ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
+                said = " ".join(str(error).split())
+                raise NetworkError(
+                    f"{node} of TensorRT's network does not run on what the model runs on: {said}"
+                ) from error
+            values.update(zip(node.outputs, results, strict=True))
+            if watch is not None:
+                watch(node, results)
+            for name in {n for n in (*node.inputs, *node.outputs) if n is not None}:
+                if self._last.get(name, -1) <= at and name not in kept:
+                    del values[name]
+        return {name: values[name] for name in self.outputs}
+
+    def _node(self, layer: Any, trt: Any) -> Node:
+        kind, name = layer.type.name, layer.name
+        if kind not in _CLASSES:
+            raise UnknownLayerError(
+                f"layer '{name}' of TensorRT's network has the type {kind}, which does not run here"
+            )
+        layer.__class__ = getattr(trt, _CLASSES[kind])
+        inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
+        outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
+        if unknown := [t.dtype for t in outputs if t.dtype not in self._kinds]:
+            raise UnknownLayerError(f"layer '{name}' of TensorRT's network gives {unknown[0]}, which does not run here")
+        names = tuple(None if t is None else t.name for t in inputs)
+        return Node(
+            name, kind, layer, names, tuple(t.name for t in outputs), tuple(self._kinds[t.dtype] for t in outputs)
+        )
+
+    def _results(self, node: Node, read: list[Array | None], attentions: dict[str, list[Array | None]]) -> list[Any]:
+        match node.kind:
+            case "CONSTANT":
+                return [self._constant(node)]
+            case "ATTENTION_INPUT":
+                attentions[node.name.removesuffix("_AttentionInput")] = read
+                return [read[0]] * len(node.outputs)
+            case "ATTENTION_OUTPUT":
+                return [_attention(node.layer.attention, *attentions[node.name.removesuffix("_AttentionOutput")])]
+            case "ASSERTION":
+                if not np.all(read[0]):
+                    raise ValueError(f"what it asserts is false: {node.layer.message}")
+                return []
+        results = _RUN[node.kind](node.layer, read)
+        return results if isinstance(results, list) else [results]
+
+    def _constant(self, node: Node) -> Array:
+        """A constant as it is used; kept, as long as all of them fit."""
+        name, layer = node.outputs[0], node.layer
+        if name in self._constants:
+            return self._constants[name]
+        values = self._given(_weights(layer.weights).reshape(tuple(layer.shape)), node.dtypes[0])
+        if values.nbytes <= self._budget:
+            self._budget -= values.nbytes
+            self._constants[name] = values
+        return values
+
+    def _given(self, given: Any, dtype: str) -> Array:
+        """Values as a tensor of a type."""
+        values: Array = np.asarray(given)
+        if dtype == "BOOL":
+            return np.asarray(values != 0)
+        if dtype in _HALVES and not self._wide:
+            values = values.astype(_DTYPES[dtype])
+        return values.astype(np.float32 if dtype in _HALVES else _DTYPES[dtype], copy=False)
+
+
+def _ordered(nodes: list[Node], inputs: Sequence[str]) -> tuple[Node, ...]:
+    """The layers, each after those that it reads: TensorRT's own order is another one."""
+    makers = {name: node for node in nodes for name in node.outputs}
+    halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.kind == "ATTENTION_INPUT"}
+    done, order = {*inputs}, []
+    for start in nodes:
+        stack = [start]
+        while stack:
+            node = stack[-1]
+            if len(stack) > len(nodes):
+                raise NetworkError(f"{node} of TensorRT's network reads what it gives")
+            before = [makers[n] for n in node.inputs if n is not None and n not in done]
+            half = halves.get(node.name.removesuffix("_AttentionOutput")) if node.kind == "ATTENTION_OUTPUT" else None
+            if half is not None and not done.issuperset(half.outputs):
+                before.append(half)
+            if before:
+                stack.append(before[0])
+                continue
+            stack.pop()
+            if not node.outputs or not done.issuperset(node.outputs):
+                order.append(node)
+                done.update(node.outputs)
+    return tuple(order)
+
+
+class _Struct(ctypes.Structure):
+    """``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
+
+    _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
+def _weights(weights: Any) -> Array:
+    """The numbers of TensorRT's ``Weights``, which lie where the parser has them.
+
+    Python is given no arrays of fp8 and int4. Their address stands in the object itself, behind its head (pybind11's
+    layout), and counts only if what stands beside it is the size of these weights.
+    """
+    if isinstance(weights, np.ndarray):
+        return weights
+    kind = weights.dtype.name
+    struct = _Struct.from_address(ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value or 0)
+    if struct.count != weights.size or not struct.values:
+        raise NotImplementedError(f"weights of {kind} cannot be read in this version of TensorRT")
+    size = (struct.count + 1) // 2 if kind == "INT4" else struct.count
+    raw = np.frombuffer((ctypes.c_uint8 * size).from_address(struct.values), np.uint8)
+    if kind == "INT4":  # two in a byte, the first in the lower half
+        return np.stack([raw << 4, raw], -1).reshape(-1)[: struct.count].view(np.int8) >> 4
+    return raw.view(_DTYPES[kind])
+
+
+def _name(member: Any) -> str:
+    return str(member).rsplit(".", 1)[-1]
+
+
+def _axes(mask: int) -> tuple[int, ...]:
+    return tuple(i for i in range(32) if mask >> i & 1)
+
+
+def _ints(values: Any) -> list[int]:
+    return [int(v) for v in np.atleast_1d(np.asarray(values))]
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+def _softmax(x: Array, axes: tuple[int, ...]) -> Array:
+    """Rows without any number above -inf give NaN, as in TensorRT."""
+    highest = x.max(axis=axes, keepdims=True)
+    powers = np.exp(x - np.where(np.isfinite(highest), highest, 0))
+    return np.asarray(powers / powers.sum(axis=axes, keepdims=True))
+
+
+def _attention(attention: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Array:
+    """``IAttention``: no scale of its own, no lengths; Q ``[B, N, S, H]``, K and V ``[B, M, T, H]``, M divides N."""
+    for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
+        if getattr(attention, lengths, None) is not None:
+            raise NotImplementedError(f"it has {lengths}")
+    groups = q.shape[1] // k.shape[1]
+    batch, heads, queries, size = q.shape
+    grouped = q.reshape(batch, k.shape[1], groups * queries, size)
+    scores = (grouped @ np.swapaxes(k, -1, -2)).reshape(batch, heads, queries, k.shape[2])
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == np.bool_ else scores + mask
+    kind = _name(getattr(attention, "causal_kind", "UPPER_LEFT" if attention.causal else "NONE"))
+    if kind != "NONE":
+        offset = scores.shape[-1] - queries if kind == "LOWER_RIGHT" else 0
+        sees = np.arange(scores.shape[-1]) <= np.arange(queries)[:, None] + offset
+        scores = np.where(sees, scores, -np.inf)
+    if _name(attention.norm_op) == "SOFTMAX":
+        scores = _softmax(scores, (-1,))
+    weights = scores.reshape(batch, k.shape[1], groups * queries, -1)
+    return np.asarray((weights @ v).reshape(batch, heads, queries, v.shape[-1]))
+
+
+def _slice(layer: Any, x: Sequence[Any]) -> Array:
+    data = x[0]
+    given = [x[i] if len(x) > i and x[i] is not None else None for i in range(6)]
+    starts = _ints(given[1] if given[1] is not None else tuple(layer.start))
+    sizes = _ints(given[2] if given[2] is not None else tuple(layer.shape))
+    strides = _ints(given[3] if given[3] is not None else tuple(layer.stride))
+    own = layer.axes
+    axes = _ints(given[5]) if given[5] is not None else _ints(tuple(own)) if own is not None and len(own) else None
+    mode = _name(layer.mode)
+    for axis, start, size, stride in zip(axes or range(data.ndim), starts, sizes, strides, strict=True):
+        at, length = start + stride * np.arange(size), data.shape[axis]
+        inside = (at >= 0) & (at < length)
+        if mode == "STRICT_BOUNDS" and not inside.all():
+            raise ValueError(
+                f"it reads rows {start} to {start + stride * (size - 1)} of axis {axis}, which has {length}"
+            )
+        if mode == "REFLECT":
+            period = max(2 * (length - 1), 1)
+            at = np.abs((at + length - 1) % period - (length - 1))
+        elif mode == "WRAP":
+            at = at % length
+        elif mode in ("CLAMP", "FILL"):
+            at = np.clip(at, 0, max(length - 1, 0))
+        if mode == "FILL" and not inside.all():
+            shape = [-1 if i == axis else 1 for i in range(data.ndim)]
+            rows = np.take(data, at, axis) if length else np.zeros([*data.shape[:axis], size, *data.shape[axis + 1 :]])
+            data = np.where(inside.reshape(shape), rows, 0 if given[4] is None else given[4]).astype(data.dtype)
+        else:
+            data = data[(slice(None),) * axis + (_run_of(at),)]
+    return np.asarray(data)
+
+
+def _run_of(at: Array) -> Any:
+    """Indices as a slice, which copies nothing, where they rise one by one."""
+    if at.size and at[-1] - at[0] == at.size - 1 and (np.diff(at) == 1).all():
+        return slice(int(at[0]), int(at[-1]) + 1)
+    return at
+
+
+def _shuffle(layer: Any, x: Sequence[Any]) -> Array:
+    data = _transposed(x[0], layer.first_transpose)
+    if len(x) > 1 and x[1] is not None:
+        dims = _ints(x[1])
+    else:
+        try:
+            dims = list(layer.reshape_dims)
+        except (TypeError, ValueError):  # none are set
+            dims = list(data.shape)
+    if layer.zero_is_placeholder:
+        dims = [data.shape[i] if d == 0 else d for i, d in enumerate(dims)]
+    return _transposed(data.reshape(dims), layer.second_transpose)
+
+
+def _transposed(data: Array, order: Any) -> Array:
+    axes = tuple(order)[: data.ndim]
+    return data.transpose(axes) if sorted(axes) == list(range(data.ndim)) else data
+
+
+def _gather(layer: Any, x: Sequence[Any]) -> Array:
+    data, indices = x[0], x[1].astype(np.int64)
+    mode, shared = _name(layer.mode), layer.num_elementwise_dims
+    bounds = data.shape[shared : shared + indices.shape[-1]] if mode == "ND" else data.shape[layer.axis]
+    if indices.size and ((indices < -np.asarray(bounds)) | (indices >= bounds)).any():
+        raise IndexError(f"it gathers rows {indices.min()} to {indices.max()} of {bounds}")
+    if mode == "ELEMENT":
+        return np.asarray(np.take_along_axis(data, indices, layer.axis))
+
+    def gathered(one: Array, at: Array) -> Array:
+        return np.asarray(one[tuple(np.moveaxis(at, -1, 0))] if mode == "ND" else np.take(one, at, layer.axis - shared))
+
+    if not shared:
+        return gathered(data, indices)
+    parts = [gathered(data[i], indices[i]) for i in np.ndindex(*data.shape[:shared])]
+    return np.stack(parts).reshape(*data.shape[:shared], *parts[0].shape)
+
+
+def _scatter(layer: Any, x: Sequence[Any]) -> Array:
+    data, indices = x[0].copy(), x[1].astype(np.int64)
+    if _name(layer.mode) == "ELEMENT":
+        np.put_along_axis(data, indices, x[2], layer.axis)
+    else:
+        data[tuple(np.moveaxis(indices, -1, 0))] = x[2]
+    return np.asarray(data)
+
+
+def _divide(a: Array, b: Array) -> Array:
+    if a.dtype.kind == "f":
+        return np.asarray(a / b)
+    return np.asarray(np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)))  # integers are cut towards 0
+
+
+_ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum, "SUB": np.subtract, "DIV": _divide,
+    "POW": np.power, "FLOOR_DIV": np.floor_divide, "AND": np.logical_and, "OR": np.logical_or, "XOR": np.logical_xor,
+    "EQUAL": np.equal, "GREATER": np.greater, "LESS": np.less,
+}  # fmt: skip
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "EXP": np.exp, "LOG": np.log, "SQRT": np.sqrt, "RECIP": lambda x: 1 / x, "ABS": np.abs, "NEG": np.negative,
+    "SIN": np.sin, "COS": np.cos, "TAN": np.tan, "SINH": np.sinh, "COSH": np.cosh, "ASIN": np.arcsin, "ACOS": np.arccos,
+    "ATAN": np.arctan, "ASINH": np.arcsinh, "ACOSH": np.arccosh, "ATANH": np.arctanh, "CEIL": np.ceil,
+    "FLOOR": np.floor, "ERF": _erf, "NOT": np.logical_not, "SIGN": np.sign, "ROUND": np.rint, "ISINF": np.isinf,
+    "ISNAN": np.isnan,
+}  # fmt: skip
+_ACTIVATION: dict[str, Callable[[Any, float, float], Any]] = {
+    "RELU": lambda x, a, b: np.maximum(x, 0),
+    "SIGMOID": lambda x, a, b: _sigmoid(x),
+    "TANH": lambda x, a, b: np.tanh(x),
+    "LEAKY_RELU": lambda x, a, b: np.where(x >= 0, x, a * x),
+    "ELU": lambda x, a, b: np.where(x >= 0, x, a * np.expm1(x)),
+    "SELU": lambda x, a, b: b * np.where(x > 0, x, a * np.expm1(x)),
+    "SOFTSIGN": lambda x, a, b: x / (1 + np.abs(x)),
+    "SOFTPLUS": lambda x, a, b: a * np.log1p(np.exp(-np.abs(b * x))) + a * np.maximum(b * x, 0),
+    "CLIP": lambda x, a, b: np.clip(x, a, b),
+    "HARD_SIGMOID": lambda x, a, b: np.clip(a * x + b, 0, 1),
+    "SCALED_TANH": lambda x, a, b: a * np.tanh(b * x),
+    "THRESHOLDED_RELU": lambda x, a, b: np.where(x > a, x, 0),
+    "GELU_ERF": lambda x, a, b: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    "GELU_TANH": lambda x, a, b: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+_REDUCE: dict[str, Callable[..., Any]] = {
+    "SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean
+}  # fmt: skip
+
+
+def _activation(layer: Any, x: Sequence[Any]) -> Any:
+    # `type` is the layer's own type until it becomes one of its class, and the activation's after that.
+    return _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta)
+
+
+def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
+    a, b = x[0], x[1]
+    first, second = _name(layer.op0), _name(layer.op1)
+    a = a[..., None, :] if first == "VECTOR" else np.swapaxes(a, -1, -2) if first == "TRANSPOSE" else a
+    b = b[..., None] if second == "VECTOR" else np.swapaxes(b, -1, -2) if second == "TRANSPOSE" else b
+    product = a @ b
+    product = product[..., 0] if second == "VECTOR" else product
+    return (
+        product[..., 0, :]
+        if first == "VECTOR" and second != "VECTOR"
+        else product[..., 0]
+        if first == "VECTOR"
+        else product
+    )
+
+
+def _fill(layer: Any, x: Sequence[Any]) -> Any:
+    if _name(layer.operation) != "LINSPACE":
+        raise NotImplementedError(f"it fills by {_name(layer.operation)}")
+    shape = _ints(x[0]) if x and x[0] is not None else list(layer.shape)
+    first = x[1] if len(x) > 1 and x[1] is not None else layer.alpha
+    steps = np.atleast_1d(x[2] if len(x) > 2 and x[2] is not None else layer.beta)
+    exact = np.int64 if np.asarray(first).dtype.kind in "iu" else np.float64
+    values = np.full(shape, first, exact)
+    for axis, step in enumerate(np.broadcast_to(steps, len(shape))):
+        values = values + step * np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return values
+
+
+def _rotary(layer: Any, x: Sequence[Any]) -> Any:
+    data, cos, sin = x[0], x[1], x[2]
+    if len(x) > 3 and x[3] is not None:
+        cos, sin = cos[x[3]], sin[x[3]]
+    cos, sin = cos[:, None], sin[:, None]
+    size = layer.rotary_embedding_dim or data.shape[-1]
+    turned, rest = data[..., :size], data[..., size:]
+    first, second = (
+        (slice(0, None, 2), slice(1, None, 2)) if layer.interleaved else (slice(size // 2), slice(size // 2, None))
+    )
+    a, b, result = turned[..., first], turned[..., second], np.empty_like(turned)
+    result[..., first], result[..., second] = a * cos - b * sin, a * sin + b * cos
+    return np.concatenate([result, rest], -1)
+
+
+def _update(layer: Any, x: Sequence[Any]) -> Any:
+    """``IKVCacheUpdateLayer``: a row that does not fit is not written, without a word (measured, and its header)."""
+    cache, update, starts = x[0].copy(), x[1], _ints(x[2])
+    if _name(layer.cache_mode) != "LINEAR":
+        raise NotImplementedError(f"its mode is {_name(layer.cache_mode)}")
+    if _name(layer.update_form).startswith("PACKED"):  # [T, N, H] and the lengths' sum before each row [B + 1]
+        ends = _ints(x[3])
+        rows = [np.swapaxes(update[a:b], 0, 1) for a, b in itertools.pairwise(ends)]
+    else:
+        rows = list(update)
+    for row, (start, new) in enumerate(zip(starts, rows, strict=True)):
+        if start >= 0 and start + new.shape[1] <= cache.shape[2]:
+            cache[row, :, start : start + new.shape[1]] = new
+    return cache
+
+
+def _normalization(layer: Any, x: Sequence[Any]) -> Any:
+    data, axes, groups = x[0], _axes(layer.axes), layer.num_groups
+    shape = data.shape
+    if groups != 1:
+        data = data.reshape(shape[0], groups, -1)
+        axes = (2,)
+    mean = data.mean(axis=axes, keepdims=True)
+    scaled = (data - mean) / np.sqrt(((data - mean) ** 2).mean(axis=axes, keepdims=True) + layer.epsilon)
+    return scaled.reshape(shape) * x[1] + x[2]
+
+
+def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
+    (axis,), count = _axes(layer.axes), _ints(x[1])[0] if len(x) > 1 and x[1] is not None else layer.k
+    order = np.argsort(-x[0] if _name(layer.op) == "MAX" else x[0], axis=axis, kind="stable")
+    places = np.take(order, np.arange(count), axis)
+    return [np.take_along_axis(x[0], places, axis), places]
+
+
+def _scales(layer: Any, data: Array, scale: Array) -> Array:
+    """Scales, one for each number: one for all, for each entry of an axis, or for each block."""
+    if scale.size == 1:
+        return np.asarray(scale.reshape(()))
+    if scale.ndim == 1:
+        return np.asarray(scale.reshape([-1 if i == layer.axis % data.ndim else 1 for i in range(data.ndim)]))
+    for axis, (size, blocks) in enumerate(zip(data.shape, scale.shape, strict=True)):
+        scale = np.repeat(scale, -(-size // blocks), axis) if size != blocks else scale
+    return scale[tuple(slice(n) for n in data.shape)]
+
+
+def _quantize(layer: Any, x: Sequence[Any]) -> Any:
+    codes = x[0] / _scales(layer, x[0], x[1])
+    match _name(layer.to_type):
+        case "FP8":
+            return np.clip(codes, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        case "INT4":
+            return np.clip(np.rint(codes), -8, 7)
+        case kind:
+            limits = np.iinfo(np.dtype(_DTYPES[kind]))
+            return np.clip(np.rint(codes), limits.min, limits.max)
+
+
+def _dequantize(layer: Any, x: Sequence[Any]) -> Any:
+    data, zero = x[0].astype(np.float32), x[2] if len(x) > 2 and x[2] is not None else None
+    if zero is not None:
+        data = data - _scales(layer, data, zero.astype(np.float32))
+    return data * _scales(layer, data, x[1])
+
+
+def _convolution(layer: Any, x: Sequence[Any]) -> Any:
+    """A convolution over the last axes of ``[B, C, ...]``."""
+    kernel = x[1] if len(x) > 1 and x[1] is not None else None
+    sizes, groups, maps = tuple(layer.kernel_size_nd), layer.num_groups, layer.num_output_maps
+    if kernel is None:
+        kernel = _weights(layer.kernel).astype(np.float32).reshape(maps, -1, *sizes)
+    if "SAME" in _name(layer.padding_mode):
+        raise NotImplementedError(f"its padding is {_name(layer.padding_mode)}")
+    pads = [(0, 0), (0, 0), *zip(tuple(layer.pre_padding), tuple(layer.post_padding), strict=True)]
+    data, spatial = np.pad(x[0], pads), tuple(range(2, x[0].ndim))
+    dilations, strides = tuple(layer.dilation_nd), tuple(layer.stride_nd)
+    reach = tuple(d * (n - 1) + 1 for d, n in zip(dilations, sizes, strict=True))
+    windows = np.lib.stride_tricks.sliding_window_view(data, reach, spatial)
+    windows = windows[(slice(None),) * 2 + tuple(slice(None, None, s) for s in strides)]
+    inside: tuple[Any, ...] = (..., *(slice(None, None, d) for d in dilations))
+    windows = windows[inside]
+    rank, (batch, channels) = len(sizes), data.shape[:2]
+    windows = windows.reshape(batch, groups, channels // groups, *windows.shape[2:])
+    kernel = kernel.reshape(groups, maps // groups, channels // groups, *sizes)
+    out, inner = list(range(3, 3 + rank)), list(range(3 + rank, 3 + 2 * rank))
+    total = np.einsum(windows, [0, 1, 2, *out, *inner], kernel, [1, 49, 2, *inner], [0, 1, 49, *out])
+    total = total.reshape(batch, maps, *total.shape[3:])
+    bias = x[2] if len(x) > 2 and x[2] is not None else _weights(layer.bias).astype(np.float32)
+    return total + bias.reshape(1, -1, *[1] * rank) if bias.size else total
+
+
+def _one_hot(layer: Any, x: Sequence[Any]) -> Any:
+    indices, (off, on), depth = x[0], x[1], _ints(x[2])[0]
+    axis = layer.axis % (indices.ndim + 1)
+    count = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(indices.ndim + 1)])
+    return np.where(np.expand_dims(indices, axis) == count, on, off)
+
+
+def _cumulative(layer: Any, x: Sequence[Any]) -> Any:
+    data, axis = x[0], _ints(x[1])[0]
+    data = np.flip(data, axis) if layer.reverse else data
+    total = np.cumsum(data, axis, dtype=data.dtype)
+    total = total - data if layer.exclusive else total
+    return np.flip(total, axis) if layer.reverse else total
+
+
+_RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
+    "ACTIVATION": _activation,
+    "CAST": lambda layer, x: np.trunc(x[0]) if "INT" in _name(layer.to_type) and x[0].dtype.kind == "f" else x[0],
+    "CONCATENATION": lambda layer, x: np.concatenate(x, layer.axis),
+    "CONVOLUTION": _convolution,
+    "CUMULATIVE": _cumulative,
+    "DEQUANTIZE": _dequantize,
+    "EINSUM": lambda layer, x: np.einsum(layer.equation, *x),
+    "ELEMENTWISE": lambda layer, x: _ELEMENTWISE[_name(layer.op)](x[0], x[1]),
+    "FILL": _fill,
+    "GATHER": _gather,
+    "IDENTITY": lambda _, x: x[0],
+    "KV_CACHE_UPDATE": _update,
+    "MATRIX_MULTIPLY": _matrix_multiply,
+    "NON_ZERO": lambda _, x: np.stack(np.nonzero(x[0])),
+    "NORMALIZATION": _normalization,
+    "ONE_HOT": _one_hot,
+    "PARAMETRIC_RELU": lambda _, x: np.where(x[0] >= 0, x[0], x[0] * x[1]),
+    "QUANTIZE": _quantize,
+    "REDUCE": lambda layer, x: _REDUCE[_name(layer.op)](x[0], axis=_axes(layer.axes), keepdims=layer.keep_dims),
+    "ROTARY_EMBEDDING": _rotary,
+    "SCATTER": _scatter,
+    "SELECT": lambda _, x: np.where(x[0], x[1], x[2]),
+    "SHAPE": lambda _, x: np.array(x[0].shape, np.int64),
+    "SHUFFLE": _shuffle,
+    "SLICE": _slice,
+    "SOFTMAX": lambda layer, x: _softmax(x[0], _axes(layer.axes)),
+    "SQUEEZE": lambda _, x: np.squeeze(x[0], tuple(_ints(x[1])) if len(x) > 1 and x[1] is not None else None),
+    "TOPK": _topk,
+    "UNARY": lambda layer, x: _UNARY[_name(layer.op)](x[0]),
+    "UNSQUEEZE": lambda _, x: np.expand_dims(x[0], tuple(_ints(x[1]))),
+}

@@ -1,0 +1,219 @@
+"""The network that TensorRT's parser made of a rewritten model, against the model itself, before an engine is built.
+
+ONNX Runtime runs the model and NumPy the network, both in float32, over the same few steps of a decode. All outputs are
+compared, caches as a whole among them: rows that no token was written to hold garbage, which has to stay as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, ValueInfoProto
+
+from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.network import Network, NetworkError, Node, UnknownLayerError
+from trt_kvcache.compare.rewritten import GARBAGE, RewrittenSteps, WideSession
+from trt_kvcache.cpu import RunError
+from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
+from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.plan import CachePlan, cache_bytes
+from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.protos import byte_size, copied, iter_tensors
+from trt_kvcache.importer.steps.step import Limits, read_limits
+from trt_kvcache.machine import free_memory
+
+__all__ = ["NetworkComparison", "compare_network", "share_between"]
+
+Array = npt.NDArray[Any]
+
+LIMIT = 2e-5
+"""The largest difference, as a share of an output's largest number: both sides compute in float32, and add in other
+orders. Measured on 33 stored exports: 2e-6."""
+
+_ROWS = 2
+_COPIES = 4  # of caches: before and after a step, on each side
+_SHARE = 0.5  # of the memory that is free
+
+
+@dataclass(frozen=True)
+class NetworkComparison:
+    """What a comparison of a network found.
+
+    Attributes:
+        steps: that both ran.
+        difference: the largest, as a share of an output's largest number.
+        finding: what differs, and the first layer that does; empty: nothing.
+        note: why it was not compared; empty: it was.
+    """
+
+    steps: int
+    difference: float
+    finding: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
+        )
+
+    def check(self) -> None:
+        """Does nothing where nothing differs.
+
+        Raises:
+            BuildError: the network computes something else than the model.
+        """
+        if self.finding:
+            raise BuildError(
+                f"TensorRT's parser made another network of the model: {self.finding}; an engine of it would give "
+                "wrong numbers; try another version of TensorRT, and please report the model ('trt-kvcache report')"
+            )
+
+
+def compare_network(
+    network: Any, trt: Any, content: bytes, folder: Path, plan: CachePlan,
+    replaced: Mapping[str, bytes | bytearray] | None = None,
+) -> NetworkComparison:  # fmt: skip
+    """Run a parsed network and its model side by side.
+
+    Args:
+        network: TensorRT's ``INetworkDefinition``.
+        trt: the module that parsed it.
+        content: the model that was parsed, as bytes.
+        folder: of its external data.
+        plan: of the model.
+        replaced: bytes of weights by name, which TensorRT was given instead of those in their files.
+
+    Returns:
+        What was found. A model that ONNX Runtime does not run, a layer that NumPy does not run here, or a model that
+        does not fit into memory is not compared, and the note says why.
+    """
+    model, limits = ModelProto.FromString(content), read_limits(plan, _ROWS)
+    if why := _too_large(model, plan, limits.batch):
+        return NetworkComparison(0, 0.0, note=why)
+    try:
+        with TemporaryDirectory(prefix="trt-kvcache-network-") as name:
+            runs, _ = for_cpu(model)
+            wide, place = float32_copy(runs, folder, Path(name), replaced)
+            return _Comparison(Network(network, trt), wide, place, plan, limits).run(RewrittenSteps(
+                plan, index_limits(model, plan), limits.batch
+            ))  # fmt: skip
+    except (OptionError, OutputError, RunError, UnknownLayerError, UnsupportedModelError) as error:
+        return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
+    except NetworkError as error:
+        return NetworkComparison(0, math.inf, error.message)
+
+
+def share_between(expected: Array, actual: Array) -> float:
+    """The largest difference of two tensors, as a share of the largest number of the first one.
+
+    Garbage, and codes of 8 bits and less, which rounding may move to their neighbours, do not count as largest.
+    Infinite where shapes differ, where one is finite and the other is not, or where whole numbers differ.
+    """
+    if expected.shape != actual.shape:
+        return math.inf
+    if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
+        return 0.0 if np.array_equal(expected, actual) else math.inf
+    one, other = expected.astype(np.float64), actual.astype(np.float64)
+    known = np.isfinite(one)
+    if not np.array_equal(known, np.isfinite(other)) or not np.array_equal(one[~known], other[~known], equal_nan=True):
+        return math.inf
+    difference = np.abs(one - other)[known]
+    if not difference.size or not difference.max():
+        return 0.0
+    if expected.dtype.kind in "iub":
+        moved = (difference > 0).mean()
+        return math.inf if difference.max() > 1 or moved > 1e-3 else 0.0
+    sizes = np.abs(one[known])
+    scale = sizes[sizes < GARBAGE / 2].max(initial=0.0)
+    return float(difference.max() / scale) if scale else math.inf
+
+
+class _Comparison:
+    def __init__(self, network: Network, model: ModelProto, folder: Path, plan: CachePlan, limits: Limits) -> None:
+        self._network, self._model, self._folder = network, model, folder
+        self._session = WideSession(model, folder)
+        self._plan, self._limits = plan, limits
+
+    def run(self, steps: RewrittenSteps) -> NetworkComparison:
+        worst, count = 0.0, 0
+        for length, rows, span, kept in self._schedule():
+            feeds = steps.feeds(length, rows, span=span, kept=kept)
+            wanted = self._session.run(feeds)
+            had = self._network.run(feeds)
+            count += 1
+            shares = {name: share_between(values, had[name]) for name, values in wanted.items()}
+            name = max(shares, key=lambda n: shares[n])
+            worst = max(worst, shares[name])
+            if worst > LIMIT:
+                by = "is of another size, or not finite" if math.isinf(worst) else f"differs by {worst:.2g} of its size"
+                where = f"in step {count}, {length} tokens after {[steps.ends[r] for r in rows]}"
+                return NetworkComparison(count, worst, f"'{name}' {by} {where}; {self._first(feeds)}")
+            steps.accept(length, rows, wanted)
+        return NetworkComparison(count, worst)
+
+    def _schedule(self) -> Iterator[tuple[int, list[int], str, int | None]]:
+        """Length, rows, span and kept positions of each step: rows at different places, if the model lets them."""
+        limits = self._limits
+        everyone = list(range(limits.batch))
+        ragged = limits.ragged and limits.indexed and not limits.fixed_batch and limits.batch > 1
+        room = limits.linear
+        for length, rows, span, kept in (
+            (3, [0], "tight", None), (5, everyone, "bucketed", None), (1, everyone, "full", 1),
+            (2, everyone, "tight", 1),
+        ):  # fmt: skip
+            if len(rows) < len(everyone) and not ragged:
+                continue
+            length = limits.length or min(length, limits.longest)
+            if room is not None and limits.indexed:
+                if room < length:
+                    return
+                room -= length
+            yield length, rows, span, kept
+
+    def _first(self, feeds: Mapping[str, Array]) -> str:
+        """The first layer whose result differs, among those that have a tensor of the model as result."""
+        known = {name for node in self._model.graph.node for name in node.output if name}
+        taken = {o.name for o in self._model.graph.output}
+        names = [name for node in self._network.nodes for name in node.outputs if name in known]
+        marked = copied(self._model)
+        marked.graph.output.extend(ValueInfoProto(name=name) for name in names if name not in taken)
+        try:
+            wanted = WideSession(marked, self._folder).run(feeds, names)
+        except RunError as error:
+            return f"no layer is named: ONNX Runtime does not give what is inside of the model: {error}"
+        found: list[tuple[Node, str, float]] = []
+
+        def watch(node: Node, results: Sequence[Array]) -> None:
+            for name, values in zip(node.outputs, results, strict=True):
+                if name in wanted and not found:
+                    share = share_between(wanted[name], values)
+                    if share > LIMIT:
+                        found.append((node, name, share))
+
+        self._network.run(feeds, watch)
+        if not found:
+            return "no layer before it differs"
+        node, name, share = found[0]
+        by = "which is of another size, or not finite" if math.isinf(share) else f"by {share:.2g} of its size"
+        return f"the first layer that differs is '{node.name}' ({node.kind}), which gives '{name}', {by}"
+
+
+def _too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
+    """Why a model does not fit into memory, computed before anything is opened; empty: it does."""
+    weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
+    caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)
+    needed, free = weights + _COPIES * caches, int(_SHARE * free_memory())
+    if needed <= free:
+        return ""
+    return (
+        f"it takes {weights / 1e9:.1f} GB for weights in float32 and {_COPIES * caches / 1e9:.1f} GB for caches, and "
+        f"{free / 1e9:.1f} GB are to be had"
+    )

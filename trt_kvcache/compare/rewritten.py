@@ -1,0 +1,137 @@
+"""A decode in the interface of the rewritten model, whatever computes it: ONNX Runtime or TensorRT's network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto
+
+from trt_kvcache.cpu import ORT_ERRORS, RunError, cpu_session, one_line, quiet_run
+from trt_kvcache.importer.files.links import for_session
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.steps.contents import all_contents, find_caches, find_states
+from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.step import Step
+
+__all__ = ["RewrittenSteps", "WideSession"]
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+
+GARBAGE = 1e4
+"""What lies in cache rows that no token was written to: finite, as in a session, and far above what caches hold."""
+
+
+class RewrittenSteps:
+    """The inputs of the steps of a decode in the rewritten model's interface, and the caches between the steps.
+
+    Floating-point inputs and caches are float32, whatever type the model has.
+
+    Attributes:
+        caches: ``[rows, *physical_shape[1:]]`` by name of the past, garbage in all rows without a token; states, too.
+        ends: tokens of each row so far.
+
+    Args:
+        plan: of the rewritten model.
+        limits: of token ids and positions.
+        rows: of the batch.
+        seed: of tokens, garbage and what else is drawn.
+        garbage: see `GARBAGE`.
+    """
+
+    def __init__(
+        self, plan: CachePlan, limits: IndexLimits, rows: int, seed: int = 0, garbage: float = GARBAGE
+    ) -> None:
+        self._plan, self._carried = plan, (*find_caches(plan), *find_states(plan))
+        constants = _widened(draw_constants(plan, rows, seed, twin=True))
+        self._constants = {t.name for t in plan.tensors if t.name in constants and "batch" in t.axes}
+        self._drawn = constants
+        self._rng, self._limits, self._rows = np.random.default_rng(seed), limits, rows
+        self.ends = [0] * rows
+        named = {c.role.name: c for c in self._carried}
+        contents = all_contents(named, seed, self.ends, garbage, 0)
+        self.caches: Feeds = {name: _wide(named[name].to_physical(values)).copy() for name, values in contents}
+
+    def feeds(
+        self, length: int, rows: Sequence[int], *, span: str = "tight", kept: int | None = None,
+        tokens: Array | None = None,
+    ) -> Feeds:  # fmt: skip
+        """The inputs of a step of `length` new tokens for each of these rows.
+
+        Args:
+            length: see above.
+            rows: of the batch; all of them where the model fixes its batch.
+            span: one of `trt_kvcache.importer.steps.inputs.SPAN_KINDS`.
+            kept: last positions that logits are computed of, if the model takes that; None: all.
+            tokens: int64 ``[R, length]``; None: random ones. Of no use for a model that takes embeddings.
+        """
+        starts = tuple(self.ends[row] for row in rows)
+        step = Step(length, starts, tuple(start + length for start in starts))
+        constants = {n: v[list(rows)] if n in self._constants else v for n, v in self._drawn.items()}
+        inputs = StepInputs(self._plan, self._limits, constants, self._rng, twin=True, plain=True)
+        feeds = inputs.shared(step) | span_inputs(self._plan, step, span, kept)
+        name = self._plan.tensor(Role.TOKENS)
+        if tokens is not None and name is not None and not name.embedded:
+            feeds[name.name] = tokens.reshape(feeds[name.name].shape).astype(feeds[name.name].dtype)
+        return _widened(feeds) | {name: values[list(rows)] for name, values in self.caches.items()}
+
+    def accept(self, length: int, rows: Sequence[int], outputs: Mapping[str, Array]) -> None:
+        """Take the caches that a step gave for these rows."""
+        for cache in self._carried:
+            if cache.output is not None:
+                self.caches[cache.role.name][list(rows)] = outputs[cache.output]
+        for row in rows:
+            self.ends[row] += length
+
+
+class WideSession:
+    """ONNX Runtime without fusions on a model in float32, whose weights stay in their files.
+
+    Args:
+        model: computes in float32 (`trt_kvcache.compare.float32_copy`).
+        folder: of its external data.
+
+    Raises:
+        RunError: ONNX Runtime refuses it.
+    """
+
+    def __init__(self, model: ModelProto, folder: Path) -> None:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_cpu_mem_arena = False
+        options.add_session_config_entry("session.disable_prepacking", "1")  # copies of weights, for few rows of use
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session = cpu_session(for_session(model, folder, options), options)
+        except ORT_ERRORS as error:
+            raise RunError(one_line(error)) from None
+        self.inputs = frozenset(i.name for i in self._session.get_inputs())
+        self._outputs = [o.name for o in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> Feeds:
+        """Outputs by name, all or these; further feeds are left out.
+
+        Raises:
+            RunError: the step does not run.
+        """
+        names = self._outputs if names is None else [*names]
+        try:
+            values = self._session.run(names, {n: v for n, v in feeds.items() if n in self.inputs}, quiet_run())
+        except ORT_ERRORS as error:
+            raise RunError(one_line(error)) from None
+        return dict(zip(names, values, strict=True))
+
+
+def _wide(values: Array) -> Array:
+    narrow = values.dtype.name in ("float16", "bfloat16")
+    return values.astype(np.float32) if narrow else values
+
+
+def _widened(feeds: Mapping[str, Array]) -> Feeds:
+    return {name: _wide(values) for name, values in feeds.items()}
