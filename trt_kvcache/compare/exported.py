@@ -1,0 +1,245 @@
+"""The model as exported, which decodes by itself in ONNX Runtime: its presents become its pasts, by name, untouched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from trt_kvcache.cpu import ORT_ERRORS, cpu_session, one_line, quiet_run
+from trt_kvcache.dtypes import array_dtype
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.files.links import for_session, without_links
+from trt_kvcache.importer.files.source import load_source
+from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.protos import byte_size, copied
+from trt_kvcache.importer.steps.contents import find_caches, find_states, size_of
+from trt_kvcache.importer.steps.element_types import has_bfloat16
+from trt_kvcache.importer.steps.inputs import ENCODER_TOKENS
+from trt_kvcache.importer.steps.runnable import open_types, runnable
+from trt_kvcache.importer.steps.step import read_limits
+
+__all__ = ["Exported"]
+
+Array = npt.NDArray[Any]
+
+_LARGE = 1 << 16  # bytes; larger tensors that were converted stay outside of the model, which may hold 2 GB
+_TABLE = (256, 0.5)  # rows of drawn embeddings, and the size of their numbers
+
+
+@dataclass
+class _Text:
+    """A text that is decoded: the number of its tokens so far, and what goes from step to step, by input."""
+
+    length: int = 0
+    carried: dict[str, Array] = field(default_factory=dict)
+
+
+class Exported:
+    """Decodes texts with the model as exported, each by itself; where its batch is fixed, in every row of it.
+
+    The plan says what each input is, and which output becomes which input. Nobody translates a cache.
+
+    Attributes:
+        vocabulary: last size of the logits; None: open.
+
+    Args:
+        path: of the model.
+        plan: of it.
+        wide: float32 in the place of float16, so that rounding hides nothing. bfloat16 always becomes float32.
+        given: inputs that no text says, by name, such as the output of an encoder: with a batch of 1, or a row for each
+            text.
+        table: embeddings ``[V, H]``, for a model that takes these in the place of tokens; None: drawn ones.
+
+    Raises:
+        UnsupportedModelError: ONNX Runtime does not open it, or its caches do not go back as they are.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], plan: CachePlan, *, wide: bool = False,
+        given: Mapping[str, Array] | None = None, table: Array | None = None,
+    ) -> None:  # fmt: skip
+        source = load_source(path)
+        self._path, self._plan, self._given, self._table = source.path, plan, dict(given or {}), table
+        try:
+            self._session = _open(runnable(source.proto), source.path.parent, wide=wide)
+        except ORT_ERRORS as error:
+            raise UnsupportedModelError(f"{source.path}: ONNX Runtime does not open it: {one_line(error)}") from None
+        self._types = {i.name: array_dtype(i.type.removeprefix("tensor(")[:-1]) for i in self._session.get_inputs()}
+        outputs = {o.name: o for o in self._session.get_outputs()}
+        tensors: tuple[OriginalTensor | TensorRole, ...] = plan.original or plan.tensors
+        inputs = {t.name: t for t in tensors if t.io == "input"}
+        carried = {c.role.name: c.output for c in (*find_caches(plan), *find_states(plan))}
+        self._carried = {past: out for past, out in carried.items() if out in outputs and past in self._types}
+        parts = [t for t in tensors if isinstance(t, OriginalTensor) and (t.rows_only or t.fixed_rows is not None)]
+        if strange := [*(n for n in self._types if n not in inputs), *(t.name for t in parts)]:
+            raise UnsupportedModelError(
+                f"{source.path}: '{strange[0]}' does not go back into the model as it is: it holds several caches, or "
+                "new rows alone, or rows that hold no token"
+            )
+        self._inputs = {name: inputs[name] for name in self._types}
+        limits = read_limits(plan, 1)
+        self._batch, self._length = limits.batch, limits.length
+        self._singly = any(isinstance(t, OriginalTensor) and t.singly for t in self._inputs.values())
+        self._caches = {c.past: c for c in plan.caches}
+        found = [t.name for t in tensors if t.io == "output" and t.role.value == "logits"]
+        self._logits = (found or [name for name in outputs if name not in carried.values()])[0]
+        last = outputs[self._logits].shape[-1]
+        self.vocabulary = last if isinstance(last, int) else None
+        self._texts: list[_Text] = []
+
+    def start(self, texts: Sequence[Sequence[int]]) -> None:
+        """Begin as many texts; those before are forgotten."""
+        self._texts = [_Text() for _ in texts]
+
+    def step(self, pieces: Sequence[Sequence[int]]) -> list[Array]:
+        """Decode the next tokens of each text.
+
+        Args:
+            pieces: of each text; without tokens, it rests.
+
+        Returns:
+            Logits of each text, float64 ``[S, V]``, of the tokens of its piece; if the model gives fewer, of the last.
+
+        Raises:
+            UnsupportedModelError: the model does not run, or takes another number of tokens in a step.
+        """
+        return [self._decode(number, piece) for number, piece in enumerate(pieces)]
+
+    def _decode(self, number: int, piece: Sequence[int]) -> Array:
+        text = self._texts[number]
+        longest = self._length or (1 if self._singly and text.length else max(len(piece), 1))
+        if len(piece) % longest:
+            raise UnsupportedModelError(f"{self._path}: it takes {longest} tokens in each step, and got {len(piece)}")
+        parts = [self._run(number, text, piece[at : at + longest]) for at in range(0, len(piece), longest)]
+        return np.concatenate(parts) if parts else np.zeros((0, self.vocabulary or 0))
+
+    def _run(self, number: int, text: _Text, piece: Sequence[int]) -> Array:
+        feeds = {n: text.carried[n] if n in text.carried else self._fill(n, number, text.length, piece)
+                 for n in self._inputs}  # fmt: skip
+        try:
+            logits, *presents = self._session.run([self._logits, *self._carried.values()], feeds, quiet_run())
+        except ORT_ERRORS as error:
+            raise UnsupportedModelError(
+                f"{self._path}: ONNX Runtime does not run {len(piece)} tokens after {text.length}: {one_line(error)}"
+            ) from None
+        text.carried = dict(zip(self._carried, presents, strict=True))
+        text.length += len(piece)
+        rows = logits.reshape(-1, logits.shape[-1])  # all rows of the batch are this text
+        return np.asarray(rows[: len(rows) // self._batch], np.float64)
+
+    def _fill(self, name: str, number: int, past: int, piece: Sequence[int]) -> Array:
+        """What an input holds in a step that has `past` tokens before it."""
+        tensor, dtype, new = self._inputs[name], self._types[name], len(piece)
+        kept = tensor.kept if isinstance(tensor, OriginalTensor) else None
+        shape, axes = self._shape(tensor, past if kept is None else min(past, kept), new)
+        if name in self._given:
+            values = self._given[name]
+            return np.repeat(values[:1] if len(values) == 1 else values[number, None], self._batch, 0).astype(dtype)
+        role = tensor.role.value
+        match role:
+            case "tokens" if dtype.kind == "f":
+                if self._table is None:
+                    self._table = np.random.default_rng(0).normal(0, _TABLE[1], (_TABLE[0], shape[-1]))
+                values = self._table[np.asarray(piece)]
+            case "tokens":
+                values = _along(np.asarray(piece), shape, axes)
+            case "positions":
+                values = _along(past + np.arange(new), shape, axes)
+            case "write_indices" | "past_length":
+                values = np.full(shape, past)
+            case "valid_lengths":
+                values = np.full(shape, min(past + new, self._rows(name)))
+            case "update_lengths":
+                values = np.arange(shape[0]) * new
+            case "padding_mask":
+                places = np.arange(shape[-1])
+                values = places < past + new if kept is None else places >= shape[-1] - past - new
+            case "mask":
+                values = self._visible(shape, axes, past, new, kept)
+                values = values if dtype.kind != "f" else np.where(values, 0, np.finfo(dtype).min)
+            case "switch":
+                values = np.asarray(not isinstance(tensor, OriginalTensor) or tensor.on)
+            case "cache" | "growing_cache" | "fixed_cache" | "state" | "zeros":
+                values = np.zeros(())
+            case _ if self._plan.original and all(t.name != name or t.role is Role.ZEROS for t in self._plan.tensors):
+                values = np.zeros(())  # the rewritten model lives without it: nothing reads its contents
+            case _:
+                raise UnsupportedModelError(
+                    f"{self._path}: nothing says what input '{name}' {list(tensor.shape)} holds; give its values"
+                )
+        return np.broadcast_to(values, shape).astype(dtype)
+
+    def _shape(self, tensor: OriginalTensor | TensorRole, past: int, new: int) -> tuple[tuple[int, ...], Sequence[str]]:
+        """The shape of an input, and the names of its axes."""
+        cache = self._caches.get(tensor.name)
+        if cache is not None and tensor.role.value == "cache":
+            shape, axes = cache.logical_shape, ("batch", *[""] * (len(cache.logical_shape) - 1))
+        else:
+            shape, axes = tensor.shape, tensor.axes or ("batch", *[""] * len(tensor.shape))[: len(tensor.shape)]
+        sizes = {
+            "batch": self._batch, "sequence": new, "past": past, "total": past + new, "capacity": self._capacity(),
+            "keys": self._rows(tensor.name), "tokens": self._batch * new, "batch+1": self._batch + 1,
+            "encoder": ENCODER_TOKENS,
+        }  # fmt: skip
+        known = [size_of(d) for d in shape]
+        return tuple(sizes.get(a, 1) if n is None else n for n, a in zip(known, axes, strict=True)), axes
+
+    def _capacity(self) -> int:
+        return self._plan.options.capacity or max((c.capacity for c in self._caches.values()), default=0)
+
+    def _rows(self, name: str) -> int:
+        """Rows of the smallest cache that attention reads under an input, which are lengths or a mask."""
+        masks = {m.name for m in self._plan.masks if name in (m.lengths, m.mask)}
+        read = [self._caches[past].capacity for a in self._plan.attention if a.mask in masks for past in a.caches]
+        return min(read or [c.capacity for c in self._caches.values()], default=0)
+
+    def _visible(self, shape: tuple[int, ...], axes: Sequence[str], past: int, new: int, kept: int | None) -> Array:
+        """A causal mask ``[..., S, L]`` over rows of a cache: which keys each query sees."""
+        keys, query = np.arange(shape[-1]), past + np.arange(new)[:, None]
+        if kept is not None:  # the newest row is the last
+            keys = keys + past + new - shape[-1]
+        elif any(c.mode is UpdateMode.CIRCULAR and c.capacity == shape[-1] for c in self._caches.values()):
+            keys = past + new - 1 - (past + new - 1 - keys) % shape[-1]
+        seen = (keys >= 0) & (keys <= query)
+        return seen if "sequence" in axes or len(shape) > 1 else seen[-1]
+
+
+def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
+    """Values of a step's tokens along the axis of these, the same in each row of a batch."""
+    at = next((i for i, axis in enumerate(axes) if axis in ("sequence", "tokens")), len(shape) - 1)
+    if not shape or shape[at] % len(values):
+        return np.asarray(values[-1])
+    return np.tile(values, shape[at] // len(values)).reshape([-1, *[1] * (len(shape) - 1 - at)])
+
+
+def _open(model: ModelProto, folder: Path, *, wide: bool) -> ort.InferenceSession:
+    """A session without fusions."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.enable_cpu_mem_arena = False  # caches that grow come in many sizes
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    kept: list[Any] = []  # the options do not hold the tensors that they are given
+    if wide or has_bfloat16(model):
+        model, folder = without_links(copied(model), folder)
+        onnx.load_external_data_for_model(model, str(folder))
+        model = open_types(model, wide=True)
+        names = []
+        for tensor in model.graph.initializer:
+            if (byte_size(tensor) or 0) > _LARGE:
+                names.append(tensor.name)
+                kept.append(ort.OrtValue.ortvalue_from_numpy(numpy_helper.to_array(tensor)))
+                beside = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
+                beside.data_location = TensorProto.EXTERNAL
+                beside.external_data.add(key="location", value="beside")
+                tensor.CopyFrom(beside)
+        options.add_external_initializers(names, kept)
+    return cpu_session(for_session(model, folder, options), options)
