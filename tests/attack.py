@@ -40,9 +40,9 @@ from hostile.faults import full, kills, replaced  # noqa: E402
 from hostile.held import Fell  # noqa: E402
 from hostile.threads import sessions  # noqa: E402
 
+from trt_kvcache import cpu  # noqa: E402
 from trt_kvcache.child import Child, ChildError, serve  # noqa: E402
 from trt_kvcache.runtime.text import template_process, tokenizer_process  # noqa: E402
-from trt_kvcache.verify import sessions as sessions_of_verify  # noqa: E402
 
 os.environ["TRT_KVCACHE_VERDICTS"] = "off"  # each attempt is checked, and leaves nothing
 SECONDS = 300.0
@@ -81,7 +81,7 @@ class Answer:
 def _short_limits() -> Iterator[None]:
     """Limits on time that are far below `SECONDS`."""
     with ExitStack() as stack:
-        for module, seconds in ((template_process, 2.0), (tokenizer_process, 5.0), (sessions_of_verify, 5.0)):
+        for module, seconds in ((template_process, 2.0), (tokenizer_process, 5.0), (cpu, 5.0)):
             stack.enter_context(patch.object(module, "SECONDS", seconds))
         yield
 

@@ -32,7 +32,7 @@ from trt_kvcache.importer.prepare import Prepared
 from trt_kvcache.importer.rewritten import misfit
 from trt_kvcache.verify import VerifyOptions, verify_import
 
-VERIFY = VerifyOptions(batch=3, chunks=(4, 2), tokens=4)
+VERIFY = VerifyOptions(batch=3, chunks=(4, 2), tokens=4, station=("rewritten",))
 CAPACITY = 24
 KINDS = (
     "constant", "attribute", "swap", "rewire", "relative", "bypass", "inserted", "outputs_swapped", "one_cache",

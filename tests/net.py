@@ -44,7 +44,7 @@ from trt_kvcache.verify import VerifyOptions, verify_import  # noqa: E402
 
 RECORD = TESTS / "net.txt"
 SECONDS, WIDTH = 60, 100  # for one model; characters of an error
-VERIFY = VerifyOptions(batch=2, chunks=(4, 2), tokens=2)
+VERIFY = VerifyOptions(batch=2, chunks=(4, 2), tokens=2, station=("rewritten",))
 
 
 _SIDES = ("input", "output")

@@ -31,6 +31,8 @@ import onnx
 from decoders import DecoderConfig, write_decoder
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.rounding import UNITS, with_rounding
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.check import Checked
@@ -41,12 +43,10 @@ from trt_kvcache.importer.steps.element_types import state_type
 from trt_kvcache.proof.file import Proof
 from trt_kvcache.proof.record import record_proof
 from trt_kvcache.proof.replay import Replay, replay
-from trt_kvcache.proof.rounding import UNITS, with_rounding
 from trt_kvcache.proof.schedule import Most
 from trt_kvcache.runtime.ort import runner as ort_runner
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Array, StepBatch
-from trt_kvcache.verify.twin import TwinFolder
 
 MODELS = Path(__file__).parent / "models"
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -150,7 +150,7 @@ def subject(name: str, path: Path, options: PlanOptions, chunk: int = CHUNK, bat
     proof = record_proof(imported, most)
     rewritten = imported.model
     if proof.facts.dtype == "bfloat16":
-        rewritten = TwinFolder(path.parent, path.parent).twin(rewritten)
+        rewritten, _ = float32_copy(rewritten, path.parent, path.parent)
     return Subject(name, proof.facts.dtype, imported, proof, rewritten, batch)
 
 

@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
+    from trt_kvcache.compare.report import VerifyOptions
     from trt_kvcache.engine.build import build_engine
     from trt_kvcache.engine.doctor import diagnose
     from trt_kvcache.engine.inspect import inspect_engine
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.generation.config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.structured import Grammars
-    from trt_kvcache.verify import VerifyOptions, verify_model
+    from trt_kvcache.verify import verify_model
 
 _HOME_OF = {
     "BuildOptions": "trt_kvcache.engine.options",
@@ -50,7 +51,7 @@ _HOME_OF = {
     "Manifest": "trt_kvcache.engine.manifest",
     "PlanOptions": "trt_kvcache.importer.plan",
     "TrtKvCacheError": "trt_kvcache.errors",
-    "VerifyOptions": "trt_kvcache.verify",
+    "VerifyOptions": "trt_kvcache.compare.report",
     "build_engine": "trt_kvcache.engine.build",
     "calibrate_caches": "trt_kvcache.runtime.calibration",
     "diagnose": "trt_kvcache.engine.doctor",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,19 @@ from onnx import ModelProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from trt_kvcache.dtypes import PLAIN, array_dtype
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.native import Endable
 
-__all__ = ["ORT_ERRORS", "RunError", "UnfusedSession", "cpu_session", "one_line", "quiet_run"]
+__all__ = [
+    "ORT_ERRORS",
+    "RunError",
+    "UnfusedSession",
+    "cpu_session",
+    "one_line",
+    "open_in_time",
+    "quiet_run",
+    "run_in_time",
+]
 
 Array = npt.NDArray[Any]
 
@@ -21,6 +33,10 @@ ORT_ERRORS = (
     ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
     ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
 )  # fmt: skip
+
+
+SECONDS = 1800.0
+"""The longest that a model may take to open, or for a step: what takes longer may never end."""
 
 
 class RunError(Exception):
@@ -46,6 +62,51 @@ def quiet_run() -> ort.RunOptions:
     options = ort.RunOptions()
     options.log_severity_level = 4
     return options
+
+
+def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session; a signal ends the opening, which folding constants can make endless.
+
+    Raises:
+        RunError: ONNX Runtime refuses.
+        UnsupportedModelError: it takes more than `SECONDS`.
+    """
+    return _in_time(lambda: cpu_session(source, options), lambda: options.set_load_cancellation_flag(True))
+
+
+def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Any]:
+    """Outputs of a session; a signal ends the run, which a model can make endless.
+
+    Raises:
+        RunError: the step does not run.
+        UnsupportedModelError: it takes more than `SECONDS`.
+        MemoryError: it takes more memory than there is.
+    """
+    options = quiet_run()
+    values: list[Any] = _in_time(
+        lambda: session.run([*names], dict(feeds), options), lambda: setattr(options, "terminate", True)
+    )
+    return values
+
+
+def _in_time(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
+    late = Timer(SECONDS, stop)
+    late.daemon = True
+    late.start()
+    try:
+        with Endable(stop):
+            return call()
+    except (*ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails
+        if late.finished.is_set():
+            raise UnsupportedModelError(
+                f"the model took more than {SECONDS:g} s to open or for one step: it never ends, or needs a faster "
+                "machine"
+            ) from None
+        if "bad_alloc" in str(error):
+            raise MemoryError from None
+        raise RunError(one_line(error)) from None
+    finally:
+        late.cancel()
 
 
 class UnfusedSession:

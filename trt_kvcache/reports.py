@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from trt_kvcache.compare.report import (
+    Quality,
+    Station,
+    VerifyReport,
+)
 from trt_kvcache.engine.build import (
     ProgressEvent,
 )
@@ -22,28 +27,21 @@ from trt_kvcache.engine.manifest import (
     Profile,
     ShapeRange,
 )
-from trt_kvcache.verify import (
-    Divergence,
-    OutputDifference,
-    VerifyReport,
-    VerifyStep,
-)
 
 __all__ = [
     "BackendStatus",
     "Diagnosis",
-    "Divergence",
     "EngineReport",
     "EngineTensor",
     "EngineView",
     "FileIdentity",
     "Gpu",
-    "OutputDifference",
     "PackageStatus",
     "Profile",
     "ProgressEvent",
+    "Quality",
     "RouteStatus",
     "ShapeRange",
+    "Station",
     "VerifyReport",
-    "VerifyStep",
 ]

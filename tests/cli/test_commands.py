@@ -140,15 +140,15 @@ def test_rewrite(model: Path, tmp_path: Path) -> None:
 def test_verify_fails_above_the_tolerance(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> VerifyReport:
         report = verify_model(model)
-        worst = replace(report.outputs[0], passed=False, exact=False, max_absolute=3.0, max_relative=0.5, step=0)
-        return replace(report, passed=False, outputs=(worst, *report.outputs[1:]))
+        worst = replace(report.stations[0], passed=False, difference=0.5, failure="logits differ by 0.5")
+        return replace(report, passed=False, stations=(worst, *report.stations[1:]))
 
     monkeypatch.setattr("trt_kvcache.verify_model", wrong)
     result = CliRunner().invoke(app, ["verify", str(model)])
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
     assert result.stderr.startswith("error: ")
-    assert "'logits' differs by 0.5 of its scale" in result.stderr
+    assert "rewritten: logits differ by 0.5" in result.stderr
 
 
 def test_warnings_go_to_stderr(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.pages import bench_page, inspect_page, plan_page, verify_page
+from trt_kvcache.compare.report import Station, VerifyReport
 from trt_kvcache.engine.inspect import EngineReport
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import (
@@ -27,7 +28,6 @@ from trt_kvcache.importer.plan import (
 )
 from trt_kvcache.page import Html, Point, chart, page, table, tag
 from trt_kvcache.runtime.bench import BenchReport, Timing
-from trt_kvcache.verify import OutputDifference, VerifyReport, VerifyStep
 from trt_kvcache.words import human_bytes
 
 run = CliRunner().invoke
@@ -94,9 +94,9 @@ def measured(model: str = "model.onnx", factor: float = 1.0) -> BenchReport:
 
 def verified(name: str, difference: float | None = 0.001) -> VerifyReport:
     passed = difference is not None
-    output = OutputDifference(name, name, "float16", difference, difference, 0.02, 0, None, False, 0, passed)
-    step = VerifyStep(name, 5, (0, 5), (5, 10), (16, 32), (), difference)
-    return VerifyReport(name, passed, name, name, False, 1e4, (output,), (step,), (name,), None if passed else name)
+    failure = "" if passed else name
+    station = Station(name, name, name, 9, difference, 0.02, 1.0, passed, failure)
+    return VerifyReport(name, passed, 3, 30, None, name, (station, Station(name, note=name)), (name,))
 
 
 def all_pages(name: str) -> list[Html]:

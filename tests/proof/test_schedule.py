@@ -7,8 +7,7 @@ import pytest
 
 from trt_kvcache.importer.steps.step import Limits
 from trt_kvcache.proof.contents import copies
-from trt_kvcache.proof.schedule import DRAWN, plan_proof
-from trt_kvcache.verify.schedule import Episode
+from trt_kvcache.proof.schedule import DRAWN, Episode, plan_proof
 
 
 def _limits(**given: object) -> Limits:

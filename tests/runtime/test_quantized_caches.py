@@ -32,8 +32,7 @@ from trt_kvcache.importer import import_model, quantize_caches
 from trt_kvcache.importer.plan import Route
 from trt_kvcache.plan import CacheDtype, Fallback, Target
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.verify import verify_quantized
-from trt_kvcache.verify.divergence import divergence_of
+from trt_kvcache.verify import verify_import
 
 Array = NDArray[Any]
 CONFIG = DecoderConfig(layers=1, capacity=64, vocab=128, head_size=20, form="heads-major")
@@ -127,27 +126,20 @@ def test_verify_compares_with_the_models_own_caches(
     tmp_path: Path, form: str, kind: CacheDtype, target: Target
 ) -> None:
     model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, form=form))
-    report = verify_model(model, options(kind, target), VerifyOptions(chunks=(4,), tokens=3, batch=2))
+    report = verify_model(
+        model, options(kind, target), VerifyOptions(chunks=(4,), tokens=3, batch=2, station=("quantized",))
+    )
     report.check()
-    found = report.divergence
+    (station,) = (s for s in report.stations if s.name == "quantized")
+    assert station.compared, station.note
+    assert station.difference is not None
+    assert station.difference < 1e-4 or "between two codes" in station.note
+    found = report.quality
     assert found is not None
-    assert (found.cache_dtype, found.positions) == (kind.value, 14)
+    assert found.cache_dtype == kind.value
     least, most = {INT8: (1e-4, 0.02), FP8: (1e-3, 0.08), INT4: (1e-2, 0.3)}[kind]
-    assert least < found.error_share < most
-    assert 0 < found.mean_kl < 0.05
-    assert found.largest_error > 0
+    assert least < found.typical < most
     assert found.agreement > 0.5
-
-
-def test_divergence_of_known_distributions() -> None:
-    """p = (1/2, 1/2) and q = (3/4, 1/4); p = q; and a token that is ruled out, which counts nowhere."""
-    exact = np.array([[0.0, 0, -np.inf], [3, 1, -np.inf]])
-    found = divergence_of(exact, np.array([[np.log(3), 0, 5], [3, 1, -np.inf]]), INT4)
-    assert found.mean_kl == pytest.approx(np.log(4 / 3) / 4)
-    assert (found.positions, found.agreement, found.largest_error) == (2, 0.5, pytest.approx(np.log(3)))
-    shifted = divergence_of(np.array([[3.0, 1]]), np.array([[3.0, 1.5]]), INT4)
-    assert (shifted.error_share, shifted.passed) == (pytest.approx(0.5 / 2**0.5), True)  # 0.35: limit 0.4
-    assert not replace(shifted, error_share=float("nan")).passed
 
 
 def scaled(factor: float, which: str) -> Callable[[onnx.ModelProto], None]:
@@ -193,11 +185,9 @@ def test_a_wrong_scale_fails_verify(tmp_path: Path, name: str) -> None:
     found = quantize_caches(replace(imported, plan=planned))
     FAULTS[name](found.model)
     onnx.checker.check_model(found.model)
-    report = verify_quantized(imported, found, SHORT)
+    report = verify_import(imported, replace(SHORT, station=("quantized",)), found)
     assert not report.passed
-    with pytest.raises(
-        VerificationError, match="quantized caches change too much: int8 caches against the model's own"
-    ):
+    with pytest.raises(VerificationError, match="quantized: logits differ by"):
         report.check()
 
 

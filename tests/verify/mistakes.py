@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper
 
+from trt_kvcache.compare.report import VerifyOptions, VerifyReport
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+from trt_kvcache.verify import verify_import
 
 Mistake = Callable[[ModelProto], None]
 
@@ -20,7 +21,7 @@ def verify_with(imported: ImportedModel, mistake: Mistake, options: VerifyOption
     """Verify a model against its rewritten form with a mistake."""
     wrong = deepcopy(imported.model)
     mistake(wrong)
-    return verify_import(replace(imported, model=wrong), options or VerifyOptions())
+    return verify_import(replace(imported, model=wrong), options or VerifyOptions(station=("rewritten",)))
 
 
 def nodes(model: ModelProto, op: str) -> list[NodeProto]:

@@ -13,15 +13,15 @@ from trt_kvcache.cli.manifest_view import profile_parts
 from trt_kvcache.cli.output import human_bytes, shape_text
 from trt_kvcache.cli.plan_view import Part, cache_facts, mask_text, plan_parts
 from trt_kvcache.cli.summary import plan_lines
-from trt_kvcache.cli.verify import output_rows
+from trt_kvcache.cli.verify import station_rows
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, OriginalRole, OriginalTensor, UpdateMode
 from trt_kvcache.page import Html, Point, chart, page, table, tag
 
 if TYPE_CHECKING:
     from trt_kvcache.cli.summary import Lines
+    from trt_kvcache.compare.report import VerifyReport
     from trt_kvcache.engine.inspect import EngineReport
     from trt_kvcache.runtime.bench import BenchReport, Timing
-    from trt_kvcache.verify import VerifyReport
 
 __all__ = ["bench_page", "inspect_page", "plan_page", "save_page", "verify_page"]
 
@@ -75,23 +75,20 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
 
 
 def verify_page(model: str, report: VerifyReport) -> Html:
-    """Return the page of a verification: each output's largest difference, and all steps."""
+    """Return the page of a verification: the largest difference at each station."""
     verdict = f"{'gives' if report.passed else 'does not give'} the original's numbers"
-    engines = " and ".join(dict.fromkeys((report.original_engine, report.rewritten_engine)))
-    notes = [*([("failure", report.failure)] if report.failure else []), *(("note", note) for note in report.notes)]
-    outputs = [(*row[:6], _bar(row), row[6]) for row in output_rows(report)]
-    steps = [
-        (at, s.episode, s.length, _few(s.starts), _few(s.valid), _few(s.spans) or "-", _number(s.difference))
-        for at, s in enumerate(report.steps)
-    ]
+    said = [(s.name, text) for s in report.stations for text in (s.failure, s.note) if text]
+    notes = [*said, *(("note", note) for note in report.notes)]
+    if report.quality is not None:
+        notes.append(("quality", str(report.quality)))
+    rows = [(*row[:6], _bar(row), row[6]) for row in station_rows(report)]
+    about = f"({report.texts} texts of {report.positions} tokens in all, decoded by {report.reference})"
     return page(
         f"{model}: verification",
-        _head(model, verdict, f"(original against rewritten on {engines}, {len(report.steps)} steps)", report.passed),
+        _head(model, verdict, about, report.passed),
         _listed(notes),
-        _titled("Largest differences", "An output's scale is the largest magnitude of its numbers in a step."),
-        table(("output", "role", "type", "absolute", "of its scale", "allowed", "share of that", ""), outputs),
-        _titled("Steps", "Tokens of the update; for each row the tokens before it, and the valid ones after it."),
-        table(("step", "episode", "tokens", "before", "valid", "rows read", "difference"), steps),
+        _titled("Stations", "The largest difference of a logit, as a share of the largest logit at its position."),
+        table(("station", "ran on", "against", "steps", "difference", "allowed", "share of that", ""), rows),
     )
 
 
@@ -333,6 +330,8 @@ PANELS = (
 
 def _bar(row: Sequence[str]) -> Html:
     """The difference as a share of what is allowed."""
+    if "-" in row[4:6]:
+        return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0
     width = f"width:{8 * min(1.0, share):.2f}em"
     return tag("span", class_="bar bad" if row[6] == "FAILED" else "bar", style=width)

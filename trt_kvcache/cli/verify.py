@@ -1,4 +1,4 @@
-"""``trt-kvcache verify``: original against rewritten model."""
+"""``trt-kvcache verify``: one decode, compared at every station."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.flags import Flags, flags_of
-from trt_kvcache.cli.options import AllOption, HtmlOption, JsonOption, ModelArgument, PlanFlags
-from trt_kvcache.verify import VerifyOptions
+from trt_kvcache.cli.options import HtmlOption, JsonOption, ModelArgument, PlanFlags
+from trt_kvcache.compare.report import VerifyOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import Console
 
-    from trt_kvcache.verify import VerifyReport
+    from trt_kvcache.compare.report import VerifyReport
+    from trt_kvcache.importer.plan import PlanOptions
 
 
 @flags_of(VerifyOptions)
@@ -40,11 +39,13 @@ def verify(
         Path | None,
         typer.Option(metavar="FILE", help="Compare MODEL with this file, which 'rewrite' wrote of it.", readable=False),
     ] = None,
-    every_row: AllOption = False,
+    as_exported: Annotated[
+        bool, typer.Option("--as-exported", help="Say what TensorRT's own parser makes of MODEL as it is.")
+    ] = False,
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Run the original and the rewritten model side by side on ONNX Runtime over a decode; fail where they differ."""
+    """Decode the same texts at each station, from the model as exported to TensorRT's network, and compare logits."""
     plan, options = flags.options_for(model), verification.options()
     from trt_kvcache import verify_model
     from trt_kvcache.cli.output import console, print_json
@@ -53,6 +54,9 @@ def verify(
 
     if html is not None:
         check_output(html)
+    if as_exported:
+        console().print(parsed_as_exported(model, plan))
+        return
     report = verify_model(model, plan, options, rewritten)
     if html is not None:
         from trt_kvcache.cli.pages import save_page, verify_page
@@ -62,7 +66,7 @@ def verify(
         print_json(report)
     else:
         out = console()
-        _print(out, model.absolute().name, report, every_row=every_row)
+        _print(out, model.absolute().name, report)
         if chosen := chosen_capacity(report.capacity, flags):
             out.print(f"capacity: {chosen}")
         if report.passed:
@@ -70,41 +74,56 @@ def verify(
     report.check()
 
 
-def _print(out: Console, model: str, report: VerifyReport, *, every_row: bool) -> None:
+def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
+    """Return in words what TensorRT's own parser makes of a model as exported.
+
+    Raises:
+        BackendError: its package is not installed.
+    """
+    from trt_kvcache.engine.parsing import parse_as_exported
+    from trt_kvcache.errors import BuildError
+    from trt_kvcache.importer import import_model
+
+    try:
+        title, found = parse_as_exported(import_model(model, plan.unquantized()))
+    except BuildError as refusal:
+        return f"refused: {refusal.message}"
+    if found.note:
+        return f"{title} takes it; not compared: {found.note}"
+    if found.finding:
+        by = "not finite, or of another size" if found.difference == float("inf") else f"{found.difference:.2g} off"
+        return f"{title} takes it, and is WRONG: outputs are {by}"
+    return f"{title} takes it, and is right within {found.difference:.1g}; it copies each cache in each step"
+
+
+def _print(out: Console, model: str, report: VerifyReport) -> None:
     from trt_kvcache.cli.output import table
 
-    engines = report.original_engine
-    if report.rewritten_engine != report.original_engine:
-        engines += f" and {report.rewritten_engine}"
-    runs = sum(max(1, len(step.spans), len(step.kept)) for step in report.steps)
-    out.print(f"{model}: original against rewritten on {engines}, {len(report.steps)} steps, {runs} runs")
-    grid = table("output", "role", "dtype", "largest difference", "of its scale", "allowed", "")
-    for row in output_rows(report, every_row=every_row):
-        grid.add_row(*row)
+    out.print(f"{model}: {report.texts} texts of {report.positions} tokens in all")
+    grid = table("station", "against", "steps", "largest difference", "allowed", "")
+    for row in station_rows(report):
+        grid.add_row(row[0], *row[2:])
     out.print()
     out.print(grid)
     out.print()
+    for station in report.stations:
+        for text in filter(None, (station.failure, station.note)):
+            out.print(f"{station.name}: {text}")
     for note in report.notes:
         out.print(f"note: {note}")
-    if report.divergence is not None:
-        out.print(f"{report.divergence}\n")
-    out.print("the rewritten model gives the original's numbers" if report.passed else "FAILED")
+    if report.quality is not None:
+        out.print(f"quality: {report.quality}")
+    out.print("every station gives the numbers of the model as exported" if report.passed else "FAILED")
 
 
-def output_rows(report: VerifyReport, *, every_row: bool = False) -> list[tuple[str, ...]]:
-    """Return name, role, dtype, differences, tolerance and verdict of the outputs, those of layers as one."""
-    from trt_kvcache.cli.grouping import group_rows
-
-    rows = []
-    keys = [(o.name, o.role, o.dtype, f"{o.tolerance:.1g}", str(o.passed)) for o in report.outputs]
-    for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):
-        outputs = [report.outputs[at] for at in members]
-        verdict = "FAILED" if not outputs[0].passed else "same bits" if all(o.exact for o in outputs) else "ok"
-        absolute, relative = _largest(o.max_absolute for o in outputs), _largest(o.max_relative for o in outputs)
-        rows.append((*row[:3], absolute, relative, row[3], verdict))
+def station_rows(report: VerifyReport) -> list[tuple[str, ...]]:
+    """Return name, what ran, reference, steps, difference, tolerance and verdict of each station."""
+    rows: list[tuple[str, ...]] = []
+    for s in report.stations:
+        if not s.compared:
+            rows.append((s.name, "-", "-", "-", "-", "-", "not compared"))
+            continue
+        difference = "not comparable" if s.difference is None else f"{s.difference:.1e}"
+        allowed = "-" if s.allowed is None else f"{s.allowed:.0e}"
+        rows.append((s.name, s.ran_on, s.against, str(s.steps), difference, allowed, "ok" if s.passed else "FAILED"))
     return rows
-
-
-def _largest(differences: Iterable[float | None]) -> str:
-    known = list(differences)
-    return "not comparable" if None in known else f"{max(d for d in known if d is not None):.2g}"

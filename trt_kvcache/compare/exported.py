@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnxruntime as ort
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto
 
-from trt_kvcache.cpu import ORT_ERRORS, cpu_session, one_line, quiet_run
+from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.inputs import numbers_of
+from trt_kvcache.cpu import RunError, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.files.links import for_session, without_links
-from trt_kvcache.importer.files.source import load_source
+from trt_kvcache.importer.extensions import define, for_cpu
+from trt_kvcache.importer.files.links import for_session
+from trt_kvcache.importer.files.source import SourceModel, load_source
+from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role, TensorRole, UpdateMode
-from trt_kvcache.importer.protos import byte_size, copied
 from trt_kvcache.importer.steps.contents import find_caches, find_states, size_of
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.importer.steps.inputs import ENCODER_TOKENS
@@ -31,7 +36,6 @@ __all__ = ["Exported"]
 
 Array = npt.NDArray[Any]
 
-_LARGE = 1 << 16  # bytes; larger tensors that were converted stay outside of the model, which may hold 2 GB
 _TABLE = (256, 0.5)  # rows of drawn embeddings, and the size of their numbers
 
 
@@ -50,11 +54,15 @@ class Exported:
 
     Attributes:
         vocabulary: last size of the logits; None: open.
+        garbage: what caches of a fixed length hold before the first token.
+        watch: called with inputs and outputs of each run.
+        last: positions of a piece whose logits are returned, at most.
 
     Args:
-        path: of the model.
+        path: of the model, or the model as it was read.
         plan: of it.
         wide: float32 in the place of float16, so that rounding hides nothing. bfloat16 always becomes float32.
+        edit: of the model in float32, before it is opened.
         given: inputs that no text says, by name, such as the output of an encoder: with a batch of 1, or a row for each
             text.
         table: embeddings ``[V, H]``, for a model that takes these in the place of tokens; None: drawn ones.
@@ -64,21 +72,27 @@ class Exported:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], plan: CachePlan, *, wide: bool = False,
+        self, path: str | os.PathLike[str] | SourceModel, plan: CachePlan, *, wide: bool = False,
         given: Mapping[str, Array] | None = None, table: Array | None = None,
+        edit: Callable[[ModelProto], ModelProto] | None = None,
     ) -> None:  # fmt: skip
-        source = load_source(path)
+        source = path if isinstance(path, SourceModel) else load_source(path)
         self._path, self._plan, self._given, self._table = source.path, plan, dict(given or {}), table
+        model = runnable(for_cpu(define(source.proto))[0])
+        scratch = Path(mkdtemp(prefix="trt-kvcache-exported-")) if wide or has_bfloat16(model) else None
+        if scratch is not None:  # the session maps the file as long as it lives
+            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
         try:
-            self._session = _open(runnable(source.proto), source.path.parent, wide=wide)
-        except ORT_ERRORS as error:
-            raise UnsupportedModelError(f"{source.path}: ONNX Runtime does not open it: {one_line(error)}") from None
+            self._session = _open(model, source.path.parent, scratch, edit)
+        except RunError as error:
+            raise UnsupportedModelError(f"{source.path}: ONNX Runtime does not open it: {error}") from None
+        self._sizes = {i.name: i.shape for i in self._session.get_inputs()}
         self._types = {i.name: array_dtype(i.type.removeprefix("tensor(")[:-1]) for i in self._session.get_inputs()}
         outputs = {o.name: o for o in self._session.get_outputs()}
         tensors: tuple[OriginalTensor | TensorRole, ...] = plan.original or plan.tensors
         inputs = {t.name: t for t in tensors if t.io == "input"}
         carried = {c.role.name: c.output for c in (*find_caches(plan), *find_states(plan))}
-        self._carried = {past: out for past, out in carried.items() if out in outputs and past in self._types}
+        self._carried = {past: out for past, out in carried.items() if out is not None and past in self._types}
         parts = [t for t in tensors if isinstance(t, OriginalTensor) and (t.rows_only or t.fixed_rows is not None)]
         if strange := [*(n for n in self._types if n not in inputs), *(t.name for t in parts)]:
             raise UnsupportedModelError(
@@ -91,9 +105,16 @@ class Exported:
         self._singly = any(isinstance(t, OriginalTensor) and t.singly for t in self._inputs.values())
         self._caches = {c.past: c for c in plan.caches}
         found = [t.name for t in tensors if t.io == "output" and t.role.value == "logits"]
-        self._logits = (found or [name for name in outputs if name not in carried.values()])[0]
+        found += [name for name in outputs if name not in carried.values()]
+        if not found:
+            raise UnsupportedModelError(
+                f"{source.path}: the model has no output but its caches: there is nothing to compare"
+            )
+        self._logits = found[0]
         last = outputs[self._logits].shape[-1]
         self.vocabulary = last if isinstance(last, int) else None
+        self.garbage, self.last = 0.0, 1 << 30
+        self.watch: Callable[[Mapping[str, Array], Mapping[str, Array]], None] | None = None
         self._texts: list[_Text] = []
 
     def start(self, texts: Sequence[Sequence[int]]) -> None:
@@ -107,7 +128,8 @@ class Exported:
             pieces: of each text; without tokens, it rests.
 
         Returns:
-            Logits of each text, float64 ``[S, V]``, of the tokens of its piece; if the model gives fewer, of the last.
+            Logits of each text, float64 ``[S, V]``, of the tokens of its piece; if the model gives fewer, or `last`
+            says so, of the last.
 
         Raises:
             UnsupportedModelError: the model does not run, or takes another number of tokens in a step.
@@ -120,21 +142,23 @@ class Exported:
         if len(piece) % longest:
             raise UnsupportedModelError(f"{self._path}: it takes {longest} tokens in each step, and got {len(piece)}")
         parts = [self._run(number, text, piece[at : at + longest]) for at in range(0, len(piece), longest)]
-        return np.concatenate(parts) if parts else np.zeros((0, self.vocabulary or 0))
+        return np.concatenate(parts)[-self.last :] if parts else np.zeros((0, self.vocabulary or 0))
 
     def _run(self, number: int, text: _Text, piece: Sequence[int]) -> Array:
         feeds = {n: text.carried[n] if n in text.carried else self._fill(n, number, text.length, piece)
                  for n in self._inputs}  # fmt: skip
         try:
-            logits, *presents = self._session.run([self._logits, *self._carried.values()], feeds, quiet_run())
-        except ORT_ERRORS as error:
+            logits, *presents = run_in_time(self._session, [self._logits, *self._carried.values()], feeds)
+        except RunError as error:
             raise UnsupportedModelError(
-                f"{self._path}: ONNX Runtime does not run {len(piece)} tokens after {text.length}: {one_line(error)}"
+                f"{self._path}: ONNX Runtime does not run {len(piece)} tokens after {text.length}: {error}"
             ) from None
+        if self.watch is not None:
+            self.watch(feeds, {self._logits: logits, **dict(zip(self._carried.values(), presents, strict=True))})
         text.carried = dict(zip(self._carried, presents, strict=True))
         text.length += len(piece)
         rows = logits.reshape(-1, logits.shape[-1])  # all rows of the batch are this text
-        return np.asarray(rows[: len(rows) // self._batch], np.float64)
+        return np.asarray(rows[: len(rows) // self._batch][-self.last :], np.float64)
 
     def _fill(self, name: str, number: int, past: int, piece: Sequence[int]) -> Array:
         """What an input holds in a step that has `past` tokens before it."""
@@ -143,7 +167,9 @@ class Exported:
         shape, axes = self._shape(tensor, past if kept is None else min(past, kept), new)
         if name in self._given:
             values = self._given[name]
-            return np.repeat(values[:1] if len(values) == 1 else values[number, None], self._batch, 0).astype(dtype)
+            if "batch" in axes[:1]:
+                values = np.repeat(values[:1] if len(values) == 1 else values[number, None], self._batch, 0)
+            return values[tuple(slice(size) for size in shape)].astype(dtype)
         role = tensor.role.value
         match role:
             case "tokens" if dtype.kind == "f":
@@ -152,6 +178,8 @@ class Exported:
                 values = self._table[np.asarray(piece)]
             case "tokens":
                 values = _along(np.asarray(piece), shape, axes)
+            case "positions" if len(shape) > 2:
+                values = place_positions(past + np.arange(new)[None], shape, axes)
             case "positions":
                 values = _along(past + np.arange(new), shape, axes)
             case "write_indices" | "past_length":
@@ -168,7 +196,11 @@ class Exported:
                 values = values if dtype.kind != "f" else np.where(values, 0, np.finfo(dtype).min)
             case "switch":
                 values = np.asarray(not isinstance(tensor, OriginalTensor) or tensor.on)
-            case "cache" | "growing_cache" | "fixed_cache" | "state" | "zeros":
+            case "other" if dtype.kind == "f":
+                values = numbers_of(name, np.asarray([piece] * self._batch), shape, axes)
+            case "cache" | "fixed_cache":
+                values = np.full((), self.garbage if dtype.kind == "f" else 0)
+            case "growing_cache" | "state" | "zeros":
                 values = np.zeros(())
             case _ if self._plan.original and all(t.name != name or t.role is Role.ZEROS for t in self._plan.tensors):
                 values = np.zeros(())  # the rewritten model lives without it: nothing reads its contents
@@ -182,7 +214,9 @@ class Exported:
         """The shape of an input, and the names of its axes."""
         cache = self._caches.get(tensor.name)
         if cache is not None and tensor.role.value == "cache":
-            shape, axes = cache.logical_shape, ("batch", *[""] * (len(cache.logical_shape) - 1))
+            own = self._sizes[tensor.name]  # a window that became a ring is longer here
+            shape = tuple(o if isinstance(o, int) else d for o, d in zip(own, cache.logical_shape, strict=True))
+            axes: Sequence[str] = ("batch", *[""] * (len(shape) - 1))
         else:
             shape, axes = tensor.shape, tensor.axes or ("batch", *[""] * len(tensor.shape))[: len(tensor.shape)]
         sizes = {
@@ -190,7 +224,8 @@ class Exported:
             "keys": self._rows(tensor.name), "tokens": self._batch * new, "batch+1": self._batch + 1,
             "encoder": ENCODER_TOKENS,
         }  # fmt: skip
-        known = [size_of(d) for d in shape]
+        own = self._sizes[tensor.name]
+        known = [o if isinstance(o, int) else size_of(d) for o, d in zip(own, shape, strict=True)]
         return tuple(sizes.get(a, 1) if n is None else n for n, a in zip(known, axes, strict=True)), axes
 
     def _capacity(self) -> int:
@@ -199,8 +234,14 @@ class Exported:
     def _rows(self, name: str) -> int:
         """Rows of the smallest cache that attention reads under an input, which are lengths or a mask."""
         masks = {m.name for m in self._plan.masks if name in (m.lengths, m.mask)}
-        read = [self._caches[past].capacity for a in self._plan.attention if a.mask in masks for past in a.caches]
-        return min(read or [c.capacity for c in self._caches.values()], default=0)
+        read = [self._capacity_of(past) for a in self._plan.attention if a.mask in masks for past in a.caches]
+        return min(read or [self._capacity_of(past) for past in self._caches], default=0)
+
+    def _capacity_of(self, past: str) -> int:
+        """Rows of a cache; a window that became a ring is longer here."""
+        cache, sizes = self._caches[past], self._sizes.get(past, ())
+        own = sizes[cache.sequence_axis] if len(sizes) > cache.sequence_axis else None
+        return own if isinstance(own, int) and not self._plan.original else cache.capacity
 
     def _visible(self, shape: tuple[int, ...], axes: Sequence[str], past: int, new: int, kept: int | None) -> Array:
         """A causal mask ``[..., S, L]`` over rows of a cache: which keys each query sees."""
@@ -210,7 +251,7 @@ class Exported:
         elif any(c.mode is UpdateMode.CIRCULAR and c.capacity == shape[-1] for c in self._caches.values()):
             keys = past + new - 1 - (past + new - 1 - keys) % shape[-1]
         seen = (keys >= 0) & (keys <= query)
-        return seen if "sequence" in axes or len(shape) > 1 else seen[-1]
+        return seen if "sequence" in axes or len(shape) > 2 else seen[-1]
 
 
 def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
@@ -221,25 +262,18 @@ def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
     return np.tile(values, shape[at] // len(values)).reshape([-1, *[1] * (len(shape) - 1 - at)])
 
 
-def _open(model: ModelProto, folder: Path, *, wide: bool) -> ort.InferenceSession:
-    """A session without fusions."""
+def _open(
+    model: ModelProto, folder: Path, scratch: Path | None, edit: Callable[[ModelProto], ModelProto] | None
+) -> ort.InferenceSession:
+    """A session without fusions; computes in float32, with data in `scratch`, if that is given."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_cpu_mem_arena = False  # caches that grow come in many sizes
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    kept: list[Any] = []  # the options do not hold the tensors that they are given
-    if wide or has_bfloat16(model):
-        model, folder = without_links(copied(model), folder)
-        onnx.load_external_data_for_model(model, str(folder))
-        model = open_types(model, wide=True)
-        names = []
-        for tensor in model.graph.initializer:
-            if (byte_size(tensor) or 0) > _LARGE:
-                names.append(tensor.name)
-                kept.append(ort.OrtValue.ortvalue_from_numpy(numpy_helper.to_array(tensor)))
-                beside = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
-                beside.data_location = TensorProto.EXTERNAL
-                beside.external_data.add(key="location", value="beside")
-                tensor.CopyFrom(beside)
-        options.add_external_initializers(names, kept)
-    return cpu_session(for_session(model, folder, options), options)
+    if scratch is not None:
+        options.add_session_config_entry("session.disable_prepacking", "1")  # copies of weights, for few rows of use
+        model, folder = float32_copy(model, folder, scratch)
+        model = open_types(model, wide=True)  # caches of types that are only moved
+    if edit is not None:
+        model = edit(model)
+    return open_in_time(for_session(model, folder, options), options)

@@ -7,7 +7,7 @@ ONNX Runtime has no kernels for bfloat16 on the CPU, and converts float16 produc
 from __future__ import annotations
 
 import shutil
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +17,18 @@ from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import all_types, state_type
 
-__all__ = ["float32_copy"]
+__all__ = ["NARROW", "float32_copy"]
 
-_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _DATA = "float32.data"
 _BLOCK = 1 << 20  # bytes read at a time
 _SMALL = 1024  # bytes; smaller tensors stay in the model, where shape inference reads them
 
 
 def float32_copy(
-    model: ModelProto, source: Path, folder: Path, replaced: Mapping[str, bytes | bytearray] | None = None
-) -> tuple[ModelProto, Path]:
+    model: ModelProto, source: Path, folder: Path, replaced: Mapping[str, bytes | bytearray] | None = None,
+    types: Collection[int] = NARROW,
+) -> tuple[ModelProto, Path]:  # fmt: skip
     """Return the copy and the folder of its external data; the model itself where it computes in float32 already.
 
     Args:
@@ -35,12 +36,14 @@ def float32_copy(
         source: folder of its external data.
         folder: an existing folder that takes the data of the copy, in one file, each tensor once.
         replaced: bytes of weights by name, which count instead of those in their files.
+        types: that become float32. Of a rewritten model, those of the model as exported: others round what that does
+            not round.
 
     Raises:
         OutputError: the data do not fit onto the disk.
     """
     replaced = replaced or {}
-    if not replaced and not all_types(model) & {*_NARROW}:
+    if not replaced and not all_types(model) & {*types}:
         return model, source
     copy, path = copied(model), folder / _DATA
     needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(copy))
@@ -49,12 +52,12 @@ def float32_copy(
             f"the float32 copy of this model takes up to {needed / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB "
             "free: set TMPDIR to a folder with room"
         )
-    state_type(copy, _NARROW, TensorProto.FLOAT)
+    state_type(copy, types, TensorProto.FLOAT)
     initializers = {t.name for s in iter_scopes(copy) if isinstance(s, GraphProto) for t in s.initializer}
     written: dict[Hashable, tuple[int, int]] = {}
     with path.open("wb") as data:
         for tensor in iter_tensors(copy):
-            external, narrow = tensor.data_location == TensorProto.EXTERNAL, tensor.data_type in _NARROW
+            external, narrow = tensor.data_location == TensorProto.EXTERNAL, tensor.data_type in types
             if not external and not narrow:
                 continue
             if not external and (tensor.name not in initializers or (byte_size(tensor) or 0) <= _SMALL):

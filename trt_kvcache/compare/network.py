@@ -237,8 +237,8 @@ class _Struct(ctypes.Structure):
 def _weights(weights: Any) -> Array:
     """The numbers of TensorRT's ``Weights``, which lie where the parser has them.
 
-    Python is given no arrays of fp8 and int4. Their address stands in the object itself, behind its head (pybind11's
-    layout), and counts only if what stands beside it is the size of these weights.
+    Python is given no arrays of bfloat16, fp8 and int4. Their address stands in the object itself, behind its head
+    (pybind11's layout), and counts only if what stands beside it is the size of these weights.
     """
     if isinstance(weights, np.ndarray):
         return weights
@@ -246,7 +246,7 @@ def _weights(weights: Any) -> Array:
     struct = _Struct.from_address(ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value or 0)
     if struct.count != weights.size or not struct.values:
         raise NotImplementedError(f"weights of {kind} cannot be read in this version of TensorRT")
-    size = (struct.count + 1) // 2 if kind == "INT4" else struct.count
+    size = (struct.count + 1) // 2 if kind == "INT4" else struct.count * np.dtype(_DTYPES[kind]).itemsize
     raw = np.frombuffer((ctypes.c_uint8 * size).from_address(struct.values), np.uint8)
     if kind == "INT4":  # two in a byte, the first in the lower half
         return np.stack([raw << 4, raw], -1).reshape(-1)[: struct.count].view(np.int8) >> 4

@@ -7,7 +7,7 @@ compared, caches as a whole among them: rows that no token was written to hold g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, ValueInfoProto
 
+from trt_kvcache.compare.decode import Piece, plan_pieces
+from trt_kvcache.compare.exported import Exported
 from trt_kvcache.compare.float32_copy import float32_copy
 from trt_kvcache.compare.network import Network, NetworkError, Node, UnknownLayerError
 from trt_kvcache.compare.rewritten import GARBAGE, RewrittenSteps, WideSession
@@ -26,7 +28,7 @@ from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.plan import CachePlan, cache_bytes
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, copied, iter_tensors
-from trt_kvcache.importer.steps.step import Limits, read_limits
+from trt_kvcache.importer.steps.step import read_limits
 from trt_kvcache.machine import free_memory
 
 __all__ = ["NetworkComparison", "compare_network", "share_between"]
@@ -38,6 +40,7 @@ LIMIT = 2e-5
 orders. Measured on 33 stored exports: 2e-6."""
 
 _ROWS = 2
+_PIECES = 4
 _COPIES = 4  # of caches: before and after a step, on each side
 _SHARE = 0.5  # of the memory that is free
 
@@ -64,6 +67,11 @@ class NetworkComparison:
             f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
         )
 
+    @property
+    def allowed(self) -> float:
+        """The largest difference that counts as none."""
+        return LIMIT
+
     def check(self) -> None:
         """Does nothing where nothing differs.
 
@@ -79,7 +87,8 @@ class NetworkComparison:
 
 def compare_network(
     network: Any, trt: Any, content: bytes, folder: Path, plan: CachePlan,
-    replaced: Mapping[str, bytes | bytearray] | None = None,
+    replaced: Mapping[str, bytes | bytearray] | None = None, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (),
+    garbage: float = GARBAGE,
 ) -> NetworkComparison:  # fmt: skip
     """Run a parsed network and its model side by side.
 
@@ -90,6 +99,9 @@ def compare_network(
         folder: of its external data.
         plan: of the model.
         replaced: bytes of weights by name, which TensorRT was given instead of those in their files.
+        pieces: of a decode; none: a few.
+        tokens: of the pieces; none: random ones.
+        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
 
     Returns:
         What was found. A model that ONNX Runtime does not run, a layer that NumPy does not run here, or a model that
@@ -102,13 +114,42 @@ def compare_network(
         with TemporaryDirectory(prefix="trt-kvcache-network-") as name:
             runs, _ = for_cpu(model)
             wide, place = float32_copy(runs, folder, Path(name), replaced)
-            return _Comparison(Network(network, trt), wide, place, plan, limits).run(RewrittenSteps(
-                plan, index_limits(model, plan), limits.batch
-            ))  # fmt: skip
+            rows = max((row + 1 for piece in pieces for row in piece.rows), default=limits.batch)
+            steps = RewrittenSteps(plan, index_limits(model, plan), rows, garbage=garbage)
+            chosen = pieces or plan_pieces(limits, plan, (5,), 1)[:_PIECES]
+            return _Comparison(Network(network, trt), wide, place).run(steps, chosen, tokens)
     except (OptionError, OutputError, RunError, UnknownLayerError, UnsupportedModelError) as error:
         return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
     except NetworkError as error:
         return NetworkComparison(0, math.inf, error.message)
+
+
+def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> NetworkComparison:
+    """Run the network that was parsed of a model as exported beside the model itself, which decodes by itself.
+
+    Args:
+        network: TensorRT's ``INetworkDefinition``.
+        trt: the module that parsed it.
+        path: of the model.
+        plan: of it, which says what its inputs are.
+    """
+    try:
+        run, exported, shares = Network(network, trt).run, Exported(path, plan, wide=True), list[float]()
+        exported.watch = lambda feeds, wanted: shares.append(_worst(run(feeds), wanted))
+        exported.start([()])
+        limits = read_limits(plan, 1)
+        for piece in plan_pieces(limits, plan, (5,), 2):
+            exported.step([[(3 * i + 5) % (exported.vocabulary or 2) for i in range(piece.length)]])
+    except (OptionError, OutputError, RunError, UnknownLayerError, UnsupportedModelError) as error:
+        return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
+    except NetworkError as error:
+        return NetworkComparison(0, math.inf, error.message)
+    worst = max(shares)
+    return NetworkComparison(len(shares), worst, "" if worst <= LIMIT else "its outputs are not the model's")
+
+
+def _worst(had: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
+    return max(share_between(values, had[name]) for name, values in wanted.items())
 
 
 def share_between(expected: Array, actual: Array) -> float:
@@ -137,46 +178,26 @@ def share_between(expected: Array, actual: Array) -> float:
 
 
 class _Comparison:
-    def __init__(self, network: Network, model: ModelProto, folder: Path, plan: CachePlan, limits: Limits) -> None:
+    def __init__(self, network: Network, model: ModelProto, folder: Path) -> None:
         self._network, self._model, self._folder = network, model, folder
         self._session = WideSession(model, folder)
-        self._plan, self._limits = plan, limits
 
-    def run(self, steps: RewrittenSteps) -> NetworkComparison:
-        worst, count = 0.0, 0
-        for length, rows, span, kept in self._schedule():
-            feeds = steps.feeds(length, rows, span=span, kept=kept)
+    def run(self, steps: RewrittenSteps, pieces: Sequence[Piece], tokens: Sequence[Array]) -> NetworkComparison:
+        worst = 0.0
+        for count, piece in enumerate(pieces, 1):
+            text = tokens[count - 1] if tokens else None
+            feeds = steps.feeds(piece.length, piece.rows, span=piece.span, kept=piece.kept, tokens=text)
             wanted = self._session.run(feeds)
             had = self._network.run(feeds)
-            count += 1
             shares = {name: share_between(values, had[name]) for name, values in wanted.items()}
             name = max(shares, key=lambda n: shares[n])
             worst = max(worst, shares[name])
             if worst > LIMIT:
                 by = "is of another size, or not finite" if math.isinf(worst) else f"differs by {worst:.2g} of its size"
-                where = f"in step {count}, {length} tokens after {[steps.ends[r] for r in rows]}"
+                where = f"in step {count}, {piece.length} tokens after {[steps.ends[r] for r in piece.rows]}"
                 return NetworkComparison(count, worst, f"'{name}' {by} {where}; {self._first(feeds)}")
-            steps.accept(length, rows, wanted)
-        return NetworkComparison(count, worst)
-
-    def _schedule(self) -> Iterator[tuple[int, list[int], str, int | None]]:
-        """Length, rows, span and kept positions of each step: rows at different places, if the model lets them."""
-        limits = self._limits
-        everyone = list(range(limits.batch))
-        ragged = limits.ragged and limits.indexed and not limits.fixed_batch and limits.batch > 1
-        room = limits.linear
-        for length, rows, span, kept in (
-            (3, [0], "tight", None), (5, everyone, "bucketed", None), (1, everyone, "full", 1),
-            (2, everyone, "tight", 1),
-        ):  # fmt: skip
-            if len(rows) < len(everyone) and not ragged:
-                continue
-            length = limits.length or min(length, limits.longest)
-            if room is not None and limits.indexed:
-                if room < length:
-                    return
-                room -= length
-            yield length, rows, span, kept
+            steps.accept(piece.length, piece.rows, wanted)
+        return NetworkComparison(len(pieces), worst)
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
         """The first layer whose result differs, among those that have a tensor of the model as result."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,18 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
-from trt_kvcache.cpu import ORT_ERRORS, RunError, cpu_session, one_line, quiet_run
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.inputs import numbers_of
+from trt_kvcache.cpu import open_in_time, run_in_time
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.contents import all_contents, find_caches, find_states
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.inputs import StepInputs, arrange, draw_constants, span_inputs
 from trt_kvcache.importer.steps.step import Step
 
-__all__ = ["RewrittenSteps", "WideSession"]
+__all__ = ["Rewritten", "RewrittenSteps", "WideSession"]
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -43,15 +46,21 @@ class RewrittenSteps:
         rows: of the batch.
         seed: of tokens, garbage and what else is drawn.
         garbage: see `GARBAGE`.
+        given: values of inputs by name, which are used before any role.
+        rings: see `Rewritten`.
     """
 
     def __init__(
-        self, plan: CachePlan, limits: IndexLimits, rows: int, seed: int = 0, garbage: float = GARBAGE
-    ) -> None:
+        self, plan: CachePlan, limits: IndexLimits, rows: int, seed: int = 0, garbage: float = GARBAGE,
+        given: Mapping[str, Array] | None = None, *, rings: bool = False,
+    ) -> None:  # fmt: skip
+        self._rings = rings
         self._plan, self._carried = plan, (*find_caches(plan), *find_states(plan))
-        constants = _widened(draw_constants(plan, rows, seed, twin=True))
+        constants = _widened(draw_constants(plan, rows, seed, twin=True)) | dict(given or {})
         self._constants = {t.name for t in plan.tensors if t.name in constants and "batch" in t.axes}
         self._drawn = constants
+        inputs = [t for t in plan.tensors if t.io == "input" and t.role is Role.OTHER and "float" in t.dtype]
+        self._others = [t for t in inputs if t.name not in constants]
         self._rng, self._limits, self._rows = np.random.default_rng(seed), limits, rows
         self.ends = [0] * rows
         named = {c.role.name: c for c in self._carried}
@@ -69,16 +78,22 @@ class RewrittenSteps:
             rows: of the batch; all of them where the model fixes its batch.
             span: one of `trt_kvcache.importer.steps.inputs.SPAN_KINDS`.
             kept: last positions that logits are computed of, if the model takes that; None: all.
-            tokens: int64 ``[R, length]``; None: random ones. Of no use for a model that takes embeddings.
+            tokens: int64 ``[R, length]``, or embeddings ``[R, length, H]``; None: random ones.
         """
         starts = tuple(self.ends[row] for row in rows)
         step = Step(length, starts, tuple(start + length for start in starts))
         constants = {n: v[list(rows)] if n in self._constants else v for n, v in self._drawn.items()}
-        inputs = StepInputs(self._plan, self._limits, constants, self._rng, twin=True, plain=True)
+        inputs = StepInputs(self._plan, self._limits, constants, self._rng, twin=True, rings=self._rings, plain=True)
         feeds = inputs.shared(step) | span_inputs(self._plan, step, span, kept)
         name = self._plan.tensor(Role.TOKENS)
-        if tokens is not None and name is not None and not name.embedded:
-            feeds[name.name] = tokens.reshape(feeds[name.name].shape).astype(feeds[name.name].dtype)
+        if tokens is not None and name is not None:
+            given = feeds[name.name]
+            ids = tokens.ndim == 2 and tokens.size != given.size
+            values = arrange(tokens, ("batch", "sequence"), given.shape, name.axes) if ids else tokens
+            feeds[name.name] = values.reshape(given.shape).astype(given.dtype)
+        if tokens is not None and tokens.ndim == 2:
+            for other in self._others:
+                feeds[other.name] = numbers_of(other.name, tokens, feeds[other.name].shape, other.axes)
         return _widened(feeds) | {name: values[list(rows)] for name, values in self.caches.items()}
 
     def accept(self, length: int, rows: Sequence[int], outputs: Mapping[str, Array]) -> None:
@@ -88,6 +103,64 @@ class RewrittenSteps:
                 self.caches[cache.role.name][list(rows)] = outputs[cache.output]
         for row in rows:
             self.ends[row] += length
+
+
+class Rewritten:
+    """A runner (`trt_kvcache.compare.decode.Runner`) of whatever takes the rewritten model's interface.
+
+    Args:
+        plan: of the rewritten model.
+        limits: of token ids and positions.
+        run: gives the outputs of a step, of its inputs.
+        name: of what runs.
+        given: values of inputs that no text says, by name.
+        table: embeddings ``[V, H]``, for a model that takes these in the place of tokens.
+        garbage: see `GARBAGE`.
+        rings: windows became rings: valid lengths count the whole text.
+    """
+
+    def __init__(
+        self, plan: CachePlan, limits: IndexLimits, run: Callable[[Feeds], Mapping[str, Array]], name: str,
+        given: Mapping[str, Array] | None = None, table: Array | None = None, garbage: float = GARBAGE, *,
+        rings: bool = False,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.watch: Callable[[Feeds, Mapping[str, Array]], None] = lambda *_: None
+        """Called with the inputs and outputs of each step."""
+        self._plan, self._limits, self._run = plan, limits, run
+        self._given, self._table, self._garbage, self._rings = given or {}, table, garbage, rings
+        self._output = output_of(plan)
+        self._steps: RewrittenSteps | None = None
+
+    def start(self, rows: int) -> None:
+        """See `Runner.start`."""
+        self._steps = RewrittenSteps(
+            self._plan, self._limits, rows, garbage=self._garbage, given=self._given, rings=self._rings
+        )
+
+    def step(self, piece: Piece, tokens: Array) -> Array:
+        """See `Runner.step`."""
+        assert self._steps is not None
+        values = tokens if self._table is None else self._table[tokens]
+        feeds = self._steps.feeds(piece.length, piece.rows, span=piece.span, kept=piece.kept, tokens=values)
+        outputs = self._run(feeds)
+        self.watch(feeds, outputs)
+        self._steps.accept(piece.length, piece.rows, outputs)
+        logits = outputs[self._output]
+        return logits.reshape(len(piece.rows), -1, logits.shape[-1])
+
+
+def output_of(plan: CachePlan) -> str:
+    """The name of the output that is compared: the logits, or the first that goes into no later step.
+
+    Raises:
+        OptionError: there is none.
+    """
+    outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
+    found = [t.name for t in outputs if t.role is Role.LOGITS] or [t.name for t in outputs if t.shape]
+    if not found:
+        raise OptionError("the model has no output but its caches: there is nothing to compare")
+    return found[0]
 
 
 class WideSession:
@@ -107,10 +180,7 @@ class WideSession:
         options.enable_cpu_mem_arena = False
         options.add_session_config_entry("session.disable_prepacking", "1")  # copies of weights, for few rows of use
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        try:
-            self._session = cpu_session(for_session(model, folder, options), options)
-        except ORT_ERRORS as error:
-            raise RunError(one_line(error)) from None
+        self._session = open_in_time(for_session(model, folder, options), options)
         self.inputs = frozenset(i.name for i in self._session.get_inputs())
         self._outputs = [o.name for o in self._session.get_outputs()]
 
@@ -121,10 +191,7 @@ class WideSession:
             RunError: the step does not run.
         """
         names = self._outputs if names is None else [*names]
-        try:
-            values = self._session.run(names, {n: v for n, v in feeds.items() if n in self.inputs}, quiet_run())
-        except ORT_ERRORS as error:
-            raise RunError(one_line(error)) from None
+        values = run_in_time(self._session, names, {n: v for n, v in feeds.items() if n in self.inputs})
         return dict(zip(names, values, strict=True))
 
 

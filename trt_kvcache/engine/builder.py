@@ -11,6 +11,7 @@ import ctypes
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.engine.protocol import STAGES, Done, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
+from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.plan import Route, Target
 from trt_kvcache.importer.planning.routes import without_plugin
 
@@ -40,7 +42,7 @@ def _abandon() -> None:
 def _build(job: Job, model: list[bytes], send: Send) -> Done:
     """Do the job, from importing TensorRT to the engine on disk."""
     send(Stage(STAGES[0]))
-    trt = _import_tensorrt(job.target)
+    trt = import_tensorrt(job.target)
     from trt_kvcache.compare.parsed import compare_network
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
     from trt_kvcache.engine.network import check_network
@@ -55,10 +57,10 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
     send(Stage(STAGES[1]))
     parser = trt.OnnxParser(network, logger)
-    weights = _flipped_weights(job)  # TensorRT reads them until the engine is built
+    weights = flipped_weights(Path(job.model).parent, job.flipped)  # TensorRT reads them until the engine is built
     content = model.pop()
-    if not _parse(parser, content, job, weights):
-        raise BuildError(_with_refusals(job, _parser_message(job, parser), refusals))
+    if not parse(parser, content, job.model, weights):
+        raise BuildError(_with_refusals(job, parser_message(job.title, parser), refusals))
 
     send(Stage(STAGES[2]))
     patch_network(network, job.plan, trt)
@@ -99,10 +101,10 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     return Done(trt.__version__, writer.size, writer.digest.hexdigest(), str(compared))
 
 
-def _flipped_weights(job: Job) -> dict[str, bytearray]:
+def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytearray]:
     """Return the weights whose bytes differ from those in the model's files, by name."""
-    folder, weights = Path(job.model).parent, {}
-    for weight in job.flipped:
+    weights = {}
+    for weight in flipped:
         data = weights[weight.name] = bytearray()
         try:
             for piece in weight.read(folder):
@@ -112,11 +114,11 @@ def _flipped_weights(job: Job) -> dict[str, bytearray]:
     return weights
 
 
-def _parse(parser: Any, model: bytes, job: Job, weights: dict[str, bytearray]) -> bool:
+def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -> bool:
     """Parse the model, with these bytes instead of those in its files."""
     if not weights:
-        return bool(parser.parse(model, job.model))
-    if not parser.load_model_proto(model, job.model):
+        return bool(parser.parse(model, path))
+    if not parser.load_model_proto(model, path):
         return False
     for name, data in weights.items():
         address = ctypes.addressof(ctypes.c_char.from_buffer(data))
@@ -125,7 +127,7 @@ def _parse(parser: Any, model: bytes, job: Job, weights: dict[str, bytearray]) -
     return bool(parser.parse_model_proto())
 
 
-def _import_tensorrt(target: Target) -> Any:
+def import_tensorrt(target: Target) -> Any:
     """Import the builder's module, here and for Polygraphy, which reads the variable when it is imported."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target is Target.TENSORRT_RTX else "0"
     try:
@@ -160,14 +162,14 @@ def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> s
     return f"{said}; {without_plugin(job.plan.caches)}"
 
 
-def _parser_message(job: Job, parser: Any) -> str:
+def parser_message(title: str, parser: Any) -> str:
     """Return the parser's errors: node, operator and its own words for each."""
     errors = []
     for i in range(parser.num_errors):
         error = parser.get_error(i)
         node = f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_operator() else ""
         errors.append(f"{node}{error.code().name}: {' '.join(error.desc().split())}")
-    return f"{job.title} cannot parse the model: {'; '.join(dict.fromkeys(errors)) or 'it gives no reason'}"
+    return f"{title} cannot parse the model: {'; '.join(dict.fromkeys(errors)) or 'it gives no reason'}"
 
 
 def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) -> Any:

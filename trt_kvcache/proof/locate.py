@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,14 +13,15 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 
+from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.rewritten import WideSession
+from trt_kvcache.cpu import RunError
 from trt_kvcache.engine.manifest import Manifest, load_manifest
 from trt_kvcache.engine.marked import build_marked, with_outputs
 from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.extensions import for_cpu
-from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.proof.check import CheckReport
 from trt_kvcache.proof.file import Episode, Proof, load_proof, share_of
 from trt_kvcache.proof.places import LOGITS
@@ -29,9 +29,6 @@ from trt_kvcache.proof.replay import replay, rows_needed
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.runner import Array, StepBatch
-from trt_kvcache.verify.memory import spare, weigh
-from trt_kvcache.verify.sessions import OrtSession
-from trt_kvcache.verify.twin import TwinFolder
 
 __all__ = ["with_layer"]
 
@@ -79,7 +76,7 @@ class _Search:
     """Compares all layers after each step, until one differs."""
 
     def __init__(
-        self, runner: Any, session: OrtSession, proof: Proof, manifest: Manifest,
+        self, runner: Any, session: WideSession, proof: Proof, manifest: Manifest,
         layers: Sequence[tuple[ValueInfoProto, NodeProto]],
     ) -> None:  # fmt: skip
         self._runner, self._session, self._proof, self._layers = runner, session, proof, layers
@@ -104,7 +101,7 @@ class _Search:
         constants = {n: np.concatenate([np.asarray(g[n]) for g in arrays]) for n in (arrays[0] if arrays else ())}
         spans = {name: np.arange(size) for name, size in self._inputs.span_sizes(batch).items()}
         feeds = self._inputs.arrays(batch) | spans | constants | self._caches
-        wide = {n: v.astype(np.float32) if v.dtype.name == "bfloat16" else v for n, v in feeds.items()}
+        wide = {n: v.astype(np.float32) if v.dtype.name in ("float16", "bfloat16") else v for n, v in feeds.items()}
         outputs = self._session.run(wide)
         for place, (value, node) in enumerate(self._layers):
             wanted = outputs[value.name].astype(np.float32)
@@ -146,15 +143,11 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[tuple[ValueInfoProto,
 
 
 @contextmanager
-def _reference(model: ModelProto, values: Sequence[ValueInfoProto], path: Path) -> Iterator[OrtSession]:
-    """The rewritten model with these outputs on ONNX Runtime; of a bfloat16 one its float32 twin."""
+def _reference(model: ModelProto, values: Sequence[ValueInfoProto], path: Path) -> Iterator[WideSession]:
+    """The rewritten model with these outputs on ONNX Runtime, in float32."""
     marked, _ = for_cpu(with_outputs(model, values))
-    folder = path.parent if path.is_file() else path
     with TemporaryDirectory(prefix="trt-kvcache-check-") as name:
-        if has_bfloat16(marked):
-            twins = TwinFolder(Path(name), folder)
-            marked, folder = twins.twin(marked), twins.folder
         try:
-            yield OrtSession(marked, Path(os.fspath(folder)), weigh(marked), spare())
+            yield WideSession(*float32_copy(marked, path.parent if path.is_file() else path, Path(name)))
         except RunError as error:
             raise UnsupportedModelError(f"{path}: ONNX Runtime does not run the rewritten model: {error}") from None

@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.steps.inputs import ENCODER_TOKENS
-from trt_kvcache.importer.steps.step import Limits
+from trt_kvcache.importer.steps.step import Limits, Step
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, StepInputs, linear_capacity
-from trt_kvcache.verify.report import VerifyOptions
-from trt_kvcache.verify.schedule import Episode, consecutive, plan_schedule
 
 MOST_POSITIONS = 4
 """Most positions of a row in a step whose logits are kept."""
@@ -55,6 +53,30 @@ class Most:
     encoder: int = ENCODER_TOKENS
 
 
+@dataclass(frozen=True)
+class Episode:
+    """Steps over one set of caches; each step starts where the one before ended."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+def consecutive(limits: Limits, lengths: list[int], starts: tuple[int, ...]) -> tuple[Step, ...]:
+    """Consecutive steps; an update that would straddle a wrap where a contract forbids it is split there."""
+    steps: list[Step] = []
+    for wanted in lengths:
+        left = wanted
+        while left:
+            ends = [capacity - start % capacity for capacity in limits.no_straddle for start in starts]
+            length = min([left, *ends])
+            if limits.length is not None and length != limits.length:
+                return tuple(steps)  # the update length is fixed: the next update would break the contract
+            valid = tuple(start + length for start in starts)
+            steps.append(Step(length, starts, valid))
+            starts, left = valid, left - length
+    return tuple(steps)
+
+
 def within(limits: Limits, plan: CachePlan, most: Most) -> Limits:
     """The limits of a model, as an engine and the runtime bound them."""
     ends = [n for n in (limits.linear, linear_capacity(plan), most.positions) if n is not None]
@@ -78,9 +100,10 @@ def plan_proof(limits: Limits, windows: set[int], steps: int | None, *, drawn: b
         steps: how many; None: as many as it takes, about 20.
         drawn: caches may hold random numbers.
     """
-    if not limits.indexed:
-        options = VerifyOptions(batch=limits.batch, chunks=_PROMPT[:2], tokens=_SINGLES)
-        return tuple(e for e in plan_schedule(limits, options) if e.steps)
+    if not limits.indexed:  # every update overwrites the rows from 0 on, as TensorScatter without write indices does
+        zeros = (0,) * limits.batch
+        lengths = [limits.length or min(n, limits.longest) for n in (*_PROMPT[:2], *[1] * _SINGLES)]
+        return (Episode("decode", tuple(Step(n, zeros, (n,) * limits.batch) for n in lengths)),)
     episodes = _walked(limits, windows, 0, drawn)
     if steps is not None and (more := steps - sum(len(e.steps) for e in episodes)) > 0:
         episodes = _walked(limits, windows, more, drawn)

@@ -1,9 +1,10 @@
-"""Inputs that verification alone has: values that the caller gives."""
+"""Values of inputs that the caller gives by name, in a file."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.machine import free_memory
 
 Array = npt.NDArray[Any]
+
+_KINDS = 256  # tokens that have numbers of their own; others share them
 
 _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
@@ -46,6 +49,30 @@ def load_inputs(path: str | None) -> dict[str, Array]:
         raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
 
 
+def numbers_of(name: str, tokens: Array, shape: Sequence[int], axes: Sequence[str]) -> Array:
+    """Numbers for a floating-point input that nothing explains: each token has its own, at every station.
+
+    So a block of a model, which takes queries, keys and values, decodes texts as a whole model does.
+
+    Args:
+        name: of the input.
+        tokens: ``[R, S]``.
+        shape: of the input in this step.
+        axes: what its axes are; without ``"sequence"``, all tokens get the same numbers.
+    """
+    rest = [n for n, axis in zip(shape, axes, strict=True) if axis not in ("batch", "sequence")]
+    table = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.5, (_KINDS, *rest)).astype(np.float32)
+    if "sequence" not in axes:
+        return np.broadcast_to(table[0][None] if "batch" in axes[:1] else table[0], shape)
+    values, at = table[tokens % _KINDS], list(axes).index("sequence")
+    if "batch" in axes:
+        first = list(axes).index("batch")
+        values = np.moveaxis(values, (0, 1), (first, at))
+    else:
+        values = np.moveaxis(values[0], 0, at)
+    return np.asarray(values.reshape(shape))
+
+
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
     """Refuses values for what is no input, or what verification sets itself.
 
@@ -60,26 +87,3 @@ def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
             )
         if roles[name] in _DRIVEN:
             raise OptionError(f"values are given for '{name}' ({roles[name].value}), which verification sets itself")
-
-
-def guessed(plan: CachePlan, values: Mapping[str, Array]) -> str:
-    """The end of a message on a step that did not run: inputs of integers with random values, which may be illegal."""
-    unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
-    drawn = [t for t in unknown if t.name not in values and "float" not in t.dtype]
-    if not drawn:
-        return ""
-    names = ", ".join(f"'{t.name}' ({t.dtype} {list(t.shape)})" for t in drawn)
-    return (
-        f". Nothing says which values input {names} takes, so it got random ones of 0 and 1: give values that are "
-        "legal in every step in an .npz file (--inputs)"
-    )
-
-
-def rows_read(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
-    """The most cache rows that attention reads with these spans; None where no input says."""
-    return max((len(spans[s.name]) for s in plan.spans), default=None)
-
-
-def logit_positions(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
-    """The number of last positions whose logits these spans ask for; None where no input says."""
-    return None if plan.logits_span is None else len(spans[plan.logits_span.name])

@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from trt_kvcache.proof.rounding import with_rounding
+from trt_kvcache.compare.rounding import with_rounding
 
 B, S, H = 2, 5, 6
 KINDS = {

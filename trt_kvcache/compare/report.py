@@ -1,0 +1,211 @@
+"""Options and result of a verification: plain data, JSON in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from trt_kvcache.arguments import as_whole
+from trt_kvcache.errors import OptionError, VerificationError
+from trt_kvcache.setting import Setting, check_settings, described
+
+# More shows nothing that fewer do not; the pieces of a number like 10 ** 20 would never end.
+_MOST_ROWS = 1 << 16
+_MOST_TOKENS = 1 << 20
+
+STATIONS = ("rewritten", "quantized", "session", "network")
+"""The stations that are compared with the model as exported, in their order."""
+
+
+def _read_chunks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(chunk) for chunk in text.split(",") if chunk.strip())
+    except ValueError:
+        raise OptionError(f"--chunks {text!r} is not a list of token counts such as 5,3") from None
+
+
+def _read_stations(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@described
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Options of a verification.
+
+    Raises:
+        OptionError: a value is out of range.
+    """
+
+    batch: Annotated[
+        int,
+        Setting(
+            "Texts that are decoded in one batch, each with its own length.",
+            "A fixed batch size in the model wins.",
+            metavar="N",
+            least=1,
+            most=_MOST_ROWS,
+        ),
+    ] = 3
+    chunks: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Lengths of the prefill chunks.",
+            "In tokens; a fixed update length in the model wins.",
+            metavar="N,...",
+            unit="numbers of tokens",
+            read=_read_chunks,
+        ),
+    ] = (5, 3)
+    tokens: Annotated[
+        int,
+        Setting("Single tokens after the chunks.", metavar="N", least=0, most=_MOST_TOKENS),
+    ] = 4
+    station: Annotated[
+        tuple[str, ...],
+        Setting(
+            f"Compare these stations only: {', '.join(STATIONS)}.",
+            "Default: all that run here.",
+            metavar="NAME,...",
+            unit="names of stations",
+            read=_read_stations,
+        ),
+    ] = ()
+    tolerance: Annotated[
+        float | None,
+        Setting(
+            "Largest difference, as a share of the largest logit. Default: what rounding makes.",
+            metavar="SHARE",
+            least=0,
+        ),
+    ] = None
+    seed: Annotated[int, Setting("Seed of tokens and garbage.", least=0)] = 0
+    inputs: Annotated[
+        str | None,
+        Setting(
+            "Values by name for inputs of unknown role.",
+            "Axes that vary from step to step are cut to size.",
+            metavar="FILE.npz",
+            is_path=True,
+        ),
+    ] = None
+    thorough: Annotated[
+        bool,
+        Setting(
+            "Compare after a past of every length, too; see --check-seconds.",
+            "Of every length up to 4,096, first, all changed parts.",
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        chunks = tuple(as_whole(chunk, "a chunk", " of tokens") for chunk in self.chunks)
+        object.__setattr__(self, "chunks", chunks)
+        if not all(1 <= chunk <= _MOST_TOKENS for chunk in self.chunks):
+            raise OptionError(
+                f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token, at most {_MOST_TOKENS}"
+            )
+        if self.tokens == 0 and not self.chunks:
+            raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
+        if self.tolerance is not None and not self.tolerance < 1:
+            raise OptionError(f"the tolerance is {self.tolerance}; it is a share of the output's scale, from 0 to 1")
+        if unknown := [name for name in self.station if name not in STATIONS]:
+            raise OptionError(f"there is no station '{unknown[0]}'; there are {', '.join(STATIONS)}")
+
+
+@dataclass(frozen=True)
+class Station:
+    """What one station gives, against the one that it is compared with.
+
+    Attributes:
+        name: one of `STATIONS`.
+        ran_on: what ran it; empty: nothing did.
+        against: what it was compared with, such as ``"the model as exported"``.
+        steps: that both ran.
+        difference: the largest of any logit, as a share of the largest one at its position; None: not compared, or
+            infinite: one is finite and the other is not.
+        allowed: the largest difference that rounding explains.
+        agreement: share of positions with the same best token.
+        passed: True also where it was not compared: `note` says why then.
+        failure: the first step, text and token that differ by more, and the first layer; empty where it passed.
+        note: why it was not compared, or what else the reader should know.
+    """
+
+    name: str
+    ran_on: str = ""
+    against: str = ""
+    steps: int = 0
+    difference: float | None = None
+    allowed: float | None = None
+    agreement: float | None = None
+    passed: bool = True
+    failure: str = ""
+    note: str = ""
+
+    @property
+    def compared(self) -> bool:
+        """True if it ran."""
+        return bool(self.steps)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How far quantized caches move what a model says: a figure, and no verdict.
+
+    Attributes:
+        cache_dtype: of the caches.
+        positions: compared; each text has its own tokens.
+        agreement: share of positions at which both choose the same greedy token.
+        typical: length of the difference of a position's logits, as a share of their own around their mean; the median.
+        largest: difference of any logit, as a share of the largest one at its position.
+    """
+
+    cache_dtype: str
+    positions: int
+    agreement: float
+    typical: float
+    largest: float
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"{self.cache_dtype} caches against the model's own, {self.positions} positions: the same greedy token at "
+            f"{self.agreement:.1%}; logits move by {self.typical:.2g} of their size (median), by {self.largest:.2g} at "
+            "most"
+        )
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The result of verifying one model.
+
+    Attributes:
+        passed: every station that was compared gives the numbers of the one before it.
+        texts: that were decoded.
+        positions: tokens of all of them.
+        capacity: tokens per sequence that were planned for; None: the model fixes them.
+        reference: what ran the model as exported.
+        stations: in the order of `STATIONS`.
+        notes: what else the reader should know.
+        quality: of quantized caches; None: the caches are the model's own.
+    """
+
+    model: str
+    passed: bool
+    texts: int
+    positions: int
+    capacity: int | None
+    reference: str
+    stations: tuple[Station, ...]
+    notes: tuple[str, ...] = ()
+    quality: Quality | None = None
+
+    def check(self) -> None:
+        """Does nothing where the verification passed.
+
+        Raises:
+            VerificationError: it failed; the message names the station, step, text and token.
+        """
+        for station in self.stations:
+            if not station.passed:
+                raise VerificationError(f"{self.model}: {station.name}: {station.failure}")

@@ -1,0 +1,160 @@
+"""TensorRT's parser by itself, in a process of its own: what it makes of a model, without a build.
+
+Run as ``python -m trt_kvcache.engine.parsing``: some models kill the parser.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.child import Caller, Child, ChildError, serve
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.parsed import NetworkComparison, compare_as_exported, compare_network
+from trt_kvcache.compare.rewritten import GARBAGE
+from trt_kvcache.engine.backend import PACKAGES, Backend, installed_version
+from trt_kvcache.engine.builder import flipped_weights, import_tensorrt, parse, parser_message
+from trt_kvcache.errors import BackendError, BuildError
+from trt_kvcache.importer.files.flipped import Flipped
+from trt_kvcache.importer.plan import CachePlan, Target
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer import ImportedModel
+
+__all__ = ["compare_parsed", "parse_as_exported"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to parse and to compare; its bytes follow, and, unless it is as exported, the tokens of the pieces.
+
+    Attributes:
+        model: absolute path of the source model.
+        plan: of the model that is parsed.
+        pieces: that are decoded; none: a few.
+        width: of the embeddings that stand for tokens; 0: tokens are ids.
+        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
+        as_exported: the model is parsed as it was exported.
+    """
+
+    target: Target
+    title: str
+    model: str
+    plan: CachePlan
+    flipped: tuple[Flipped, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    width: int = 0
+    garbage: float = GARBAGE
+    as_exported: bool = False
+
+
+class Answer(msgspec.Struct):
+    """See `NetworkComparison`."""
+
+    steps: int
+    difference: float | None
+    finding: str
+    note: str
+
+
+def compare_parsed(
+    imported: ImportedModel, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (), garbage: float = GARBAGE
+) -> tuple[str, NetworkComparison]:
+    """Parse a rewritten model, and compare the network with it.
+
+    Args:
+        imported: the model; its plan names the target.
+        pieces: that are decoded; none: a few.
+        tokens: of the pieces: int64 ``[R, length]``, or float32 embeddings ``[R, length, H]``.
+        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
+
+    Returns:
+        The parser's name and version, and what was found.
+
+    Raises:
+        BackendError: the target's package is not installed.
+        BuildError: the parser refuses the model, or dies of it; with its words.
+    """
+    from trt_kvcache.importer.files.signed_weights import for_tensorrt
+    from trt_kvcache.importer.protos import copied
+    from trt_kvcache.importer.serialize import serialize_model
+
+    model, path = copied(imported.model), imported.source.path
+    backend = _backend(imported.plan.options.target)
+    flipped = for_tensorrt(model, path.parent)
+    width = tokens[0].shape[-1] if tokens and tokens[0].ndim > 2 else 0
+    request = Request(
+        backend.target, backend.title, str(path), imported.plan, tuple(flipped), tuple(pieces), width, garbage
+    )  # fmt: skip
+    flat = b"".join(np.ascontiguousarray(t, np.float32 if width else np.int64).tobytes() for t in tokens)
+    return backend.title, _ask(request, [serialize_model(model), flat])
+
+
+def parse_as_exported(imported: ImportedModel) -> tuple[str, NetworkComparison]:
+    """Parse a model as it was exported, and compare the network with it; see `compare_parsed`."""
+    backend = _backend(imported.plan.options.target)
+    request = Request(backend.target, backend.title, str(imported.source.path), imported.plan, as_exported=True)
+    return backend.title, _ask(request, [imported.source.path.read_bytes()])
+
+
+def _backend(target: Target) -> Backend:
+    version = installed_version(target)
+    if version is None:
+        package = PACKAGES[target]
+        raise BackendError(f"{package.title} is not installed; run: pip install '{package.install}'")
+    return Backend(target, version)
+
+
+def _ask(request: Request, parts: list[bytes]) -> NetworkComparison:
+    with tempfile.TemporaryFile() as stderr:
+        child = Child("-m", "trt_kvcache.engine.parsing", stderr=stderr)
+        try:
+            child.send(request, parts)
+            answer = child.answer(Answer)
+        except ChildError as error:
+            raise BuildError(f"the parser of {request.title} {error}") from None
+        finally:
+            child.end()
+    difference = float("inf") if answer.difference is None else answer.difference
+    return NetworkComparison(answer.steps, difference, answer.finding, answer.note)
+
+
+def _parse(request: Request, parts: list[bytes], _: Caller) -> Answer:
+    content, tokens = parts[0], b"" if request.as_exported else parts[1]
+    trt = import_tensorrt(request.target)
+    logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+    builder = trt.Builder(logger)
+    typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if request.target is Target.TENSORRT else 0
+    network = builder.create_network(typed)
+    parser = trt.OnnxParser(network, logger)
+    folder = Path(request.model).parent
+    weights = flipped_weights(folder, request.flipped)
+    if not parse(parser, content, request.model, weights):
+        raise BuildError(parser_message(request.title, parser))
+    if request.as_exported:
+        result = compare_as_exported(network, trt, Path(request.model), request.plan)
+    else:
+        flat, texts = np.frombuffer(tokens, np.float32 if request.width else np.int64), []
+        for piece in request.pieces if tokens else ():
+            shape = (len(piece.rows), piece.length, *([request.width] if request.width else ()))
+            size = int(np.prod(shape))
+            texts.append(flat[:size].reshape(shape))
+            flat = flat[size:]
+        result = compare_network(
+            network, trt, content, folder, request.plan, weights, request.pieces, texts, request.garbage
+        )
+    finite = result.difference if np.isfinite(result.difference) else None
+    return Answer(result.steps, finite, result.finding, result.note)
+
+
+if __name__ == "__main__":
+    serve(_parse, Request)

@@ -1,0 +1,516 @@
+"""One decode, compared at every station: from the model as exported to TensorRT's own network.
+
+    model as exported -> rewritten model -> its caches quantized -> the session on the CPU
+                                         -> the network that TensorRT parsed
+
+The model as exported decodes texts by itself, and chooses their tokens. Every other station decodes the same texts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto
+
+from trt_kvcache.arguments import as_options
+from trt_kvcache.compare.decode import Decode, Difference, Piece, Runner, compare, plan_pieces
+from trt_kvcache.compare.exported import Exported
+from trt_kvcache.compare.float32_copy import NARROW, float32_copy
+from trt_kvcache.compare.inputs import check_values, load_inputs
+from trt_kvcache.compare.quantized import with_numbers, with_quantized_rows
+from trt_kvcache.compare.report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
+from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession
+from trt_kvcache.compare.rounding import UNITS, rounding_dtype, with_rounding
+from trt_kvcache.cpu import RunError
+from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
+from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
+from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.files.source import SourceModel, load_source
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+from trt_kvcache.importer.rewritten import check_same_interface, recorded_options
+from trt_kvcache.importer.steps.contents import fixed_rows, original_rows
+from trt_kvcache.importer.steps.element_types import all_types
+from trt_kvcache.importer.steps.inputs import draw_constants
+from trt_kvcache.importer.steps.step import read_limits
+from trt_kvcache.machine import bounded_memory
+from trt_kvcache.progress import phase
+
+__all__ = ["VerifyOptions", "VerifyReport", "verify_import", "verify_model"]
+
+Array = npt.NDArray[Any]
+
+_PLAN = PlanOptions()
+_VERIFY = VerifyOptions()
+_CAPACITY = 96  # tokens of caches that grow: a decode reaches their end
+_TABLE = 256  # embeddings that stand for tokens
+_SIZE = 0.5  # of the numbers in them
+_WIDE = 2.0**-20  # rounding that is measured for what computes in float32: sixteen times its own
+_FLOOR = 5e-5  # the least that two computations in float32 may differ by (Gemma 3 270M: 2.5e-5)
+_TIMES = 5.0  # what a station may differ by, as a multiple of what rounding made
+_UNITS = 16.0  # at least so many units of rounding
+_SHOWS = 0.3  # of the logits: what allows more shows no fault
+_CHOSEN = 0.25  # of the positions of a model that chooses experts: where two are nearly equal, rounding decides
+_SMALLER = (GARBAGE, 100.0, 1.0)  # garbage that the model as exported hides, the largest first
+_NETWORK, _LARGE_NETWORK = 6, 4  # pieces that TensorRT's network runs: NumPy takes seconds for one of a large model
+_LARGE = 100 << 20  # bytes of weights of a large model: each run reads all of them
+_LAST = 4  # positions of a step whose logits are compared
+
+
+def verify_model(
+    model: str | os.PathLike[str],
+    options: PlanOptions = _PLAN,
+    verify: VerifyOptions = _VERIFY,
+    rewritten: str | os.PathLike[str] | None = None,
+) -> VerifyReport:
+    """Decode the same texts at every station, and report how far their logits are apart.
+
+    The model as exported decodes each text by itself in ONNX Runtime: its presents go back to its pasts by name, and
+    nobody translates a cache. It computes in float32, and continues the texts greedily. Then, with the same tokens:
+
+    - ``rewritten``: the rewritten model in float32, the texts in one batch at different places, with tight, bucketed
+      and full spans, and garbage in all cache rows that no token was written to;
+    - ``quantized``: with `PlanOptions.cache_dtype`, the model with such caches, against the rewritten model whose rows
+      are rounded in the same way by plain operators;
+    - ``session``: what `DecodeSession` runs on the CPU, in the model's own types, fusions included;
+    - ``network``: the network that TensorRT's parser made, in NumPy, against the rewritten model.
+
+    What two stations may differ by follows from rounding alone, which is measured on the model as exported.
+
+    Args:
+        model: path of an ONNX decoder with caches.
+        options: what to plan. Without a capacity, caches that grow get one that the decode fills.
+        verify: what to run.
+        rewritten: a file that `rewrite_model` wrote, to be compared with `model` in the place of a fresh rewrite. The
+            model is planned afresh, with the options that the file records.
+
+    Returns:
+        The report, also where the verification failed: `VerifyReport.check` raises then.
+
+    Raises:
+        ModelError: the model cannot be planned, or ONNX Runtime does not run it; or `rewritten` records no options, or
+            has other inputs or outputs than a rewrite of `model`.
+        OptionError: an option does not fit the model; an input's values cannot be guessed.
+        OutputError: temporary files do not fit onto the disk.
+    """
+    verify = as_options(verify, VerifyOptions, "verify")
+    options = as_options(options, PlanOptions, "options")
+    if rewritten is None:
+        try:
+            small = replace(options, capacity=_CAPACITY) if options.capacity is None else options
+            imported = import_model(model, small.unquantized(), thorough=verify.thorough)
+        except OptionError:
+            if options.capacity is not None:
+                raise
+            imported = import_model(model, options.unquantized(), thorough=verify.thorough)
+        return _verify(imported, options, verify)
+    if verify.thorough:
+        raise OptionError("thorough compares a fresh rewrite of a model: leave --rewritten out")
+    file = load_source(rewritten)
+    options = recorded_options(file.proto, options, file.path)
+    return _verify(import_model(model, options.unquantized()), options, verify, file)
+
+
+def _verify(
+    imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
+) -> VerifyReport:
+    """Verify a model; `file`: is rewritten so."""
+    options = replace(options, capacity=imported.plan.options.capacity)
+    asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
+    folder = None
+    if file is not None:
+        check_same_interface(file.proto, asked.model, file.path, imported.source.path)
+        asked = replace(asked, model=file.proto)
+        folder = file.path.parent if file.external_files else None
+        if options.cache_dtype is None:
+            imported = asked
+    quantized = asked if options.cache_dtype is not None else None
+    return verify_import(imported, verify, quantized, folder, written=file is not None)
+
+
+def verify_import(
+    imported: ImportedModel, verify: VerifyOptions = _VERIFY, quantized: ImportedModel | None = None,
+    folder: Path | None = None, *, written: bool = False,
+) -> VerifyReport:  # fmt: skip
+    """Verify a model that is planned and rewritten already; see `verify_model`.
+
+    Args:
+        imported: both models.
+        verify: what to run.
+        quantized: the same, rewritten with quantized caches.
+        folder: of the external data of the rewritten model, if it has any of its own.
+        written: the rewritten model was read from a file, which no session and no build takes.
+    """
+    try:
+        with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
+            report = _Verification(imported, verify, quantized, folder, Path(name), written).run()
+        imported.source.check_unchanged()
+        return report
+    except MemoryError:
+        raise UnsupportedModelError(
+            f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"
+        ) from None
+
+
+@dataclass
+class _Verification:
+    """One verification: the decode of the model as exported, and what the stations need of it."""
+
+    imported: ImportedModel
+    verify: VerifyOptions
+    quantized: ImportedModel | None
+    folder: Path | None
+    scratch: Path
+    written: bool
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> VerifyReport:
+        plan = self.imported.plan
+        if not any(cache.carried for cache in plan.caches):
+            why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
+            raise OptionError(f"no cache of the model {why}: there is no decode to verify")
+        reference = self._exported()
+        for _ in self._counted("the model as exported", self.decode.run(reference)):
+            pass
+        self.garbage = self._hidden(reference)
+        stations = [self._run(name) for name in STATIONS if self._wanted(name)]
+        return VerifyReport(
+            str(self.imported.source.path), all(s.passed for s in stations), self.decode.rows,
+            sum(p.length * len(p.rows) for p in self.decode.pieces), plan.options.capacity, reference.name,
+            tuple(stations), tuple(self.notes), self.quality,
+        )  # fmt: skip
+
+    def _wanted(self, name: str) -> bool:
+        return name in self.verify.station if self.verify.station else name != "quantized" or self.quantized is not None
+
+    quality: Quality | None = None
+    garbage: float = GARBAGE
+
+    def _run(self, name: str) -> Station:
+        """A station; what does not run here is said, and is no failure."""
+        run: Callable[[], Station] = getattr(self, f"_{name}")
+        try:
+            return run()
+        except (RunError, TrtKvCacheError) as error:
+            if name == "rewritten":
+                raise UnsupportedModelError(f"{self.imported.source.path}: the rewritten model: {error}") from None
+            return Station(name, note=f"not compared: {error}")
+
+    # --- the decode, and its inputs
+
+    @cached_property
+    def decode(self) -> Decode:
+        plan = self.imported.plan
+        limits = read_limits(plan, self.verify.batch)
+        ends = [rows for rows in (limits.linear, *self.rings) if rows is not None]
+        limits = replace(limits, linear=min(ends, default=None))
+        pieces = plan_pieces(
+            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.whole_prompts, large=self.large
+        )
+        if not pieces:
+            raise OptionError("the caches of this model hold no step of this size; give shorter --chunks")
+        tokens = plan.tensor(Role.TOKENS)
+        has_ids = tokens is not None and not tokens.embedded
+        vocabulary = min(self.limits.tokens.values(), default=2) if has_ids else _TABLE
+        goes_on = has_ids and plan.tensor(Role.LOGITS, "output") is not None
+        return Decode(pieces, limits.batch, vocabulary, self.verify.seed, goes_on=goes_on)
+
+    @cached_property
+    def rings(self) -> tuple[int, ...]:
+        """Rows of the caches that the model as exported holds whole, and the rewritten model as rings."""
+        plan, fixed = self.imported.plan, fixed_rows(self.imported.plan, self.imported.source.proto.graph.input)
+        rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
+        return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
+
+    @cached_property
+    def large(self) -> bool:
+        """Weights are so large that each run of the model counts."""
+        return sum(byte_size(t) or 0 for t in iter_tensors(self.imported.source.proto)) > _LARGE
+
+    @cached_property
+    def limits(self) -> Any:
+        return index_limits(self.imported.model, self.imported.plan)
+
+    @cached_property
+    def table(self) -> Array | None:
+        tokens = self.imported.plan.tensor(Role.TOKENS)
+        if tokens is None or not tokens.embedded:
+            return None
+        shape = (_TABLE, int(tokens.shape[-1]))
+        return np.random.default_rng(self.verify.seed).normal(0, _SIZE, shape).astype(np.float32)
+
+    @cached_property
+    def given(self) -> dict[str, Array]:
+        """Inputs that no text says: the same at all stations."""
+        plan, values = self.imported.plan, load_inputs(self.verify.inputs)
+        check_values(values, plan)
+        drawn = draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed, twin=True)
+        return drawn | values
+
+    def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> _Reference:
+        plan = self.imported.plan
+        if self.verify.inputs is None and (unknown := [t for t in plan.tensors if _is_open(t)]):
+            tensor = unknown[0]
+            raise OptionError(
+                f"nothing says which values input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) takes; give "
+                "values that are legal in every step in an .npz file (--inputs), or name its role in a config"
+            )
+        exported = Exported(self.imported.source, plan, wide=True, given=self.given, table=self.table, edit=edit)
+        exported.last = _LAST
+        return _Reference(exported)
+
+    def _hidden(self, reference: _Reference) -> float:
+        """The largest garbage in caches of a fixed length that the model as exported hides itself."""
+        first = replace(self.decode, pieces=self.decode.pieces[:2])
+        for garbage in _SMALLER:
+            reference.exported.garbage = garbage
+            if [*compare(first, reference, _FLOOR)][-1].passed:
+                return garbage
+        self.notes.append("the model as exported reads cache rows that were never written: garbage there is left out")
+        return 0.0
+
+    def _counted(self, title: str, pieces: Iterator[Any]) -> Iterator[Any]:
+        total = len(self.decode.pieces)
+        with phase(title, total) as advance:
+            for piece in pieces:
+                advance()
+                yield piece
+
+    # --- models in float32
+
+    @cached_property
+    def wide(self) -> tuple[ModelProto, Path]:
+        """The rewritten model in float32, and the folder of its data."""
+        return self._widened(self.imported.model, "rewritten", self.folder)
+
+    def _widened(self, model: ModelProto, name: str, folder: Path | None = None) -> tuple[ModelProto, Path]:
+        place = self.scratch / name
+        place.mkdir()
+        types = all_types(self.imported.source.proto) & {*NARROW}
+        model, notes = for_cpu(model)
+        self.notes += [note for note in notes if note not in self.notes]
+        return float32_copy(model, folder or self.imported.source.path.parent, place, types=types)
+
+    def _runner(self, plan: CachePlan, model: ModelProto, folder: Path) -> Rewritten:
+        session = WideSession(model, folder)
+        name = f"ONNX Runtime {ort.__version__}, float32"
+        given = {n: v.astype(np.float32) if v.dtype.kind == "f" else v for n, v in self.given.items()}
+        rings = bool(self.rings)
+        return Rewritten(plan, self.limits, session.run, name, given, self.table, self.garbage, rings=rings)
+
+    def _measured(self, unit: float) -> float:
+        """The largest difference that rounding makes of the logits of the model as exported, on the same texts."""
+        runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
+        found = [*self._counted("what rounding makes", compare(self.decode, runner, np.inf))]
+        return float(found[-1].largest)
+
+    # --- stations
+
+    def _rewritten(self) -> Station:
+        runner = self._runner(self.imported.plan, *self.wide)
+        return self._compared("rewritten", runner, self.decode, _FLOOR, _WIDE, "the model as exported")
+
+    def _quantized(self) -> Station:
+        if self.quantized is None:
+            return Station("quantized", note="not compared: caches are not quantized (--cache-dtype)")
+        wanted = self.quantized.plan.options
+        assert wanted.cache_dtype is not None
+        model, folder = self.wide
+        rounded = self._runner(self.imported.plan, with_quantized_rows(model, self.imported.plan, wanted), folder)
+        decode = replace(self.decode, tokens=[], wanted=[])
+        rounded.start(decode.rows)
+        for piece, tokens in zip(self.decode.pieces, self.decode.tokens, strict=True):
+            decode.tokens.append(tokens)
+            decode.wanted.append(rounded.step(piece, tokens))
+        moved = [*compare(self.decode, _Replayed(decode), np.inf)][-1]
+        count = sum(min(p.length, w.shape[1]) * len(p.rows) for p, w in zip(decode.pieces, decode.wanted, strict=True))
+        self.quality = Quality(wanted.cache_dtype.value, count, moved.agreement, moved.typical, moved.largest)
+        plan, numbers = with_numbers(self.quantized.plan, self.quantized.model)
+        runner = self._runner(plan, *self._widened(numbers, "quantized", self.folder))
+        station = self._compared("quantized", runner, decode, _FLOOR, _WIDE, "the rewritten model with rounded rows")
+        if station.passed or station.difference is None:
+            return station
+        # A number in the middle between two codes may become either: that moves few positions, and those by little.
+        found = [*compare(decode, runner, _FLOOR, stop=False)][-1]
+        if found.typical <= 10 * _FLOOR and found.largest <= moved.largest:
+            return replace(station, passed=True, failure="", allowed=moved.largest,
+                           note="some numbers lie between two codes, which rounding decides")  # fmt: skip
+        return station
+
+    def _session(self) -> Station:
+        from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+
+        plan = self.imported.plan
+        options = plan.options if self.quantized is None else self.quantized.plan.options
+        if self.written:
+            return Station("session", note="not compared: a session runs the model, not a file of its rewritten form")
+        runner = OnnxRuntimeRunner(
+            self.imported.source.path, options, max_batch=self.decode.rows,
+            max_chunk=max(p.length for p in self.decode.pieces),
+        )  # fmt: skip
+        try:
+            name = rounding_dtype(self.imported.source.proto, twin=False)
+            has_half = name != "float32"
+            floor, unit = (_UNITS * UNITS[name], 2 * UNITS[name]) if has_half else (_FLOOR, _WIDE)
+            session = _Session(runner, self.given, self.table)
+            return self._compared("session", session, self.decode, floor, unit, "the model as exported")
+        finally:
+            runner.close()
+
+    def _network(self) -> Station:
+        from trt_kvcache.engine.parsing import compare_parsed
+
+        imported = self.imported if self.quantized is None else self.quantized
+        if self.written:
+            return Station("network", note="not compared: TensorRT builds a model, not a file of its rewritten form")
+        with phase("TensorRT's network"):
+            texts = self.decode.tokens[: _LARGE_NETWORK if self.large else _NETWORK]
+            values = texts if self.table is None else [self.table[tokens] for tokens in texts]
+            title, result = compare_parsed(imported, self.decode.pieces[: len(texts)], values, self.garbage)
+        ran_on = f"the network of {title}, NumPy"
+        if result.note:
+            return Station("network", note=f"not compared: {result.note}")
+        return Station(
+            "network", ran_on, "the rewritten model", result.steps, _finite(result.difference), result.allowed,
+            passed=not result.finding, failure=result.finding,
+        )  # fmt: skip
+
+    def _compared(self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str) -> Station:
+        """A station against what `decode` holds; rounding is measured only if it has to explain something."""
+        given, outliers = self.verify.tolerance, _CHOSEN if self._chooses else 0.0
+        found = self._last(name, compare(decode, runner, floor if given is None else given, stop=not outliers))
+        note = ""
+        if given is None and not _passes(found, outliers):
+            allowed = max(floor, _TIMES * self._measured(unit))
+            if allowed > _SHOWS:
+                note = f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size: it shows no small fault"
+            found = self._last(name, compare(decode, runner, allowed, stop=not outliers))
+        passed = _passes(found, outliers)
+        return Station(
+            name, runner.name, against, found.pieces, _finite(found.largest), found.allowed, found.agreement, passed,
+            "" if passed else self._where(found), note,
+        )  # fmt: skip
+
+    def _last(self, name: str, pieces: Iterator[Difference]) -> Difference:
+        found: list[Difference] = [*self._counted(name, pieces)]
+        return found[-1]
+
+    @property
+    def _chooses(self) -> bool:
+        proto = self.imported.source.proto
+        return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(proto) for node in scope.node)
+
+    def _where(self, found: Difference) -> str:
+        assert found.piece is not None
+        piece = self.decode.pieces[found.piece]
+        by = "are not finite, or of another size" if np.isinf(found.largest) else f"differ by {found.largest:.2g}"
+        return (
+            f"logits {by} (allowed: {found.allowed:.2g} of the largest) at token {found.position} of text {found.row}, "
+            f"in step {found.piece + 1} of {len(self.decode.pieces)} ({piece.length} tokens of {len(piece.rows)} "
+            f"texts, {piece.span} span)"
+        )
+
+
+def _passes(found: Difference, outliers: float) -> bool:
+    return found.passed or (outliers > 0 and found.beyond <= outliers and np.isfinite(found.largest))
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _is_open(tensor: TensorRole) -> bool:
+    """An input that nothing explains, and in which random numbers may be illegal."""
+    return tensor.io == "input" and tensor.role is Role.OTHER and "float" not in tensor.dtype
+
+
+class _Reference:
+    """The model as exported, as a runner: each text by itself."""
+
+    def __init__(self, exported: Exported) -> None:
+        self.exported, self.name = exported, f"ONNX Runtime {ort.__version__}, float32"
+        self._rows = 0
+
+    def start(self, rows: int) -> None:
+        self._rows = rows
+        self.exported.start([()] * rows)
+
+    def step(self, piece: Piece, tokens: Array) -> Array:
+        pieces: list[list[int]] = [[] for _ in range(self._rows)]
+        for row, values in zip(piece.rows, tokens, strict=True):
+            pieces[row] = values.tolist()
+        logits = self.exported.step(pieces)
+        return np.stack([logits[row] for row in piece.rows]).astype(np.float32)
+
+
+class _Replayed:
+    """Logits that are there already, as a runner."""
+
+    name = ""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode, self._at = decode, 0
+
+    def start(self, rows: int) -> None:
+        self._at = 0
+
+    def step(self, piece: Piece, tokens: Array) -> Array:
+        self._at += 1
+        return self._decode.wanted[self._at - 1]
+
+
+class _Session:
+    """What a session on the CPU runs, as a runner."""
+
+    def __init__(self, runner: Any, given: dict[str, Array], table: Array | None) -> None:
+        from trt_kvcache.runtime.encoders.constants import ConstantInputs
+        from trt_kvcache.runtime.positions import PositionInput
+
+        self._runner, self._given, self._table = runner, given, table
+        self.name = runner.name
+        self._inputs = ConstantInputs(runner.plan)
+        self._planes = PositionInput(runner.plan).planes
+        self._starts = np.zeros(0, np.int64)
+
+    def start(self, rows: int) -> None:
+        self._starts = np.zeros(rows, np.int64)
+        for row in range(rows):
+            self._runner.zero_rows(row, 0, 1 << 40)
+        named = {n: v for n, v in self._given.items() if n in {t.name for t in self._inputs.tensors}}
+        self._constants = tuple(
+            self._inputs.read({n: v[row : row + 1] if len(v) == rows else v for n, v in named.items()})
+            for row in range(rows if named else 0)
+        )
+
+    def step(self, piece: Piece, tokens: Array) -> Array:
+        from trt_kvcache.dtypes import array_dtype
+        from trt_kvcache.runtime.runner import StepBatch
+
+        starts, embeds = self._starts[list(piece.rows)], None
+        if self._table is not None:
+            role = self._runner.plan.tensor(Role.TOKENS)
+            embeds = self._table[tokens].astype(array_dtype(role.dtype))
+        positions = None
+        if self._planes > 1:
+            counted = np.add.outer(starts, np.arange(piece.length))[:, None]
+            positions = counted // np.arange(1, self._planes + 1)[:, None]
+        keep = piece.length if piece.kept is None else piece.kept
+        most = self._runner.max_logits
+        batch = StepBatch(
+            piece.rows[0], tokens.astype(np.int64), starts, keep if most is None else min(keep, most),
+            self._constants[: len(piece.rows)], embeds, positions,
+        )  # fmt: skip
+        logits = np.array(self._runner.step(batch), np.float32)
+        self._starts[list(piece.rows)] += piece.length
+        return logits
