@@ -90,13 +90,15 @@ def _print(output: Path, manifest: Manifest, seconds: float, chosen: str) -> Non
     out.print(f"{beside(manifest.engine.name + '.json')}: its manifest")
     if manifest.proof is not None:
         proof = beside(manifest.proof.name)
-        out.print(f"{proof}: its proof, which it has to repeat on each GPU before it is used there")
+        out.print(f"{proof}: its proof: checked once on each GPU before first use")
     if manifest.encoder is not None:
         encoder, encoder_size = beside(manifest.encoder.name), human_bytes(manifest.encoder.size)
         out.print(f"{encoder}: {encoder_size}, the engine of its encoder; {encoder.name}.json: the manifest of that")
     if output.is_dir():
         texts = [path.name for path in sorted(output.iterdir()) if path.name in TEXTS]
         out.print(f"{output}: for texts: {', '.join(texts) or 'nothing beside the model'}")
+    if manifest.network:
+        out.print(f"TensorRT's network: {manifest.network}")
     out.print(
         f"{plan.in_place_text}; cache memory: {human_bytes(sequence)} per sequence, "
         f"{human_bytes(total)} for a batch of {batch}"
