@@ -28,6 +28,7 @@ from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.plan import CachePlan, cache_bytes
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, copied, iter_tensors
+from trt_kvcache.importer.steps.inputs import draw_constants
 from trt_kvcache.importer.steps.step import read_limits
 from trt_kvcache.machine import free_memory
 
@@ -134,7 +135,8 @@ def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> 
         plan: of it, which says what its inputs are.
     """
     try:
-        run, exported, shares = Network(network, trt).run, Exported(path, plan, wide=True), list[float]()
+        run, given = Network(network, trt).run, draw_constants(plan, 1, 0, twin=True)
+        exported, shares = Exported(path, plan, wide=True, given=given), list[float]()
         exported.watch = lambda feeds, wanted: shares.append(_worst(run(feeds), wanted))
         exported.start([()])
         limits = read_limits(plan, 1)

@@ -10,6 +10,7 @@ columns                  int64 [C]: columns of the logits that are kept; absent:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from safetensors.numpy import load, save
 
 from trt_kvcache.engine.manifest import Manifest, proof_path
 from trt_kvcache.errors import ManifestError
+from trt_kvcache.files import read_file
 
 __all__ = [
     "FORMAT",
@@ -41,6 +43,8 @@ Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.3"
 _NEWEST = 4
+_LARGEST = 4 << 20  # bytes of a file
+_MOST = 1 << 31  # tokens, rows, and what else is counted
 _AGAIN = "copy engine, manifest and proof together, or build again"
 
 
@@ -193,9 +197,50 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
         if header["format"] != FORMAT:
             raise ValueError(f"of format {header['format']}, and this version of trt_kvcache knows {FORMAT}")
         facts = msgspec.json.decode(header["facts"], type=Facts)
-        return Proof(facts, load(content)), str(header["engine"])
+        proof = Proof(facts, load(content))
+        if faults := [*_faults(facts), *_unfit(proof)]:
+            raise ValueError(f"contradicting itself ({'; '.join(faults[:3])})")
+        return proof, str(header["engine"])
     except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not readable as one ({' '.join(str(error).split())})") from None
+
+
+def _faults(facts: Facts) -> Iterator[str]:
+    """What facts say that cannot be, each in words. All readers rely on the rest."""
+    if not facts.episodes or not facts.episodes[0].starts:
+        yield "it has no steps"
+        return
+    for name, number, least in (("vocab", facts.vocab, 1), ("seed", facts.seed, 0), ("encoder", facts.encoder, 1)):
+        if not least <= number < _MOST:
+            yield f"its {name} is {number}"
+    if not 0 <= facts.garbage < _MOST:
+        yield f"its garbage is {facts.garbage}"
+    for episode in facts.episodes:
+        numbers = (*episode.starts, *episode.lengths, *episode.keep)
+        if not all(0 <= n < _MOST for n in numbers) or not all(episode.lengths) or not episode.lengths:
+            yield f"'{episode.name}' has a step of no size"
+        elif len(episode.keep) != len(episode.lengths) or len(episode.starts) != facts.rows:
+            yield f"'{episode.name}' has other steps, or other rows, than it says"
+        elif any(keep > length for keep, length in zip(episode.keep, episode.lengths, strict=True)):
+            yield f"'{episode.name}' keeps logits of more tokens than a step has"
+        elif not any(episode.keep):
+            yield f"'{episode.name}' compares nothing"
+    if any(not min(s.largest, s.typical) > 0 for shares in facts.tolerances.values() for s in shares.values()):
+        yield "it allows no difference"
+    if any(not min(s.largest, s.typical) >= 0 for shares in facts.rounding.values() for s in shares.values()):
+        yield "it says that rounding made less than nothing"
+
+
+def _unfit(proof: Proof) -> Iterator[str]:
+    """What arrays say that cannot be: their names and sizes are compared with an engine when it is replayed."""
+    kinds = {"tokens": "i", "high": "i", "columns": "i", "logits": "f", "highest": "f"}
+    for name, array in proof.arrays.items():
+        last = name.rsplit("/", 1)[-1]
+        kind = "f" if "/rows/" in name else kinds.get(last, "")
+        if array.dtype.kind != kind:
+            yield f"'{name}' is of {array.dtype}"
+        elif kind == "i" and array.size and not 0 <= array.min() <= array.max() < proof.facts.vocab:
+            yield f"'{name}' names tokens that there are not"
 
 
 def load_proof(manifest: Manifest, engine: Path) -> Proof:
@@ -208,7 +253,7 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
     if manifest.proof is None:
         raise ManifestError(f"{engine}: was built without a proof: {manifest.no_proof}")
     try:
-        content = path.read_bytes()
+        content = read_file(path, _LARGEST)
     except OSError as error:
         raise ManifestError(
             f"{path}: the proof that was built with {engine.name} cannot be read ({error.strerror}); {_AGAIN}; "

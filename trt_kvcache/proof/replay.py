@@ -23,6 +23,7 @@ from trt_kvcache.proof.schedule import DRAWN
 from trt_kvcache.proof.tolerance import spread
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
+from trt_kvcache.runtime.inputs import linear_capacity
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner, StepBatch
 
@@ -187,6 +188,9 @@ class _Replay:
         columns = len(self._columns)
         for at, episode in enumerate(facts.episodes):
             rows = len(episode.starts)
+            bound = min([n for n in (linear_capacity(self._plan), runner.max_positions) if n is not None], default=None)
+            if bound is not None and max(episode.ends) > bound:
+                return f"'{episode.name}' ends after {max(episode.ends)} tokens, and the engine takes {bound}"
             if episode.name not in facts.tolerances or rows != facts.rows:
                 return f"nothing says what '{episode.name}' may differ by, or it has other rows"
             shapes: dict[str, tuple[int, ...]] = {}
@@ -194,6 +198,8 @@ class _Replay:
                 shapes[f"{at}/{number}/tokens"] = rows, length
                 if keep:
                     shapes[f"{at}/{number}/logits"] = rows, keep, columns
+                if f"{at}/{number}/high" in arrays:
+                    shapes |= {f"{at}/{number}/{part}": (rows, keep) for part in ("high", "highest")}
             shapes |= {
                 f"{at}/rows/{name}": (rows, 1 if self._buffers[name].is_state else len(episode.newest))
                 for name in facts.tolerances[episode.name].keys() & self._buffers.keys()
