@@ -608,6 +608,66 @@ def test_a_bug_in_a_step_is_told_and_the_next_request_runs(service: Service, mon
     assert post(service, LONG).status == 200
 
 
+def of(prompt: list[int], **more: Any) -> dict[str, Any]:
+    return GREEDY | {"prompt": prompt, "max_tokens": 6, "ignore_eos": True} | more
+
+
+def fails_for(owner: Any, name: str, mine: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a method raise a bug for some calls."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **more: Any) -> Any:
+        if mine(*args):
+            raise RuntimeError("secret")
+        return real(*args, **more)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("name", ["add", "remove"])
+def test_a_bug_of_one_request_ends_no_other(name: str, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = service.core.session
+    alone = [post(service, of(prompt)).data["choices"] for prompt in ([1, 2], [3, 4])]
+    slots: list[int] = []
+    fails_for(session, "add", lambda tokens, *_: name == "add" and tokens == [9, 9], monkeypatch)
+    fails_for(session, "remove", lambda slot: name == "remove" and not slots.append(slot), monkeypatch)  # type: ignore[func-returns-value]
+
+    async def run() -> list[Reply]:
+        bad = of([9, 9], **({} if name == "add" else {"stream": True, "max_tokens": 200}))
+        leaves = {} if name == "add" else {"leaves_after": 1}
+        good = [ask(service.app, TEXT, of(prompt)) for prompt in ([1, 2], [3, 4])]
+        return list(await asyncio.gather(good[0], ask(service.app, TEXT, bad, **leaves), good[1]))
+
+    first, bad, last = asyncio.run(run())
+    assert [first.data["choices"], last.data["choices"]] == alone
+    assert "secret" not in bad.body.decode()
+    assert name == "remove" or (bad.status, "failed by a bug: RuntimeError" in bad.error["message"]) == (500, True)
+    assert post(service, of([1, 2])).data["choices"] == alone[0]
+    monkeypatch.undo()
+    for slot in slots:
+        if slot in session.cache:
+            session.remove(slot)
+
+
+def test_an_error_of_nobody_leaves_nothing_for_later_clients(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes as long as a sequence of that time is there, even one that was not ended with the others."""
+    session = service.core.session
+    alone = post(service, of([1, 2])).data["choices"]
+    stuck = session.add([5], GenerationConfig(max_new_tokens=400, eos_token_id=()))  # nobody waits for it
+    compact = session.cache.compact
+
+    def fails() -> None:
+        if stuck in session.cache:
+            raise SessionError("rows cannot be moved")
+        compact()
+
+    monkeypatch.setattr(session.cache, "compact", fails)
+
+    failed = post(service, of([1, 2]))
+    assert (failed.status, failed.error["message"]) == (500, "rows cannot be moved")
+    assert post(service, of([1, 2])).data["choices"] == alone
+
+
 def test_a_step_that_hangs_is_told_and_holds_up_nobody_after_it(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
