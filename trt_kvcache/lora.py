@@ -112,7 +112,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
     try:
         settings = read_object(config)
     except (OSError, ValueError) as error:
-        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise OptionError(f"{config} {why}; copy the file again") from None
     _check(settings, config)
     tensors = StoredTensors(weights, mapped=False)

@@ -108,7 +108,7 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
     try:
         said = read_object(config) if config.is_file() else {}
     except (OSError, ValueError) as error:
-        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise OptionError(f"{config} {why}; copy the file again") from None
     defaults = {
         "architectures": ["trt_kvcache"],
