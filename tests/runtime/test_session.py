@@ -672,6 +672,27 @@ def test_what_an_interrupt_at_any_line_of_a_step_leaves_can_be_saved(drafts: dic
             assert int(other.update({loaded: [30]})[loaded][-1].argmax()) == continued(HashRunner(RINGED), tokens, 1)[0]
 
 
+@pytest.mark.parametrize("before", [None, b"old"])
+def test_an_interrupted_offload_to_a_file_leaves_no_other_file(before: bytes | None, tmp_path: Path) -> None:
+    """The file is there whole, or as it was."""
+    for line in count(1):
+        folder = tmp_path / str(line)
+        folder.mkdir()
+        if before is not None:
+            (folder / "rows").write_bytes(before)
+        session = DecodeSession(HashRunner())
+        slot = session.cache.acquire()
+        session.update({slot: [1, 2, 3]})
+        with interrupted(line, "trt_kvcache/files.py") as left, suppress(KeyboardInterrupt):
+            session.cache.offload(slot, folder / "rows")
+        found = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert found.keys() <= {"rows"}
+        if found.get("rows") != before:
+            assert DecodeSession(HashRunner()).cache.load(folder / "rows")
+        if left[0] > 0:
+            return
+
+
 def test_an_interrupted_add_to_a_slot_can_be_asked_again() -> None:
     """The prompt comes once, whatever line the first call came to."""
     for line in count(1):
