@@ -197,8 +197,9 @@ class DecodeLoop:
         self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         seated = self._with_adapters()
         for run in seated:
-            with self._alone(run.slot):
-                self._cache.recall(run.slot)
+            if not self._cache.slot(run.slot).length:
+                with self._alone(run.slot):
+                    self._cache.recall(run.slot)
         guesses = self._guess([run for run in seated if run.slot in self._runs])
         for group in self._rounds([run for run in seated if run.slot in self._runs], guesses):
             self._advance(group)
@@ -286,14 +287,14 @@ class DecodeLoop:
             text = run.continuation
             if not (text.assisted or text.config.prompt_lookup_num_tokens) or self._cache.slot(run.slot).pending > 1:
                 continue
-            free_tokens = self._cache.free_tokens(run.slot)
-            most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
-            most = most if free_tokens is None else min(most, free_tokens)
-            if not text.assisted:
-                with self._alone(run.slot):
+            with self._alone(run.slot):
+                free_tokens = self._cache.free_tokens(run.slot)
+                most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
+                most = most if free_tokens is None else min(most, free_tokens)
+                if not text.assisted:
                     guesses[run.slot] = text.draft(most).tolist()
-            elif count := text.guesses(most):
-                asked[run.slot] = text, count
+                elif count := text.guesses(most):
+                    asked[run.slot] = text, count
         if asked and self._draft is not None:
             guesses |= self._draft.guess(asked, self._cache)
         # Ids under embeddings of the caller may have none, and a draft may give scores to more ids than there are.
