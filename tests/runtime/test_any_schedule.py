@@ -528,7 +528,7 @@ FAULTS = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    @settings(max_examples=300, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    @settings(max_examples=1500, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
               suppress_health_check=[*HealthCheck])  # fmt: skip
     @HASHED
     def run(runner: HashRunner, schedule: list[Any], garbage: bool, helped: bool) -> None:

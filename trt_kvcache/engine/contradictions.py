@@ -188,11 +188,11 @@ def _names(manifest: Manifest) -> Iterator[str]:
 
 def _adapters(manifest: Manifest) -> Iterator[str]:
     adapters, options = manifest.plan.adapters, manifest.plan.options
-    asked = None if options.lora_rank is None else (options.lora_slots, options.lora_rank)
-    if asked != (None if adapters is None else (adapters.slots, adapters.rank)):
-        yield f"adapters (slots, rank) are {asked} by the options, and not by the plan"
     if adapters is None:
         return
+    if (options.lora_slots, options.lora_rank) != (adapters.slots, adapters.rank):
+        asked = f"{options.lora_slots} of rank {options.lora_rank}"
+        yield f"adapters are {adapters.slots} of rank {adapters.rank}, and the options ask for {asked}"
     inputs = {t.name: t for t in manifest.plan.tensors if t.io == "input"}
     shapes = {name: tensor.shape for name, tensor in inputs.items()}
     if len(shapes.get(adapters.index, ())) != 1 or not 0 < adapters.slots < _SIZES or not 0 < adapters.rank < _SIZES:
