@@ -533,8 +533,10 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     if not isinstance(error, Exception):
         return SessionError(f"the sequence was interrupted: {said}; start it again")
-    # A bug, whose text may be anybody's: the cause has it, with its trace.
-    made = SessionError(f"the sequence failed by a bug: {type(error).__name__}; please report it with its trace")
+    if isinstance(error, MemoryError):
+        made = SessionError("too little memory is free for the sequence; lower max_batch or max_chunk, or end others")
+    else:  # a bug, whose text may be anybody's: the cause has it, with its trace
+        made = SessionError(f"the sequence failed by a bug: {type(error).__name__}; please report it with its trace")
     made.__cause__ = error
     return made
 

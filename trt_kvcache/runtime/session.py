@@ -194,7 +194,8 @@ class DecodeSession:
                 several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
             prefill_budget: most tokens of prompts in a step in which other sequences decode. A small one lets prompts
-                wait, a large one those that decode. None: 16 on the CPU, 256 on a GPU.
+                wait, a large one those that decode. None: 16 on the CPU, 256 on a GPU. Where tokens of one step see
+                each other, a prompt comes whole.
             check: when an engine is compared with its proof, a decode of the original model that was recorded when it
                 was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
                 leaves a receipt beside the engine (or in ``kernel_cache``); ``"always"``; or ``"off"``. Engines without

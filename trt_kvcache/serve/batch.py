@@ -90,7 +90,7 @@ class RowRunner:
                 running.add(asyncio.create_task(self._answer(row)))
                 while len(running) >= self._ahead:
                     ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in ended:
+                    for task in sorted(ended, key=lambda task: task.exception() is not None):  # no answer is lost
                         yield task.result()
             for last in asyncio.as_completed(list(running)):
                 yield await last
