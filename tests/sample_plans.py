@@ -91,9 +91,15 @@ def with_contract(cache: CacheUpdate) -> CacheUpdate:
 
 
 def sample_manifest(plan: CachePlan, engine: FileIdentity) -> Manifest:
-    """The manifest of an engine built from `plan` with one decode profile."""
-    tokens = ShapeRange((1, 1), (1, 1), (4, 1))
-    lengths = ShapeRange((1,), (1,), (4,))
+    """The manifest of an engine built from `plan` with one profile."""
+    sizes = {"batch": (1, 4, 4), "sequence": (1, 64, 64), "span": (1, 128, 256), "kept": (1, 1, 64)}
+    shapes = {
+        t.name: ShapeRange(
+            *zip(*(sizes.get(axis, (d,) * 3) for d, axis in zip(t.shape, t.axes, strict=False)), strict=True)
+        )
+        for t in plan.tensors
+        if t.io == "input" and any(isinstance(d, str) for d in t.shape)
+    }
     return Manifest(
         created_by="trt-kvcache 0.1.0",
         backend="tensorrt-rtx",
@@ -102,7 +108,7 @@ def sample_manifest(plan: CachePlan, engine: FileIdentity) -> Manifest:
         plan=plan,
         aliases={c.present: c.past for c in plan.caches if c.in_place},
         double_buffered={c.present: c.past for c in plan.caches if not c.in_place},
-        profiles=(Profile("decode", {"input_ids": tokens, "write_indices": lengths}),),
+        profiles=(Profile("prefill", shapes),),
         max_batch=4,
         max_chunk=64,
         model=(FileIdentity("model.onnx", 1024, "00" * 32),),

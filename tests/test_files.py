@@ -6,10 +6,13 @@ import os
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from runtime.interrupts import interrupted
 
 from trt_kvcache import files
 from trt_kvcache.errors import OutputError
@@ -174,3 +177,22 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with temporary_file(tmp_path / "model.engine") as path:
         assert path.exists()
     assert [*tmp_path.iterdir()] == [left]
+
+
+@pytest.mark.parametrize("old", [(), ("a",), ("a", "b")])
+def test_an_interrupt_of_publish_at_any_line_leaves_all_old_or_all_new(old: tuple[str, ...], tmp_path: Path) -> None:
+    for line in count(1):
+        folder = tmp_path / str(line)
+        folder.mkdir()
+        for name in old:
+            (folder / name).write_text("old")
+        with suppress(KeyboardInterrupt), ExitStack() as stack:
+            pending = [(stack.enter_context(temporary_file(folder / name)), folder / name) for name in "ab"]
+            for temporary, _ in pending:
+                temporary.write_text("new")
+            with interrupted(line, "trt_kvcache/files.py") as left:
+                publish(pending)
+        found = {path.name: path.read_text() for path in folder.iterdir()}
+        assert found in (dict.fromkeys(old, "old"), dict.fromkeys("ab", "new"))
+        if left[0] > 0:
+            return

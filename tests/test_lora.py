@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,44 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
         with pytest.raises(OptionError):
             open_lora(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is not JSON: "), (b'{"peft_type": "LO', "is not JSON: "), (b"[]", "holds list, not an object"),
+        (b'{"peft_type": "\xff"}', "is not JSON: "), (b"\0" * 64, "is not JSON: "), (b"3", "holds int, not an object"),
+        (b"[" * 200_000, "is not JSON: "), (b" " * ((16 << 20) + 1), "cannot be read: larger than 16"),
+        (b'{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "rank_pattern": ["q_proj"]}', "rank_pattern is .* no map"),
+        (b'{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "use_rslora": "no"}', "use_rslora is 'no'; it is true or"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_damaged_config_is_refused(data: bytes, words: str, tmp_path: Path) -> None:
+    write(tmp_path, PAIR, {"r": 2})
+    (tmp_path / "adapter_config.json").write_bytes(data)
+    with pytest.raises(OptionError, match=rf"adapter_config.json:? {words}"):
+        open_lora(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_any_damage_is_refused_or_read(name: str, tmp_path: Path) -> None:
+    """Bytes that are cut, changed, put in or left out: never another error."""
+    write(tmp_path, PAIR, {"r": 2, "lora_alpha": 6, "rank_pattern": {"q": 2}, "target_modules": ["q_proj"]})
+    file, rng = tmp_path / name, random.Random(5)
+    refused: list[str] = []
+    whole = file.read_bytes()
+    for _ in range(300):
+        at, more = rng.randrange(len(whole)), rng.choice([0, 0, 1, 7])
+        left = rng.choice([at, at + 1, min(len(whole), at + 9), len(whole)])
+        file.write_bytes(whole[:at] + rng.randbytes(more) + whole[left:])
+        try:
+            found = open_lora(tmp_path)
+            found.read(found.modules[0])
+        except OptionError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert all(str(tmp_path) in said and "\n" not in said for said in refused)
 
 
 @pytest.mark.parametrize(

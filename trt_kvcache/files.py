@@ -190,16 +190,19 @@ def temporary_file(final: Path) -> Iterator[Path]:
     """
     _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    refused = False
     try:
-        # Not mkstemp, whose files are private to the user for good.
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    except OSError as error:
-        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-    try:
+        try:
+            # Not mkstemp, whose files are private to the user for good.
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except OSError as error:
+            refused = True
+            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
         with _locked(descriptor):
             yield path
     finally:
-        path.unlink(missing_ok=True)
+        if not refused:  # else a file of this name is somebody else's
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -269,33 +272,41 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
     Raises:
         OutputError: a file cannot be moved.
     """
-    done: list[tuple[Path, Path | None]] = []
+    done: list[tuple[Path, Path, Path]] = []
+    published = False
     try:
-        for temporary, final in files:
-            done.append((final, _keep_aside(final)))
-            temporary.replace(final)
-    except BaseException as error:  # Ctrl-C too
-        for last, backup in reversed(done):
-            if backup is not None:
-                backup.replace(last)
-                backup.unlink(missing_ok=True)  # moving a name onto another name of the same file does nothing
-            else:
-                last.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-        raise
-    for _, backup in done:
-        if backup is not None:
-            backup.unlink()
+        try:
+            for temporary, final in files:
+                backup = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
+                done.append((temporary, final, backup))  # first: an interrupt may come at any moment
+                _keep_aside(final, backup)
+                temporary.replace(final)
+            published = True
+        except BaseException as error:  # Ctrl-C too
+            for temporary, last, backup in reversed(done):
+                if backup.exists():
+                    backup.replace(last)
+                    backup.unlink(missing_ok=True)  # moving a name onto another name of the same file does nothing
+                elif not temporary.exists():
+                    last.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+            raise
+        _remove([backup for *_, backup in done])
+    finally:
+        if published:
+            _remove([backup for *_, backup in done])  # again, should an interrupt have kept it from that
 
 
-def _keep_aside(final: Path) -> Path | None:
-    """A second name for an existing file, so that it can come back."""
-    if not final.exists():
-        return None
-    backup = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
-    try:
-        os.link(final, backup)
-    except OSError:  # a file system without hard links
-        final.replace(backup)
-    return backup
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _keep_aside(final: Path, backup: Path) -> None:
+    """Give an existing file a second name, so that it can come back."""
+    if final.exists():
+        try:
+            os.link(final, backup)
+        except OSError:  # a file system without hard links
+            final.replace(backup)

@@ -109,7 +109,11 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
         pickled = (path / "adapter_model.bin").exists()
         why = "adapter_model.bin is a pickle, which runs code when it is read" if pickled else "there are no weights"
         raise OptionError(f"{path}: {why}; save the adapter as adapter_model.safetensors (safe_serialization=True)")
-    settings = read_object(config)
+    try:
+        settings = read_object(config)
+    except (OSError, ValueError) as error:
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise OptionError(f"{config} {why}; copy the file again") from None
     _check(settings, config)
     tensors = StoredTensors(weights, mapped=False)
     names = _pairs(tensors, path)
@@ -142,6 +146,11 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
             f"{path}: init_lora_weights is {shown(settings['init_lora_weights'])}, which changes the model's own "
             "weights; save the adapter converted to a plain one (path_initial_model_for_weight_conversion)"
         )
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(settings.get(name) or {}, dict):
+            raise OptionError(f"{path}: {name} is {shown(settings[name])}, which is no mapping; copy the file again")
+    if not isinstance(settings.get("use_rslora") or False, bool):
+        raise OptionError(f"{path}: use_rslora is {shown(settings['use_rslora'])}; it is true or false")
     for name in sorted(settings.keys() - _READ - _MEANINGLESS):
         if settings[name] not in (None, False, "none", [], {}):
             raise OptionError(f"{path}: {name} is {shown(settings[name])}, which is not supported; train without it")
@@ -188,7 +197,7 @@ def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any
     quiet.log_errors = False
     patterns = settings.get(pattern) or {}
     value = settings.get(default)
-    for key in patterns if isinstance(patterns, dict) else ():
+    for key in patterns:
         try:
             fits = re2.compile(rf"(?:.*\.)?(?:{key})", quiet).fullmatch(name)
         except (re2.error, UnicodeEncodeError):

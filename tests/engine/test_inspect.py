@@ -85,7 +85,7 @@ GROWN = {"input_ids": ShapeRange((1, 1), (1, 1), (8, 1))}
       ("updated_key_cache.0 shares the buffer of value_cache.0, in the manifest of key_cache.0",)),
      (lambda v: replace(v, profiles=()), ("the engine has 0 profiles, the manifest 1",)),
      (lambda v: replace(v, profiles=({**v.profiles[0], **GROWN},)),
-      ("profile decode: input_ids is ShapeRange(min=(1, 1), opt=(1, 1), max=(8, 1))",))],
+      ("profile prefill: input_ids is ShapeRange(min=(1, 1), opt=(1, 1), max=(8, 1))",))],
 )  # fmt: skip
 def test_differences(
     manifest: Manifest, change: Callable[[EngineView], EngineView], differences: tuple[str, ...]
@@ -111,7 +111,7 @@ def test_without_a_gpu_says_why_the_engine_was_not_opened(engine: Path, monkeypa
     for part in ("tensorrt-rtx 1.7.1.116", "4 of 4 caches in place", "4 sequences, 64 tokens per update"):
         assert part in result.stdout
     every = CliRunner().invoke(app, ["inspect", str(engine), "--all"]).stdout
-    for part in ("not opened: no NVIDIA driver", "key_cache.0..1", "decode", "4x1"):
+    for part in ("not opened: no NVIDIA driver", "key_cache.0..1", "prefill", "4x64"):
         assert part in every
     data = CliRunner().invoke(app, ["inspect", str(engine), "--json"])
     assert msgspec.json.decode(data.stdout, type=EngineReport) == report

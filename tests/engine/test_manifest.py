@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -81,8 +84,54 @@ def test_a_manifest_that_contradicts_itself(engine: Path, edit: Edit, message: s
     data = json.loads(path.read_bytes())
     edit(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(ManifestError, match=rf"not a valid manifest: .*({message}).*; build the engine again"):
+    with pytest.raises(
+        ManifestError, match=rf"(not a valid manifest|contradicts itself): .*({message}).*; build the engine again"
+    ):
         load_manifest(engine)
+
+
+ONCE = (
+    r"created_by|backend_version|options\..*|warnings\..*|generation\..*|max_positions|vocab|compute_capabilities\..*",
+    r"(engine|model\.0)\.(name|size|blake3)",  # compared with the files
+    r"encoder|proof|model\.0\..*",  # there is none
+    r"plan\.(opset|whole_prompts|options\..*)",
+    r"plan\.caches\.\d+\.(node|update|write_indices|update_lengths|reason|idiom|update_length|form|mode|contract)",
+    r"plan\.attention\.\d+\.(dtype|query_heads|kv_heads|head_size|value_head_size|kind|reason|mask|keys)",
+    r"plan\.masks\.\d+\.(causal|lengths|\w+_window|mask|additive|span|guarded|slopes)",
+    r"plan\.spans\.\d+\.lengths",
+    r"plan\.tensors\.8\.name",  # of the logits
+    r"plan\.tensors\.\d+\.(found_by|shape\.\d+|axes\.\d+)",  # of the model alone; the engine is compared with it
+    r"profiles\.\d+\.shapes\.\w+(\.\d+)?\.(min|opt|max)\.\d+",  # the same
+)
+"""Facts of a manifest that nothing else in it tells."""
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield from leaves(one, (*place, key))
+    if not isinstance(value, (dict, list)):
+        yield place, value
+
+
+def test_what_a_manifest_says_twice_cannot_be_changed_once(engine: Path) -> None:
+    """Every fact of it, changed by itself."""
+    path = manifest_path(engine)
+    data, taken = path.read_bytes(), set()
+    for place, value in leaves(json.loads(data)):
+        for other in [not value] if isinstance(value, bool) else [-1, value + 1] if isinstance(value, int) else ["x"]:
+            edited = part = json.loads(data)
+            for key in place[:-1]:
+                part = part[key]
+            part[place[-1]] = other
+            path.write_bytes(json.dumps(edited).encode())
+            try:
+                load_manifest(engine)
+                taken.add(".".join(map(str, place)))
+            except ManifestError as error:
+                assert str(path) in str(error)  # noqa: PT017
+    assert [fact for fact in sorted(taken) if not any(re.fullmatch(once, fact) for once in ONCE)] == []
+    assert len(taken) < 150
 
 
 @pytest.mark.parametrize("data", [b"", b"not json", b"\xff\xfe\x00", b'{"schema_version": 1', b"[]", b"{}"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trt_kvcache.export.from_gguf import MODULES, save_checkpoint
+from trt_kvcache.export.from_gguf import MODULES, _dropped_settings, save_checkpoint
 
 pytestmark = pytest.mark.slow  # torch and transformers take seconds to load
 
@@ -103,6 +103,52 @@ def _split(writer: Any, tensors: dict[str, np.ndarray]) -> None:
 def test_what_transformers_would_drop_is_named(change: Change, said: str, tmp_path: Path) -> None:
     file = written(tmp_path / "small.gguf", change)
     with pytest.raises(ValueError, match=said):
+        save_checkpoint(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+ROTATED = {  # numbers of a head of 64 that transformers rotates
+    "llama": 64, "qwen2": 64, "qwen2_moe": 64, "qwen3_moe": 64, "phi3": 64, "starcoder2": 64, "falcon": 64,
+    "gemma2": 64, "gemma3": 64, "stablelm": 16, "nemotron": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [64, 32, 16])
+@pytest.mark.parametrize("arch", ROTATED)
+def test_a_part_of_each_head_that_transformers_would_not_rotate_is_named(arch: str, count: int, tmp_path: Path) -> None:
+    """Its map has the key for most of these, and nothing that the key would become."""
+    for module in MODULES:
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install {' '.join(MODULES)}")
+    import gguf
+    import transformers
+
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", arch)
+    writer.add_block_count(2)
+    writer.add_embedding_length(256)
+    writer.add_head_count(4)
+    writer.add_key_length(64)
+    writer.add_rope_dimension_count(count)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="a.gguf")
+    dropped = _dropped_settings(gguf.GGUFReader(tmp_path / "a.gguf"), config)
+    if count == ROTATED[arch]:
+        assert dropped == []
+    elif arch == "llama":  # it takes the count for the size of a head
+        assert dropped == [f"{arch}.attention.key_length = 64"]
+    else:
+        assert dropped == [f"{arch}.rope.dimension_count = {count}"]
+
+
+def test_half_of_each_head(tmp_path: Path) -> None:
+    def halve(writer: Any, tensors: dict[str, np.ndarray]) -> None:
+        del writer.kv_data[0]["phi3.rope.dimension_count"]
+        writer.add_rope_dimension_count(8)
+
+    file = written(tmp_path / "small.gguf", halve, arch="phi3")
+    with pytest.raises(ValueError, match=r"transformers does not read phi3.rope.dimension_count = 8, which changes"):
         save_checkpoint(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from decoders import DecoderConfig, write_decoder
 
-from trt_kvcache import DecodeSession, GenerationConfig, verify_model
+from trt_kvcache import DecodeSession, GenerationConfig, plan_model, rewrite_model, verify_model
 
 GREEDY = GenerationConfig(max_new_tokens=4)
 
@@ -30,6 +30,22 @@ def snapshot(folder: Path, dtype: str = "float32") -> tuple[Path, Path]:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_verify(tmp_path: Path, dtype: str) -> None:
     verify_model(snapshot(tmp_path, dtype)[1]).check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_data_with_two_names(tmp_path: Path, dtype: str) -> None:
+    """As deduplication, DVC and ``cp -al`` leave them: every command reads them."""
+    model, other = snapshot(tmp_path, dtype)
+    for file in [*model.parent.iterdir()]:
+        (tmp_path / f"other-{file.name}").hardlink_to(file)
+    plan_model(model)
+    rewrite_model(model, tmp_path / "rewritten.onnx")
+    verify_model(model).check()
+    tokens = []
+    for one in (model, other):
+        with DecodeSession.open(one) as session:
+            tokens.append(session.generate([[1, 2, 3]], GREEDY)[0].tokens)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.slow

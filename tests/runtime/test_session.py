@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from runtime.engines import drain, open_engine
 from runtime.fake_cuda import Machine
-from runtime.hash_runner import VOCAB, HashRunner, continued
+from runtime.hash_runner import VOCAB, HashRunner, continued, with_state
 from runtime.interrupts import interrupted
 from runtime.test_draft import Sometimes
 
@@ -362,7 +362,7 @@ WAYS = {
     "scores": "overflowed",
     "tokenizer": "the tokenizer failed on token {token}: IndexError: piece id is out of range; forbid it, or do",
     "processor": "no rule for this",
-    "interrupt": "the sequence was interrupted while it chose a token: KeyboardInterrupt",
+    "interrupt": "the sequence was interrupted: KeyboardInterrupt; start it again",
 }
 
 
@@ -539,7 +539,9 @@ def test_what_a_step_calls_may_not_change_the_session(calls: str, act: str, tmp_
     session.close()
 
 
-TORN = tuple(f"runtime/{name}.py" for name in ("loop", "cache", "continuation", "streams", "session", "guard", "draft"))
+TORN = tuple(
+    f"runtime/{name}.py" for name in ("loop", "cache", "continuation", "streams", "session", "guard", "draft", "slot")
+)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -626,6 +628,8 @@ def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: 
             held.save(tmp_path / "two")
         with interrupted(line) as left, suppress(KeyboardInterrupt):
             ACTS[act](session, a, b, tmp_path / "two")
+        for slot in held.slots:  # or nobody could read what is saved of it
+            assert held.slot(slot).length <= min(held.slot(slot).written, len(held.slot(slot).tokens))
         session.step()
         drain_all(session, {})  # what nobody reads any more
         for slot in held.slots:
@@ -637,6 +641,118 @@ def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: 
             gc.collect()
             return
         assert act not in MAKING or held.slots == (a, b)
+
+
+@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}], ids=str)
+def test_what_an_interrupt_at_any_line_of_a_step_leaves_can_be_saved(drafts: dict[str, Any], tmp_path: Path) -> None:
+    """And goes on from there elsewhere: as a file, and as the file that a slot was offloaded to."""
+    prompt, seen = repeating(), set()
+    for line in count(1):
+        session = DecodeSession(HashRunner(RINGED))
+        slot = session.add(prompt, config(6, **drafts), keep=True)
+        session.step()
+        with interrupted(line, *TORN) as left, suppress(KeyboardInterrupt):
+            session.step()
+        text = session.cache.tokens(slot)
+        assert text == [*prompt, *continued(HashRunner(RINGED), prompt, len(text) - 2)]
+        held = session.cache.slot(slot)
+        assert held.length <= min(held.written, len(held.tokens))
+        if left[0] > 0:
+            assert len(seen) > 2
+            return
+        if (state := (len(text), held.length, held.written)) in seen:
+            continue
+        seen.add(state)
+        session.cache.save(tmp_path / "saved")
+        drain_all(session, {})
+        session.cache.offload(slot, tmp_path / "rows")
+        session.cache.restore(slot)
+        for path in (tmp_path / "saved", tmp_path / "rows"):
+            other = DecodeSession(HashRunner(RINGED))
+            ((_, loaded),) = other.cache.load(path).items()
+            tokens = [*other.cache.tokens(loaded), 30]
+            assert int(other.update({loaded: [30]})[loaded][-1].argmax()) == continued(HashRunner(RINGED), tokens, 1)[0]
+
+
+@pytest.mark.parametrize("before", [None, b"old"])
+def test_an_interrupted_offload_to_a_file_leaves_no_other_file(before: bytes | None, tmp_path: Path) -> None:
+    """The file is there whole, or as it was."""
+    for line in count(1):
+        folder = tmp_path / str(line)
+        folder.mkdir()
+        if before is not None:
+            (folder / "rows").write_bytes(before)
+        session = DecodeSession(HashRunner())
+        slot = session.cache.acquire()
+        session.update({slot: [1, 2, 3]})
+        with interrupted(line, "trt_kvcache/files.py") as left, suppress(KeyboardInterrupt):
+            session.cache.offload(slot, folder / "rows")
+        found = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert found.keys() <= {"rows"}
+        if found.get("rows") != before:
+            assert DecodeSession(HashRunner()).cache.load(folder / "rows")
+        if left[0] > 0:
+            return
+
+
+def test_an_interrupted_add_to_a_slot_can_be_asked_again() -> None:
+    """The prompt comes once, whatever line the first call came to."""
+    for line in count(1):
+        runner = HashRunner(max_batch=2)
+        session = DecodeSession(runner)
+        slot = session.cache.acquire()
+        session.update({slot: [1, 2, 3]})
+        held = session.cache.slot(slot)
+        with interrupted(line, *TORN) as left, suppress(KeyboardInterrupt):
+            session.add([7, 8], config(4), slot=slot, keep=True)
+        if left[0] > 0:
+            return
+        assert (session.running, session.cache.tokens(slot), session.cache.slot(slot).length) == ((), [1, 2, 3], 3)
+        assert not held.running
+        session.add([7, 8], config(4), slot=slot, keep=True)
+        assert drain(session)[slot] == continued(runner, [1, 2, 3, 7, 8], 4)
+
+
+def test_an_interrupt_leaves_no_slot_with_a_state_that_nobody_knows() -> None:
+    """Caches can be written again; state may be that of before the step, or of after it."""
+    for line in count(1):
+        runner = HashRunner()
+        runner.plan = with_state(runner.plan)
+        session = DecodeSession(runner)
+        kept, other = session.cache.acquire(), session.cache.acquire()
+        session.update({kept: [1, 2], other: [3]})
+        steps = len(runner.steps)
+        with interrupted(line) as left, suppress(KeyboardInterrupt):
+            session.update({kept: [7], other: [8]})
+        if left[0] > 0:
+            return
+        stepped = len(runner.steps) > steps
+        assert {slot: session.cache.lengths[slot] for slot in session.cache.slots} in (
+            [{}, {kept: 3, other: 2}] if stepped else [{}, {kept: 2, other: 1}]
+        )
+
+
+def test_events_of_sequences_that_end_within_generate_are_not_lost() -> None:
+    """`running` has them until `step` gave them; an error, too."""
+    runner = HashRunner()
+    with DecodeSession(runner) as session:
+        slot, kept = session.add([1, 2], config(3)), session.add([3], config(2), keep=True)
+        failing = session.add([4], config(9, logits_processor=Breaks(2, RuntimeError("no rule for this"))))
+        session.generate([[5, 6]], config(8))
+        assert {*session.running} == {slot, kept, failing}
+        with pytest.raises(SessionError, match="no rule for this") as caught:
+            session.step()
+        assert caught.value.sequence == failing
+        assert drain(session) == {
+            slot: continued(runner, [1, 2], 3), kept: continued(runner, [3], 2), failing: continued(runner, [4], 1)
+        }  # fmt: skip
+        assert session.running == ()
+        gone = session.add([1, 2], config(3))
+        session.generate([[5, 6]], config(8))
+        session.remove(gone)
+        assert (session.running, session.step()) == ((), [])
+        with pytest.raises(SlotError, match="is not in use"):
+            session.remove(gone)
 
 
 # A session belongs to the process that opened it.

@@ -21,7 +21,7 @@ from runtime.fake_tensorrt import VERSIONS, Invalidity, fake_module
 
 from trt_kvcache.engine.manifest import Manifest, load_manifest
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import Role
+from trt_kvcache.importer.plan import Role, Target
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.cuda import CudaBindings, taken
@@ -76,7 +76,10 @@ def test_engine_of_another_version_or_for_another_gpu(
 ) -> None:
     backend = faults.get("backend", "tensorrt-rtx")
     version = VERSIONS[backend]
-    edit(engine, lambda m: replace(m, compute_capabilities=built_for, backend=backend, backend_version=version))
+    edit(engine, lambda m: replace(
+        m, compute_capabilities=built_for, backend=backend, backend_version=version,
+        plan=replace(m.plan, options=replace(m.plan.options, target=Target(backend))),
+    ))  # fmt: skip
     check_refused(BackendError, words, engine, Machine(**gpu), **{"refuse": "no such kernel", **faults})
 
 
@@ -184,14 +187,14 @@ def logits_span(m: Manifest) -> Manifest:
     return replace(m, plan=replace(m.plan, logits_span=replace(m.plan.logits_span, name="input_ids")))
 
 
-ODD = "its manifest contradicts itself: .*"
+ODD = "engine.json: contradicts itself: .*"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (first_cache(capacity=4096),
-         ODD + "cache 'key_cache.0' has a capacity of 4096, its shape says otherwise"),
+         ODD + r"cache 'key_cache.0' has a capacity of 4096, its shape \['batch', 64, 32\] says otherwise"),
         (first_cache(physical_shape=("batch", 2, 4096, 16), capacity=4096),
          ODD + r"input 'key_cache.0' is float \['batch', 2, 64, 16\], its cache float \['batch', 2, 4096, 16\]"),
         (lambda m: replace(m, plan=replace(m.plan, spans=())),

@@ -13,6 +13,7 @@ from concat_graphs import Decoder, make_decoder
 from graphs import Graph
 from greedy import greedy
 from onnx import TensorProto
+from runtime.engines import drain
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.errors import CapacityError, OptionError
@@ -42,6 +43,21 @@ def test_prompts_come_in_one_step(model: Path, session: DecodeSession) -> None:
     prompts = [PROMPT, PROMPT[:4], PROMPT[3:]]
     found = session.generate(prompts, max_new_tokens=4)
     assert [g.tokens for g in found] == [greedy(model, prompt, 4) for prompt in prompts]
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_prompt_comes_whole_while_others_decode(model: Path, held: int) -> None:
+    """Whatever the budget, and whatever row it gets: one between those that decode, too."""
+    with DecodeSession.open(model, capacity=24, max_batch=4, prefill_budget=2) as session:
+        free = session.cache.acquire()
+        first = [session.add(PROMPT[:4], max_new_tokens=9), session.add(PROMPT[3:5], max_new_tokens=9)]
+        found: dict[int, list[int | None]] = {event.sequence: [event.token] for event in session.step()}
+        if held:
+            session.cache.release(free)
+        late = [session.add(PROMPT, max_new_tokens=4), session.add(PROMPT[2:9], max_new_tokens=4)]
+        drain(session, found)
+    wanted = [greedy(model, PROMPT[:4], 9), greedy(model, PROMPT[3:5], 9), greedy(model, PROMPT, 4)]
+    assert [found[slot] for slot in (*first, *late)] == [*wanted, greedy(model, PROMPT[2:9], 4)]
 
 
 def test_a_prompt_that_does_not_fit_into_a_step_is_refused(model: Path) -> None:

@@ -32,6 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("ann", "bob")):
         tiny.merged(draw(tiny, folder / name, seed), folder / f"{name}.merged" / "model.onnx")
     draw(tiny, folder / "wide", 3, rank=9)
+    draw(tiny, folder / "cut", 4)
+    (folder / "cut" / "adapter_config.json").write_bytes(b'{"peft_type": "LO')
     return folder
 
 
@@ -117,6 +119,7 @@ def test_adapters_come_and_go(service: Service, wanted: dict[str, list[int]]) ->
         ({"lora_name": "x", "lora_path": "../.."}, 403, "adapters come from the server's own folder"),
         ({"lora_name": "x", "lora_path": "/etc"}, 403, "adapters come from the server's own folder"),
         ({"lora_name": "x", "lora_path": "\0"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": "cut"}, 400, "adapter_config.json is not JSON"),
         ({"lora_name": "x", "lora_path": "x" * 300}, 400, "lora_path: no such folder"),
         ({"lora_name": "none"}, 400, "lora_path: no such folder"),
         ({"lora_name": "ann.merged"}, 400, "there is no adapter_config.json"),

@@ -19,7 +19,7 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 from serve.asgi import Reply, ask
-from serve.models import write_said, write_served
+from serve.models import TEMPLATE, write_said, write_served
 from tokenizers import decoders
 
 from trt_kvcache import DecodeSession, GenerationConfig
@@ -167,7 +167,7 @@ def test_each_request_is_a_line_of_a_log_without_its_text(rows: DecodeSession) -
     wanted = (
         r"POST /v1/completions 200: 3 prompt tokens, 5 new" + rate,
         r"POST /v1/chat/completions 200: \d+ prompt tokens, 8 new" + rate,
-        r"POST /v1/completions 400; \d+\.\d\d s",
+        r"POST /v1/completions 400: Expected `int` >= 1 - at `\$\.n`; \d+\.\d\d s",
         r"POST /v1/completions 401; \d+\.\d\d s",
         r"POST /v1/chat/completions 200 \(the client went away\): \d+ prompt tokens, \d+ new.* s",
     )
@@ -407,6 +407,15 @@ GIVEN: list[tuple[dict[str, Any], str]] = [
     (HELLO | {"add_generation_prompt": False}, "<user>x"),
     ({"messages": earlier()["messages"][:2], "continue_final_message": True, "add_generation_prompt": False},
      "<user>x<assistant>c"),
+    *((HELLO | fields, "<user>x<assistant>") for fields in (
+        {"verbosity": "medium"}, {"prompt_cache_retention": "in_memory"}, {"prompt_cache_retention": "in-memory"},
+        {"reasoning_effort": "low"}, {"reasoning_effort": "none"}, {"store": False}, {"n": 1.0}, {"seed": 7.0},
+        {"top_k": 4.0}, {"max_completion_tokens": 2.56e2}, {"temperature": 1},
+        {"top_logprobs": 2.0, "logprobs": True})),
+    (HELLO | {"reasoning_effort": "low", "chat_template_kwargs": {"mood": "!"}}, "<user>x!<assistant>"),
+    (HELLO | {"chat_template_kwargs": {"mood": 1.0}}, "<user>x1.0<assistant>"),  # a value, as it is written
+    ({"messages": [HELLO["messages"][0] | {"id": "7", "opts": {"visible": False}, "_meta": {}, "name": "a"}]},
+     "<user>x<assistant>"),
     (HELLO | {"stream_options": None, "response_format": {"type": "text", "json_schema": None}}, "<user>x<assistant>"),
 ]  # fmt: skip
 """Requests of clients and frameworks, and the prompts that they make."""
@@ -452,6 +461,74 @@ def test_numbers_that_say_nothing_or_all(talking: Service) -> None:
     assert post(talking, HELLO | GREEDY | {"top_p": 0, "max_tokens": 6}, CHAT).status == 200
     body = b"\xef\xbb\xbf" + json.dumps(HELLO | {"max_tokens": 1}).encode()
     assert post(talking, body, CHAT).status == 200
+
+
+def test_whole_numbers_are_spelled_as_clients_do(talking: Service) -> None:
+    """JSON has one kind of number; token ids, too."""
+    (wanted,) = post(talking, GREEDY | {"prompt": [1, 2], "max_tokens": 3}).data["choices"]
+    (found,) = post(talking, b'{"prompt": [1.0, 2e0], "max_tokens": 3.0, "temperature": 0.0, "best_of": 1.0}').data[
+        "choices"
+    ]
+    assert found == wanted
+    for body in (HELLO | {"n": 1.5}, HELLO | {"max_tokens": 1e300}, HELLO | {"n": "1"}, HELLO | {"seed": True}):
+        assert post(talking, body, CHAT).status == 400
+
+
+def test_a_stream_without_obfuscation(talking: Service) -> None:
+    options = {"include_usage": True, "include_obfuscation": False}
+    asked = HELLO | {"max_tokens": 2, "stream": True}
+    assert post(talking, asked | {"stream_options": options}, CHAT).chunks[-1]["usage"]["completion_tokens"] == 2
+    refused = post(talking, asked | {"stream_options": {"include_obfuscation": True}}, CHAT)
+    assert (refused.status, refused.error["param"]) == (400, "stream_options")
+
+
+def test_effort_reaches_templates_that_read_it(tmp_path: Path) -> None:
+    template = TEMPLATE + "{{ reasoning_effort }}{{ enable_thinking }}"
+    with DecodeSession.open(write_served(tmp_path / "m", template=template), max_batch=1) as session:
+        service = Service(session, "m")
+        assert prompt_of(service, HELLO | {"reasoning_effort": "high"}).endswith("high")
+        assert prompt_of(service, HELLO | {"reasoning_effort": "none"}).endswith("noneFalse")
+        asked = HELLO | {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+        assert prompt_of(service, asked).endswith("noneTrue")
+        service.core.close()
+
+
+def test_the_reason_of_a_refusal_is_logged_without_the_text(tmp_path: Path) -> None:
+    """Nor what quotes it: the template's own words, schemas, settings. No name breaks a line."""
+    lines: list[str] = []
+    template = "{{ raise_exception('no: ' + messages[0].content) }}"
+    with DecodeSession.open(write_served(tmp_path / "m", template=template), max_batch=1) as session:
+        service = Service(session, "m", told=lines.append)
+        secret = [{"role": "user", "content": "secret"}]
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "secret"}}}
+        for path, body, reason in (
+            (TEXT, {"prompt": "secret", "best_of": 2}, "best_of: sequences are not ranked"),
+            (TEXT, {"prompt": "secret" * 100}, "the prompt has 600 tokens, and the model takes 512"),
+            (TEXT, {"prompt": "secret", "response_format": schema}, "response_format: no grammar can be made of it"),
+            (TEXT, {"prompt": "secret", "stop": "secret" * 200}, "stop: give at most 16 texts"),
+            (TEXT, {"prompt": "secret", "model": "b"}, "there is no model 'b'"),
+            (CHAT, {"messages": secret}, "messages: the chat template does not take them"),
+            (
+                CHAT,
+                {"messages": [{"role": "user", "content": {"secret": 1}}]},
+                "Expected `str | array | null`, got `obj",
+            ),
+            (
+                CHAT,
+                {"messages": secret, "tools": [{"type": "secret"}]},
+                "Invalid enum value '...' - at",
+            ),
+            (TEXT, {"prompt": "secret", "a\nb\x1b" + "c" * 300: 1}, "unknown field `a?b?ccc"),
+            ("/tokenize", {"messages": secret}, "messages: the chat template does not take them"),
+        ):
+            reply = post(service, body, path)
+            assert 400 <= reply.status < 500
+            assert lines[-1].startswith(f"POST {path} {reply.status}: ")
+            assert reason in lines[-1]
+            assert "secret" not in lines[-1]
+            assert len(lines[-1]) < 260
+            assert lines[-1].isprintable()
+        service.core.close()
 
 
 def test_messages_that_the_template_does_not_write_are_refused(service: Service) -> None:
@@ -606,6 +683,66 @@ def test_a_bug_in_a_step_is_told_and_the_next_request_runs(service: Service, mon
     assert (reply.status, "secret" in reply.body.decode()) == (500, False)
     monkeypatch.undo()
     assert post(service, LONG).status == 200
+
+
+def of(prompt: list[int], **more: Any) -> dict[str, Any]:
+    return GREEDY | {"prompt": prompt, "max_tokens": 6, "ignore_eos": True} | more
+
+
+def fails_for(owner: Any, name: str, mine: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a method raise a bug for some calls."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **more: Any) -> Any:
+        if mine(*args):
+            raise RuntimeError("secret")
+        return real(*args, **more)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("name", ["add", "remove"])
+def test_a_bug_of_one_request_ends_no_other(name: str, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = service.core.session
+    alone = [post(service, of(prompt)).data["choices"] for prompt in ([1, 2], [3, 4])]
+    slots: list[int] = []
+    fails_for(session, "add", lambda tokens, *_: name == "add" and tokens == [9, 9], monkeypatch)
+    fails_for(session, "remove", lambda slot: name == "remove" and not slots.append(slot), monkeypatch)  # type: ignore[func-returns-value]
+
+    async def run() -> list[Reply]:
+        bad = of([9, 9], **({} if name == "add" else {"stream": True, "max_tokens": 200}))
+        leaves = {} if name == "add" else {"leaves_after": 1}
+        good = [ask(service.app, TEXT, of(prompt)) for prompt in ([1, 2], [3, 4])]
+        return list(await asyncio.gather(good[0], ask(service.app, TEXT, bad, **leaves), good[1]))
+
+    first, bad, last = asyncio.run(run())
+    assert [first.data["choices"], last.data["choices"]] == alone
+    assert "secret" not in bad.body.decode()
+    assert name == "remove" or (bad.status, "failed by a bug: RuntimeError" in bad.error["message"]) == (500, True)
+    assert post(service, of([1, 2])).data["choices"] == alone[0]
+    monkeypatch.undo()
+    for slot in slots:
+        if slot in session.cache:
+            session.remove(slot)
+
+
+def test_an_error_of_nobody_leaves_nothing_for_later_clients(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes as long as a sequence of that time is there, even one that was not ended with the others."""
+    session = service.core.session
+    alone = post(service, of([1, 2])).data["choices"]
+    stuck = session.add([5], GenerationConfig(max_new_tokens=400, eos_token_id=()))  # nobody waits for it
+    compact = session.cache.compact
+
+    def fails() -> None:
+        if stuck in session.cache:
+            raise SessionError("rows cannot be moved")
+        compact()
+
+    monkeypatch.setattr(session.cache, "compact", fails)
+
+    failed = post(service, of([1, 2]))
+    assert (failed.status, failed.error["message"]) == (500, "rows cannot be moved")
+    assert post(service, of([1, 2])).data["choices"] == alone
 
 
 def test_a_step_that_hangs_is_told_and_holds_up_nobody_after_it(

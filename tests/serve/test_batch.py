@@ -260,6 +260,55 @@ def test_refusals(tmp_path: Path, rows: DecodeSession) -> None:
         job(file, output, compute(rows))
 
 
+def test_a_complete_journal_of_another_model_is_refused(tmp_path: Path, folder: Path, rows: DecodeSession) -> None:
+    """As where the job was killed before it wrote its file; the same model writes it, and computes nothing anew."""
+    file = write(tmp_path / "in.jsonl", [{"id": at, "prompt": "x", "max_tokens": 4} for at in range(3)])
+    output, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
+    job(file, once, compute(rows))
+
+    def killed(todo: Iterator[Row], take: Callable[[str, Answered], None]) -> None:
+        compute(rows)(todo, take)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job(file, output, killed)
+    options = PlanOptions(cache_dtype=CacheDtype.INT8)
+    refused = pytest.raises(OutputError, match="holds answers of another model, capacity, type of caches")
+    with DecodeSession.open(folder, max_batch=4, plan_options=options) as session, refused:
+        job(file, output, compute(session))
+    assert not output.exists()
+    assert job(file, output, compute(rows)) == BatchDone(3, 3, 0)
+    assert [text_of(line) for line in read(output)] == [text_of(line) for line in read(once)]
+
+
+def test_a_journal_that_does_not_say_whose_it_is_is_refused(tmp_path: Path, rows: DecodeSession) -> None:
+    file = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x", "max_tokens": 1}])
+    with Journal(tmp_path / "out") as journal:
+        journal.put(7, b"", 200, b"")
+    with pytest.raises(OutputError, match="holds answers of another model"):
+        job(file, tmp_path / "out", compute(rows))
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_an_existing_file_stays_beside_a_journal(when: str, tmp_path: Path, rows: DecodeSession) -> None:
+    file = write(tmp_path / "in.jsonl", [{"id": at, "prompt": "x", "max_tokens": 1} for at in range(3)])
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        job(file, output, compute(rows, 2))
+    if when == "before":
+        output.write_text("mine")
+
+    def run(todo: Iterator[Row], take: Callable[[str, Answered], None]) -> None:
+        compute(rows)(todo, take)
+        output.write_text("mine")
+
+    with pytest.raises(OutputError, match="exists, and a batch writes over nothing; move it away"):
+        job(file, output, run)
+    assert output.read_text() == "mine"
+    output.unlink()
+    assert job(file, output, compute(rows)).reused == (2 if when == "before" else 3)
+
+
 def test_answers_of_other_caches_are_not_those_of_this_job(folder: Path, rows: DecodeSession) -> None:
     runners = [RowRunner(rows, "tiny")]
     options = PlanOptions(cache_dtype=CacheDtype.INT8)

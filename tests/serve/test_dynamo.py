@@ -296,6 +296,9 @@ def test_what_the_frontend_reads(module: Any, folder: Path, session: DecodeSessi
     assert other != written
     config = json.loads((other / "config.json").read_text())
     assert config == {"architectures": ["LlamaForCausalLM"], "model_type": "trt_kvcache", "eos_token_id": 2}
+    (own / "config.json").write_bytes(b'{"architectures": ')
+    with pytest.raises(OptionError, match=r"config.json is not JSON: .*; copy the file again"):
+        module.write_texts(folder, own, session)
     (own / "tokenizer.json").unlink()
     with pytest.raises(OptionError, match=r"own has no tokenizer.json, and Dynamo's frontend"):
         module.write_texts(folder, own, session)

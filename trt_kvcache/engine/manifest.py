@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import msgspec
 
 from trt_kvcache.arguments import as_path
-from trt_kvcache.errors import ManifestError
+from trt_kvcache.engine.contradictions import contradictions
+from trt_kvcache.errors import ManifestError, OptionError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
-from trt_kvcache.importer.plan import TENSORRT_DTYPES, AdapterPlan, CachePlan, Target
+from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.names import engine_in
 from trt_kvcache.page import Html, table, tag
 from trt_kvcache.words import human_bytes
@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 _LARGEST = 1 << 28  # bytes
-_SIZES = 1 << 31  # TensorRT counts elements of an axis in 32 bits
 _FEW = 4
 SCHEMA_VERSION = 1
 NO_PROOF = "the engine has no proof: "
@@ -184,7 +183,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     The engine is not read: see `check_engine`.
 
     Raises:
-        ManifestError: the file is missing, no manifest, or of an unknown schema version.
+        ManifestError: the file is missing, no manifest, or of an unknown schema version; or it contradicts itself.
     """
     path = engine_in(as_path("." if isinstance(path, str) and not path else path, "engine"))
     if path.is_dir():
@@ -213,103 +212,14 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
                 "use the version of trt_kvcache that built the engine, or build it again"
             )
         manifest = msgspec.json.decode(data, type=Manifest)
-        _check(manifest)
+        if found := list(contradictions(manifest)):
+            more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
+            raise ManifestError(f"{file}: contradicts itself: {'; '.join(found[:_FEW])}{more}; {advice}")
         return manifest
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, OptionError) as error:  # the latter of the plan's options
         raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
-
-
-def _check(manifest: Manifest) -> None:
-    """Check that a manifest does not contradict itself. All readers rely on that.
-
-    Raises:
-        ValidationError: it does, with everything that was found.
-    """
-    faults = [*_limits(manifest), *_tensors(manifest), *_profiles(manifest)]
-    in_place = {c.present: c.past for c in manifest.plan.caches if c.carried and c.in_place}
-    if manifest.aliases != in_place:
-        pairs = ", ".join(f"{present!r} is {past!r}" for present, past in manifest.aliases.items() - in_place.items())
-        faults.append(f"aliases are not those of the plan's caches in place ({pairs or 'some are missing'})")
-    if manifest.double_buffered != manifest.plan.double_buffered:
-        faults.append("the tensors with two buffers are not those of the plan")
-    if faults:
-        more = f"; and {len(faults) - _FEW} more" if len(faults) > _FEW else ""
-        raise msgspec.ValidationError("; ".join(faults[:_FEW]) + more)
-
-
-def _limits(manifest: Manifest) -> Iterator[str]:
-    backends = [target.value for target in Target]
-    if manifest.backend not in backends:
-        yield f"backend {manifest.backend!r}; there are {', '.join(backends)}"
-    for name in ("max_batch", "max_chunk", "max_logits", "vocab", "max_positions"):
-        value = getattr(manifest, name)
-        if value is not None and not 0 < value < _SIZES:
-            yield f"{name} is {value}, which is no size"
-
-
-def _tensors(manifest: Manifest) -> Iterator[str]:
-    seen = set()
-    for tensor in manifest.plan.tensors:
-        called = f"{tensor.io} {tensor.name!r}"
-        if not tensor.name.isprintable():
-            yield f"{called} has a control character or line break in its name"
-        if (tensor.io, tensor.name) in seen:
-            yield f"{called} is there twice"
-        seen.add((tensor.io, tensor.name))
-        if tensor.dtype not in TENSORRT_DTYPES:
-            yield f"{called} has the dtype {tensor.dtype!r}, which no engine has"
-        if any(isinstance(dim, int) and not 0 <= dim < _SIZES for dim in tensor.shape):
-            yield f"{called} has the shape {list(tensor.shape)}"
-        ranges = [r for p in manifest.profiles for name, r in p.shapes.items() if name == tensor.name]
-        ranks = {len(tensor.axes), *(len(shape) for r in ranges for shape in (r.min, r.opt, r.max))}
-        if ranks != {len(tensor.shape)}:
-            yield f"{called} {list(tensor.shape)} has axes or profiles of another length"
-    plan = manifest.plan
-    for past, dtype in [*((c.past, c.dtype) for c in plan.caches), *((s.past, s.dtype) for s in plan.states)]:
-        if dtype not in TENSORRT_DTYPES:
-            yield f"{past!r} has the dtype {dtype!r}, which no engine has"
-    yield from (f"state {state.past!r} has no axes" for state in manifest.plan.states if not state.shape)
-    if plan.adapters is not None:
-        yield from _adapters(plan.adapters, manifest)
-    for cache in manifest.plan.caches:
-        for shape, axis in (
-            (cache.logical_shape, cache.sequence_axis),
-            (cache.physical_shape, cache.physical_sequence_axis),
-        ):
-            if not 0 <= axis < len(shape):
-                yield f"cache {cache.past!r} {list(shape)} has no axis {axis}"
-        for name, io in ((cache.past, "input"), (cache.present, "output")):
-            if cache.carried and (io, name) not in seen:
-                yield f"cache {name!r} is no {io} of the engine"
-
-
-def _adapters(adapters: AdapterPlan, manifest: Manifest) -> Iterator[str]:
-    shapes = {t.name: t.shape for t in manifest.plan.tensors if t.io == "input"}
-    if len(shapes.get(adapters.index, ())) != 1 or not 0 < adapters.slots < _SIZES or not 0 < adapters.rank < _SIZES:
-        yield f"adapters are {adapters.slots} of rank {adapters.rank}, chosen by '{adapters.index}'"
-    for product in adapters.products:
-        slots = adapters.slots + 1
-        wanted = {product.a: (slots, product.inputs, product.rank), product.b: (slots, product.rank, product.outputs)}
-        yield from (
-            f"{name!r} is no input {list(shape)}" for name, shape in wanted.items() if shapes.get(name) != shape
-        )
-        if not all(0 <= part.start < part.stop <= product.outputs for part in product.parts):
-            yield f"{product.a!r} has modules outside of its {product.outputs} columns"
-
-
-def _profiles(manifest: Manifest) -> Iterator[str]:
-    if not manifest.profiles:
-        yield "it has no profiles"
-    inputs = {tensor.name for tensor in manifest.plan.tensors if tensor.io == "input"}
-    for profile in manifest.profiles:
-        for name, shapes in profile.shapes.items():
-            sizes = list(zip(shapes.min, shapes.opt, shapes.max, strict=False))
-            if name not in inputs:
-                yield f"profile {profile.name!r} has {name!r}, which is no input"
-            elif not all(0 <= low <= typical <= high < _SIZES for low, typical, high in sizes):
-                yield f"profile {profile.name!r} has sizes of {name!r} in no order: {sizes}"
 
 
 def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:

@@ -25,6 +25,13 @@ _NO_NUMBERS = (
     "rope.scaling.finetuned",
 )
 """Settings that change no number here: they repeat others, or have one value in decoders."""
+_AS_ARE = {
+    "rope.dimension_count": "rotated",
+    "rope.freq_base": "rope_theta",
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "intermediate_size",
+}
+"""Settings that transformers takes from elsewhere, or has one value for: they change nothing if they say the same."""
 
 
 def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16", layers: int | None = None) -> None:
@@ -84,7 +91,8 @@ def _dropped_settings(reader: Any, config: Any) -> list[str]:
     mapping = import_module("transformers.integrations.ggml").GGUF_CONFIG_MAPPING
     kind = str(config.model_type)
     names = {name, name.replace("-", "_"), kind, kind.removesuffix("_text")}
-    known = {key for each in names for key in mapping.get(each, ())}
+    # What transformers maps to nothing it passes over.
+    known = {key for each in names for key, read in mapping.get(each, {}).items() if read is not None}
     rotary = getattr(config, "rope_parameters", None) or {}
     scaling = _value(reader, f"{name}.rope.scaling.type") or ("linear" if _scales(reader, name) else "none")
     scaled_as_read = scaling in ("none", rotary.get("rope_type"))
@@ -94,10 +102,31 @@ def _dropped_settings(reader: Any, config: Any) -> list[str]:
         if key == full or key in known or key in _NO_NUMBERS or (key.startswith("rope.scaling.") and scaled_as_read):
             continue
         value = _value(reader, full)
-        if key == "attention.key_length" and value == getattr(config, "head_dim", value):
-            continue
-        dropped.append(f"{full} = {value}")
+        if value not in _values(config).get(_AS_ARE.get(key, ""), ()):
+            dropped.append(f"{full} = {value}")
     return dropped
+
+
+def _values(config: Any) -> dict[str, set[Any]]:
+    """What transformers will compute with, in one kind of layers or another."""
+    said = vars(config)  # a config whose layers differ has no attribute for all
+    hidden, heads = said.get("hidden_size"), said.get("num_attention_heads")
+    sizes = {said.get("head_dim"), said.get("global_head_dim")} - {None}
+    sizes = sizes or ({hidden // heads} if hidden and heads else set())
+    rotary = said.get("rope_parameters") or {}
+    kinds = [kind for kind in rotary.values() if isinstance(kind, dict)] or ([rotary] if rotary else [])
+    # Where rotations are "proportional", all numbers of a head take part, some with a speed of 0.
+    parts = {1.0 if kind.get("rope_type") == "proportional" else _part(kind, said) for kind in kinds}
+    return {
+        "head_dim": sizes,
+        "rotated": {int(size * part) for size in sizes for part in parts},
+        "rope_theta": {kind.get("rope_theta", said.get("rope_theta")) for kind in kinds},
+        "intermediate_size": {said.get("intermediate_size")},
+    }
+
+
+def _part(kind: dict[str, Any], said: dict[str, Any]) -> float:
+    return float(kind.get("partial_rotary_factor") or said.get("partial_rotary_factor") or 1.0)
 
 
 def _scales(reader: Any, name: str) -> bool:

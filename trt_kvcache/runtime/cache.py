@@ -300,8 +300,13 @@ class KVCache:
             if not 0 <= length <= len(entry.tokens):
                 raise CapacityError(f"slot {slot} has {len(entry.tokens)} tokens; it cannot be cropped to {length}")
             check_crop(self._runner.plan, slot, entry, length)
-            self._forget(slot, length)  # first: what an interrupt leaves of the tokens waits to be written again
-            self.slot(slot).truncate(length)
+            if length >= entry.length:
+                self._slots[slot] = entry.truncated(length)
+                return
+            entry = self._with_row(slot)
+            written = self._written(entry, length)
+            self._slots[slot] = replace(entry.truncated(length), length=length, written=written)
+            self._rows.truncate(entry.row, length, written)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """Give each slot the contents that another one has now: the step between two steps of a beam search.
@@ -378,31 +383,44 @@ class KVCache:
 
     # --- what the loop says
 
-    def drop(self, slot: int, length: int) -> None:
-        """`crop` without its checks, for a slot that runs: one that an interrupt leaves with fewer tokens is torn."""
-        entry = self._slots[slot]
-        entry.truncate(length)
-        self._forget(slot, length)
+    def put(self, slot: int, entry: Slot) -> None:
+        """Let a slot be this: all of its text changes at once, whatever interrupts."""
+        self._slots[slot] = entry
 
-    def _forget(self, slot: int, length: int) -> None:
-        """Drop the cache rows of a slot from `length` on."""
-        if length >= self._slots[slot].length:
-            return
-        entry = self._with_row(slot)
-        entry.length = length
-        # Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
-        if not any(entry.written > rows for rows in self._rings):
-            entry.written = length
-        self._rows.truncate(entry.row, length, entry.written)
-
-    def note_written(self, slot: int, tokens: int) -> None:
-        """The runner has written this many of the slot's waiting tokens."""
+    def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
+        """The runner has written so many of the slot's waiting tokens, and after them so many guesses."""
         entry = self._slots[slot]
-        entry.length += tokens
-        entry.written = max(entry.written, entry.length)
-        entry.embeds = entry.embeds.within(entry.length)
-        entry.used = self._tick()
-        self._rows.touch(entry.row, entry.length)
+        length = entry.length + tokens
+        self._slots[slot] = replace(
+            entry,
+            length=length,
+            written=max(entry.written, length + guesses),
+            embeds=entry.embeds.within(length),
+            used=self._tick(),
+        )
+
+    def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
+        """The text goes on: with these guesses, which are written, and after them with what waits.
+
+        The rows of the guesses that were rejected are zeroed.
+        """
+        entry = self._slots[slot]
+        length = entry.length + len(tokens)
+        written = self._written(entry, length) if rejected else entry.written
+        if rejected:
+            self._rows.truncate(entry.row, length, written)
+        if tokens:
+            self._slots[slot] = replace(entry, tokens=[*entry.tokens, *tokens, *after], length=length, written=written)
+        else:
+            entry.written = written
+            entry.tokens.extend(after)  # a copy would cost more, the longer the text
+
+    def _written(self, entry: Slot, length: int) -> int:
+        """What was written of a slot that goes back to `length`.
+
+        Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
+        """
+        return entry.written if any(entry.written > rows for rows in self._rings) else length
 
     def note_touched(self, slot: int, stop: int) -> None:
         """A step will write rows up to `stop`: should it fail half-way, they are zeroed before they are reused."""
@@ -424,8 +442,8 @@ class KVCache:
         length = len(blocks) * BLOCK
         self._rows.touch(entry.row, length)
         self._prefixes.fill(entry.row, blocks)
-        entry.written = max(entry.written, length)
-        entry.remembered = entry.length = length
+        written = max(entry.written, length)
+        self._slots[slot] = replace(entry, length=length, written=written, remembered=length)
 
     def remember(self, slot: int) -> None:
         """Give the prefix cache what the rows of a slot hold, if it is new and fills a block."""

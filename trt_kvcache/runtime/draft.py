@@ -18,7 +18,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.limits import SequenceLimits
-from trt_kvcache.runtime.loop import DecodeLoop, Outcomes
+from trt_kvcache.runtime.loop import DecodeLoop, Outcomes, as_outcome
 from trt_kvcache.runtime.open import open_runner
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.tokens import common_length
@@ -106,9 +106,9 @@ class DraftModel:
             for name in self._cache.slots:
                 self._release(name)
             self._slots.clear()
-            if not isinstance(error, TrtKvCacheError):
+            if not isinstance(error, Exception):
                 raise
-            outcomes[:] = [(slot, error) for slot in asked]
+            outcomes[:] = [(slot, as_outcome(error)) for slot in asked]
         names = {name: slot for slot, name in self._slots.items()}
         for name, outcome in outcomes:
             if isinstance(outcome, TrtKvCacheError):
@@ -139,15 +139,14 @@ class DraftModel:
         entry = self._cache.slot(name)
         same = min(common_length(entry.tokens, text), entry.length, len(text) - 1)
         self._cache.crop(name, same)
-        entry.append(text[same:])
-        free_tokens = self._cache.free_tokens(name)
+        after = self._cache.slot(name).appended(text[same:])
+        free_tokens = self._cache.limits.free_tokens(after)
         if free_tokens is not None and free_tokens < 0:
-            self._cache.crop(name, same)
             continuation.speculation.impossible = (
                 f"the draft holds {self._cache.capacity} tokens; use one with more capacity"
             )
             return
-        self._loop.add(name, continuation.guesser(count), outcomes, keep_slot=True)
+        self._loop.add(name, after, continuation.guesser(count), outcomes, keep_slot=True)
 
     def _release(self, name: int) -> None:
         """Give up a slot of the draft's."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,13 @@ from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
+from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_inputs import stack_positions
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.draft import DraftModel
 
-__all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run"]
+__all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run", "as_outcome"]
 
 ASSISTED = 4
 """Tokens that a draft model guesses at a time where nothing else is said."""
@@ -68,6 +69,11 @@ class _Piece:
     tokens: Sequence[int]
     guesses: int
     keep: int
+
+    @property
+    def waiting(self) -> int:
+        """How many of the tokens are no guesses."""
+        return len(self.tokens) - self.guesses
 
 
 @dataclass(frozen=True)
@@ -123,13 +129,13 @@ class DecodeLoop:
         return tuple(self._runs)
 
     def add(
-        self, slot: int, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool, client: Hashable = None
-    ) -> None:
-        """Continue a slot from the next step on; release it at the end unless `keep_slot`.
+        self, slot: int, entry: Slot, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool,
+        client: Hashable = None,
+    ) -> None:  # fmt: skip
+        """Continue a slot, which holds `entry` from now on; release it at the end unless `keep_slot`.
 
         Clients take turns where rows are few; a sequence of None is a client by itself.
         """
-        entry = self._cache.slot(slot)
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
         if self._draft is not None and not config.prompt_lookup_num_tokens:
@@ -138,11 +144,22 @@ class DecodeLoop:
         if entry.row >= 0 or client not in self._turns:
             self._turns[client] = self._now()
         self._runs[slot] = Run(slot, continuation, keep_slot, outcomes, client)
-        entry.running = True  # last: the next step lets go of a run that an interrupt kept from it
+        self._cache.put(slot, replace(entry, running=True))  # last, and all at once: an interrupt leaves the slot as is
+
+    def withdraw(self, slot: int, continuation: Continuation, tokens: int) -> None:
+        """Undo `add` of a slot that somebody holds: it does not run, and has its first tokens alone if no step came."""
+        run = self._runs.get(slot)
+        if run is None or run.continuation is not continuation:
+            return
+        self.remove(slot)
+        entry = self._cache.slot(slot)
+        if entry.length <= tokens:
+            self._cache.put(slot, entry.truncated(tokens))
 
     def remove(self, slot: int) -> Run:
         """Stop continuing a slot, and return what continued it. The slot itself stays."""
         run = self._runs[slot]
+        self._runs[slot] = replace(run, keep_slot=True)  # should an interrupt leave the rest to the next step
         if slot in self._cache:  # else an interrupt came within `_let_go`
             self._cache.slot(slot).running = False
         del self._runs[slot]
@@ -156,12 +173,10 @@ class DecodeLoop:
         while waiting:
             run = min(waiting, key=lambda run: self._turns[run.client])
             waiting.remove(run)
-            try:
+            with self._alone(run.slot):
                 if not self._cache.seat(run.slot):
                     return
                 self._turns[run.client] = self._now()
-            except TrtKvCacheError as error:
-                self._end(run.slot, error)
 
     def _now(self) -> int:
         """Later than all turns so far."""
@@ -173,8 +188,8 @@ class DecodeLoop:
         Where nobody decodes, every prompt advances by as much as fits into a step of the runner. It takes the fewest
         steps of the runner where the cache is compact.
 
-        A sequence whose step fails ends with that error; the others go on. After an interrupt, such as Ctrl-C, the next
-        step goes on where it came; a sequence that it left in between ends.
+        A sequence that fails ends with its error, whatever raised it; the others go on. After an interrupt, such as
+        Ctrl-C, the next step goes on where it came; a sequence that it left in between ends.
         """
         self._choose_all()
         for run in [run for run in self._runs.values() if self._is_told(run)]:
@@ -182,22 +197,37 @@ class DecodeLoop:
         self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         seated = self._with_adapters()
         for run in seated:
-            self._cache.recall(run.slot)
-        guesses = self._guess(seated)
-        for group in self._rounds(seated, guesses):
-            slots = [piece.slot for piece in group]
-            try:
-                logits = self._write(group, highest=self._looks_at(group), masks=self._masks(group))
-            except TrtKvCacheError as error:
-                for slot in slots:
-                    self._end(slot, error)
-                continue
-            except BaseException:
-                if self._runner.plan.states:  # caches may be written again, state is not: it may be the new one
-                    self._end_torn(slots)
-                raise
-            self._unchosen.extend((p, scores[len(scores) - p.keep :]) for p, scores in zip(group, logits, strict=True))
-            self._choose_all()
+            if not self._cache.slot(run.slot).length:
+                with self._alone(run.slot):
+                    self._cache.recall(run.slot)
+        guesses = self._guess([run for run in seated if run.slot in self._runs])
+        for group in self._rounds([run for run in seated if run.slot in self._runs], guesses):
+            self._advance(group)
+
+    def _advance(self, group: list[_Piece]) -> None:
+        """One step for a group of rows. Where it fails, one for each row: only those end that fail alone."""
+        again = len(group) > 1
+        try:
+            batch = self._batch(group, highest=self._looks_at(group), masks=self._masks(group))
+            again = again and not self._runner.plan.states  # a step that failed may have replaced that of some rows
+            logits = self._write(group, batch)
+        except Exception as error:  # noqa: BLE001 - of some of these sequences; the others go on
+            for piece in group:
+                if again:
+                    self._advance([piece])
+                elif piece.slot in self._runs:
+                    self._fail(piece.slot, error)
+            return
+        self._unchosen.extend((p, scores[len(scores) - p.keep :]) for p, scores in zip(group, logits, strict=True))
+        self._choose_all()
+
+    @contextmanager
+    def _alone(self, slot: int) -> Iterator[None]:
+        """What is done for one sequence: an error ends that one."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a bug as well; whoever waits for it hears of it
+            self._fail(slot, error)
 
     def _with_adapters(self) -> list[Run]:
         """Sequences in rows whose adapters have slots, or none; those that came first keep theirs, others wait."""
@@ -212,14 +242,15 @@ class DecodeLoop:
             Logits as float32 ``[min(keep, new tokens), V]`` of each slot's last positions.
 
         Raises:
-            TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow.
+            TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow; those of a model
+                that keeps state are gone where nobody knows any more which state that is.
         """
         self._with_adapters()
-        before = {name: self._cache.slot(name).copy(-1) for name in tokens}
+        before = {name: self._cache.slot(name) for name in tokens}
         logits: dict[int, list[npt.NDArray[np.float32]]] = {name: [] for name in tokens}
         try:
             for name, more in tokens.items():
-                more.append_to(self._cache.slot(name))
+                self._cache.put(name, more.after(self._cache.slot(name)))
             names, rows = list(tokens), self._cache.rows
             for together in (names[at : at + rows] for at in range(0, len(names), rows)):
                 self._cache.seat_together(together)
@@ -228,20 +259,24 @@ class DecodeLoop:
                     self._cache.recall(name, keep)
                 while pieces := [self._piece(name, keep) for name in together if self._cache.slot(name).pending]:
                     for group in self._groups(pieces):
-                        for piece, scores in zip(group, self._write(group), strict=True):
+                        for piece, scores in zip(group, self._write(group, self._batch(group)), strict=True):
                             logits[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
+            for name in tokens:
+                self._cache.remember(name)
         except BaseException:
             for name, saved in before.items():
+                if name not in self._cache:
+                    continue
+                if self._cache.slot(name).length > saved.length:
+                    with suppress(CapacityError):  # a circular cache that has wrapped meanwhile cannot go back
+                        self._cache.crop(name, saved.length)
                 slot = self._cache.slot(name)
-                slot.truncate(slot.length)
-                with suppress(CapacityError):  # a circular cache that has wrapped meanwhile cannot go back
-                    self._cache.crop(name, saved.length)
-                    slot = self._cache.slot(name)
+                slot = slot.truncated(slot.length)
+                if slot.length == saved.length:
                     slot.tokens, slot.embeds, slot.positions = saved.tokens, saved.embeds, saved.positions
                     slot.by_ids = saved.by_ids
+                self._cache.put(name, slot)
             raise
-        for name in tokens:
-            self._cache.remember(name)
         return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
@@ -252,13 +287,14 @@ class DecodeLoop:
             text = run.continuation
             if not (text.assisted or text.config.prompt_lookup_num_tokens) or self._cache.slot(run.slot).pending > 1:
                 continue
-            free_tokens = self._cache.free_tokens(run.slot)
-            most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
-            most = most if free_tokens is None else min(most, free_tokens)
-            if not text.assisted:
-                guesses[run.slot] = text.draft(most).tolist()
-            elif count := text.guesses(most):
-                asked[run.slot] = text, count
+            with self._alone(run.slot):
+                free_tokens = self._cache.free_tokens(run.slot)
+                most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
+                most = most if free_tokens is None else min(most, free_tokens)
+                if not text.assisted:
+                    guesses[run.slot] = text.draft(most).tolist()
+                elif count := text.guesses(most):
+                    asked[run.slot] = text, count
         if asked and self._draft is not None:
             guesses |= self._draft.guess(asked, self._cache)
         # Ids under embeddings of the caller may have none, and a draft may give scores to more ids than there are.
@@ -269,28 +305,34 @@ class DecodeLoop:
         """The steps of the runner, one after the other: those that decode first, then prompts within the budget.
 
         A prompt in a row between those that decode takes part with one token, which costs less than a step on either
-        side of it. The prompt that was written to longest ago is the first to take from the budget.
+        side of it. The prompt that was written to longest ago is the first to take from the budget. One that has to
+        come whole takes all that it needs.
         """
-        prompts = [run.slot for run in runs if self._cache.slot(run.slot).pending > 1]
-        decoding = [run.slot for run in runs if run.slot not in prompts]
+        prompts = [run.slot for run in runs if run.slot in self._runs and self._cache.slot(run.slot).pending > 1]
+        decoding = [run.slot for run in runs if run.slot in self._runs and run.slot not in prompts]
+        last = [self._last_token(slot, guesses.get(slot, [])) for slot in decoding]
         if not decoding or not prompts:
-            yield from self._groups(
-                [*map(self._piece, prompts), *(self._last_token(slot, guesses.get(slot, [])) for slot in decoding)]
-            )
+            yield from self._groups([*self._pieces(prompts), *last])
             return
         prompts.sort(key=lambda slot: self._cache.slot(slot).used)
         rows = [self._cache.slot(slot).row for slot in decoding]
         between = [slot for slot in prompts if min(rows) < self._cache.slot(slot).row < max(rows)]
-        yield from self._groups(
-            [*(self._piece(slot, most=1) for slot in between),
-             *(self._last_token(slot, guesses.get(slot, [])) for slot in decoding)]
-        )  # fmt: skip
+        whole = self._runner.plan.whole_prompts
+        yield from self._groups([*([] if whole else self._pieces(between, most=1)), *last])
         left = self._budget
         for slot in prompts:
-            if left and slot in self._runs:  # else it ended with an error
-                piece = self._piece(slot, most=left)
-                left -= len(piece.tokens)
-                yield [piece]
+            if left > 0 and slot in self._runs:  # else it ended with an error
+                for piece in self._pieces([slot], most=None if whole else left):
+                    left -= len(piece.tokens)
+                    yield [piece]
+
+    def _pieces(self, slots: Iterable[int], most: int | None = None) -> list[_Piece]:
+        """The next piece of each of some prompts."""
+        pieces = []
+        for slot in slots:
+            with self._alone(slot):
+                pieces.append(self._piece(slot, most=most))
+        return pieces
 
     def _last_token(self, name: int, draft: list[int]) -> _Piece:
         """The token chosen last, with a draft of its followers."""
@@ -354,14 +396,13 @@ class DecodeLoop:
             masks = all_tokens((len(group), keep, words))
             for row in np.flatnonzero(masked):
                 piece = group[row]
-                guesses = piece.tokens[len(piece.tokens) - piece.guesses :]
-                masks[row, keep - piece.keep :] = texts[row].masks(guesses, words)
+                masks[row, keep - piece.keep :] = texts[row].masks(piece.tokens[piece.waiting :], words)
             return masks
 
         return read
 
-    def _write(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> Logits:
-        """One step: logits ``[R, most positions that a piece keeps, V]``, or so many of the highest of each."""
+    def _batch(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> StepBatch:
+        """The step of a group."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
@@ -369,7 +410,7 @@ class DecodeLoop:
         embeds = None
         if self._embeddings is not None:
             embeds = embed_step(self._embeddings, tokens, starts, [slot.embeds for slot in slots])
-        batch = StepBatch(
+        return StepBatch(
             first_row=group[0].row,
             tokens=tokens,
             starts=np.array(starts, np.int64),
@@ -381,12 +422,23 @@ class DecodeLoop:
             masks=masks,
             adapters=adapters,
         )
+
+    def _write(self, group: list[_Piece], batch: StepBatch) -> Logits:
+        """Run it: logits ``[R, most positions that a piece keeps, V]``, or so many of the highest of each."""
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
-        logits = self._runner.step(batch)
-        for piece in group:
-            self._cache.note_written(piece.slot, batch.length)
-            self._cache.slot(piece.slot).tokens.extend(piece.tokens[batch.length - piece.guesses :])
+        try:
+            logits = self._runner.step(batch)
+            for piece in group:
+                self._cache.note_written(piece.slot, piece.waiting, piece.guesses)
+        except BaseException as error:
+            # Caches may be written again. State may be the new one already, unless the runner says that it failed.
+            if self._runner.plan.states and not isinstance(error, TrtKvCacheError):
+                for piece in group:
+                    if piece.slot in self._runs:
+                        self._fail(piece.slot, error)
+                self._cache.give_back([piece.slot for piece in group])
+            raise
         return logits
 
     def _choose_all(self) -> None:
@@ -404,31 +456,45 @@ class DecodeLoop:
 
     def _choose(self, piece: _Piece, logits: Logits) -> None:
         """Choose the next token, or as many as the draft got right and one more; drop the rest of the draft."""
-        run, slot = self._runs[piece.slot], self._cache.slot(piece.slot)
-        chosen = 0
+        run, slot = self._runs[piece.slot], piece.slot
+        told, events = len(run.outcomes), run.continuation.verify(piece.tokens[piece.waiting :], logits)
         try:
-            for event in run.continuation.verify(piece.tokens[len(piece.tokens) - piece.guesses :], logits):
-                run.outcomes.append((piece.slot, event))
-                chosen += 1
+            for event in events:
+                run.outcomes.append((slot, event))
+            token = self._note_told(piece, run.outcomes[told:])
+            self._cache.remember(slot)
+            free_tokens, known = self._cache.free_tokens(slot), self._has_embedding(token)
         except BaseException as error:
-            self._cache.drop(piece.slot, slot.length - (piece.guesses - chosen))
-            self._end(piece.slot, error if isinstance(error, TrtKvCacheError) else _torn(error))
-            if not isinstance(error, TrtKvCacheError):
+            if not self._cache.slot(slot).pending:  # it has what was told, and no more
+                with suppress(Exception):  # rows that cannot be zeroed now are before they are reused
+                    self._note_told(piece, run.outcomes[told:])
+            if any(isinstance(e, TokenEvent) and e.finish_reason is not None for _, e in run.outcomes[told:]):
+                self._let_go(slot)
+            else:
+                self._fail(slot, error)
+            if not isinstance(error, Exception):
                 raise
             return
-        rejected = piece.guesses + 1 - chosen
-        if rejected:
-            self._cache.drop(piece.slot, slot.length - rejected)
-        self._cache.remember(piece.slot)
-        token = run.continuation.next_token
-        slot.tokens.append(token)
-        free_tokens = self._cache.free_tokens(piece.slot)
         if run.continuation.finish_reason is not None:
-            self._let_go(piece.slot)
+            self._let_go(slot)
         elif free_tokens is not None and free_tokens < 0:
-            self._end(piece.slot, run.continuation.finish(FinishReason.CAPACITY))
-        elif not self._has_embedding(token):
-            self._end(piece.slot, _without_embedding(token))
+            self._end(slot, self.last(run, FinishReason.CAPACITY))
+        elif not known:
+            self._end(slot, _without_embedding(token))
+
+    def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
+        """Let the slot have the tokens that were told: guesses that were right, and the last one, which is returned."""
+        tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
+        right = max(0, len(tokens) - 1)
+        self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
+        return tokens[-1] if tokens else -1
+
+    def last(self, run: Run, reason: FinishReason) -> Outcome:
+        """The last outcome of a sequence that ends from outside."""
+        try:
+            return run.continuation.finish(reason)
+        except Exception as error:  # noqa: BLE001 - such as the tokenizer's, at text that was held back
+            return as_outcome(error)
 
     def _has_embedding(self, token: int) -> bool:
         return self._embeddings is None or self._embeddings.missing([token]) is None
@@ -437,6 +503,10 @@ class DecodeLoop:
         """True if an interrupt came between the last outcome of a sequence and its end."""
         ended = run.slot not in self._cache or not self._cache.slot(run.slot).running
         return ended or run.continuation.finish_reason is not None
+
+    def _fail(self, slot: int, error: BaseException) -> None:
+        """End a sequence that cannot go on."""
+        self._end(slot, as_outcome(error))
 
     def _end(self, slot: int, outcome: Outcome) -> None:
         self._runs[slot].outcomes.append((slot, outcome))
@@ -456,9 +526,19 @@ class DecodeLoop:
             self._end(slot, SessionError("the step of the sequence was interrupted; start it again"))
 
 
-def _torn(error: BaseException) -> SessionError:
+def as_outcome(error: BaseException) -> TrtKvCacheError:
+    """What a sequence is told of an error that ends it."""
+    if isinstance(error, TrtKvCacheError):
+        return error
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return SessionError(f"the sequence was interrupted while it chose a token: {said}; start it again")
+    if not isinstance(error, Exception):
+        return SessionError(f"the sequence was interrupted: {said}; start it again")
+    if isinstance(error, MemoryError):
+        made = SessionError("too little memory is free for the sequence; lower max_batch or max_chunk, or end others")
+    else:  # a bug, whose text may be anybody's: the cause has it, with its trace
+        made = SessionError(f"the sequence failed by a bug: {type(error).__name__}; please report it with its trace")
+    made.__cause__ = error
+    return made
 
 
 def _without_embedding(token: int) -> SessionError:

@@ -114,8 +114,12 @@ class PrefixCache:
             place = self._place(set(names))
             if place is None:
                 break
-            self._runner.pack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(place))
-            self._places[name] = place
+            try:
+                self._runner.pack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(place))
+                self._places[name] = place
+            except BaseException:
+                self._free.append(place)
+                raise
         self._use(names)
         self.stats.blocks = len(self._places)
 

@@ -106,9 +106,9 @@ class ReadPrompt:
     positions: npt.NDArray[np.int64] | None = None
     constants: Constants = NO_CONSTANTS
 
-    def append_to(self, slot: Slot) -> None:
-        """Let it wait in a slot."""
-        slot.append(self.tokens, self.embeds, self.positions)
+    def after(self, slot: Slot) -> Slot:
+        """A slot in which it waits after what is there."""
+        return slot.appended(self.tokens, self.embeds, self.positions)
 
 
 class PromptReader:
@@ -210,8 +210,7 @@ class PromptReader:
         Raises:
             CapacityError: more than fits.
         """
-        after = entry.copy(entry.row)
-        prompt.append_to(after)
+        after = prompt.after(entry)
         self._cache.limits.check(after, what)
         return after
 

@@ -194,7 +194,8 @@ class DecodeSession:
                 several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
             prefill_budget: most tokens of prompts in a step in which other sequences decode. A small one lets prompts
-                wait, a large one those that decode. None: 16 on the CPU, 256 on a GPU.
+                wait, a large one those that decode. None: 16 on the CPU, 256 on a GPU. Where tokens of one step see
+                each other, a prompt comes whole.
             check: when an engine is compared with its proof, a decode of the original model that was recorded when it
                 was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
                 leaves a receipt beside the engine (or in ``kernel_cache``); ``"always"``; or ``"off"``. Engines without
@@ -543,6 +544,7 @@ class DecodeSession:
         if slot is not None and constants is not None:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
         taken: list[int] = []
+        held: int | None = None
         try:
             with self._guard.lock, self._guard.idle:
                 new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
@@ -556,11 +558,15 @@ class DecodeSession:
                     )
                 else:
                     self.cache.seat(name)
-                new.append_to(self.cache.slot(name))
-                self._loop.add(name, continuation, self._streams.added, keep_slot=keep, client=client)
+                    held = len(self.cache.slot(name).tokens)
+                entry = new.after(self.cache.slot(name))
+                self._loop.add(name, entry, continuation, self._streams.added, keep_slot=keep, client=client)
                 return name
         except BaseException:
             self.cache.give_back(taken)
+            if held is not None:
+                with self._guard.lock:
+                    self._loop.withdraw(name, continuation, held)
             raise
 
     def step(self) -> list[TokenEvent]:
@@ -576,9 +582,9 @@ class DecodeSession:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Slots that `step` advances."""
+        """Slots that `step` advances, or has events of: those of sequences that ended within `generate` or a stream."""
         with self._guard.lock, self._guard.open:
-            return self._loop.slots
+            return tuple(dict.fromkeys((*self._loop.slots, *self._streams.untold)))
 
     def remove(self, slot: int) -> None:
         """End a sequence, running or not, and free its slot. A stream that it belongs to says that it was cancelled.
@@ -587,6 +593,9 @@ class DecodeSession:
             SlotError: the slot is not in use.
         """
         with self._guard.lock, self._guard.idle:
+            if slot in self._streams.untold and slot not in self.cache:
+                self._streams.forget(slot)
+                return
             if self.cache.slot(slot).running:
                 self._streams.cancel(slot)
             self._streams.forget(slot)

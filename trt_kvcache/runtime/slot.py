@@ -15,7 +15,7 @@ __all__ = ["Slot"]
 
 @dataclass
 class Slot:
-    """One sequence in the cache.
+    """One sequence in the cache. Its text changes by a new object, which the cache stores at once.
 
     Attributes:
         row: of every cache buffer; -1: it has none now.
@@ -58,31 +58,35 @@ class Slot:
         """The position of a token after the last one."""
         return self.positions.after(len(self.tokens))
 
-    def append(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> None:
-        """Let tokens wait after the others.
+    def appended(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> Slot:
+        """The same with tokens that wait after the others.
 
         Args:
             tokens: ids.
             embeds: ``[S, H]`` in the model's dtype: what is written for them; None: what the session makes of the ids.
             positions: int64 ``[planes, S]``; None: they follow.
         """
-        start = len(self.tokens)
-        if self.by_ids is None and not (embeds is None and positions is None):
-            self.by_ids = start
-        self.tokens.extend(tokens)
-        if embeds is not None:
-            self.embeds = self.embeds.followed(start, embeds)
-        if positions is not None:
-            self.positions = self.positions.followed(start, positions)
+        start, by_ids = len(self.tokens), self.by_ids
+        if by_ids is None and not (embeds is None and positions is None):
+            by_ids = start
+        return replace(
+            self,
+            tokens=[*self.tokens, *tokens],
+            embeds=self.embeds if embeds is None else self.embeds.followed(start, embeds),
+            positions=self.positions if positions is None else self.positions.followed(start, positions),
+            by_ids=by_ids,
+        )
 
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on. What the caches hold stays."""
-        embeds, positions = self.embeds.within(0, length), self.positions.first(length)
-        del self.tokens[length:]  # and the others with them: nothing is called here, so that no interrupt comes between
-        self.embeds, self.positions = embeds, positions
-        self.remembered = min(self.remembered, length)
-        if self.by_ids is not None and self.by_ids >= length:
-            self.by_ids = None
+    def truncated(self, length: int) -> Slot:
+        """The same with its first tokens alone. What the caches hold stays."""
+        return replace(
+            self,
+            tokens=self.tokens[:length],
+            embeds=self.embeds.within(0, length),
+            positions=self.positions.first(length),
+            remembered=min(self.remembered, length),
+            by_ids=None if self.by_ids is None or self.by_ids >= length else self.by_ids,
+        )
 
     def copy(self, row: int) -> Slot:
         """The same sequence in another row, which nobody continues yet."""

@@ -64,7 +64,12 @@ class Streams:
         """End a sequence that runs; who waits for it hears of it."""
         run = self._loop.remove(slot)
         if run.outcomes is not self.added:
-            run.outcomes.append((slot, run.continuation.finish(FinishReason.CANCELLED)))
+            run.outcomes.append((slot, self._loop.last(run, FinishReason.CANCELLED)))
+
+    @property
+    def untold(self) -> tuple[int, ...]:
+        """Slots of added sequences with outcomes that `step` did not give yet: steps of streams brought them."""
+        return tuple(dict.fromkeys(slot for slot, _ in self.added))
 
     def forget(self, slot: int) -> None:
         """Drop outcomes of an added sequence that steps of streams brought, and that `step` did not give yet."""
@@ -102,9 +107,8 @@ class Streams:
             while waiting and self._cache.free:
                 continuation, prompt = waiting.popleft()
                 slot = self._cache.acquire(constants=prompt.constants, adapter=continuation.config.adapter)
-                prompt.append_to(self._cache.slot(slot))
                 mine.add(slot)
-                self._loop.add(slot, continuation, mailbox, keep_slot=False)
+                self._loop.add(slot, prompt.after(self._cache.slot(slot)), continuation, mailbox, keep_slot=False)
         except BaseException:  # an interrupt, before anybody knows of the slot
             for slot in set(self._cache.slots) - known - set(self._loop.slots):
                 self._cache.release(slot)

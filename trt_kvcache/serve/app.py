@@ -50,7 +50,9 @@ _LARGEST = 4 << 20
 """Bytes of a body: 500,000 token ids, or a text of as many."""
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 """Beginnings of paths that need a key where there are keys."""
-_ANSWER = "trt_kvcache.answer"
+_ANSWER, _REASON = "trt_kvcache.answer", "trt_kvcache.reason"
+_MOST_LOGGED = 200
+"""Characters of a reason in the log."""
 _SECONDS = 60.0
 """For a body to arrive."""
 
@@ -70,7 +72,8 @@ class Service:
         lora_folder: clients may load adapters from this folder, and unload any; None: they may not.
         origins: of pages of other servers that browsers let read the answers, such as ``https://example.org``; ``*``:
             all of them.
-        told: gets a line for each request under /v1 that has been answered: its path, status, tokens, times. No text.
+        told: gets a line for each request under /v1 that has been answered: its path, status, tokens, times, and why it
+            was refused. No text.
 
     Raises:
         OptionError: an origin is none.
@@ -286,8 +289,10 @@ class _Door:
 def _told(scope: Scope, status: int, seconds: float) -> str:
     """A request in one line."""
     answer: Answer | None = scope.get(_ANSWER)
-    said = "" if answer is None else f": {answer.told()}"
-    gone = " (the client went away)" if status == 0 or (answer is not None and not answer.ended) else ""
+    reason = "".join(c if c.isprintable() else "?" for c in scope.get(_REASON, ""))[:_MOST_LOGGED]
+    said = f": {reason}" if reason else "" if answer is None else f": {answer.told()}"
+    left = status == 0 or (answer is not None and not answer.ended and not reason)
+    gone = " (the client went away)" if left else ""
     return f"{scope['method']} {scope['path'][:60]} {status or 499}{gone}{said}; {seconds:.2f} s"
 
 
@@ -388,7 +393,10 @@ async def _page(request: Request) -> Response:
 
 
 async def _refused(request: Request, error: TrtKvCacheError) -> Response:
-    return _error(_said(error))
+    refusal = _said(error)
+    if refusal.status < 500:
+        request.scope[_REASON] = refusal.logged
+    return _error(refusal)
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:

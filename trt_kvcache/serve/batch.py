@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class RowRunner:
                 running.add(asyncio.create_task(self._answer(row)))
                 while len(running) >= self._ahead:
                     ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in ended:
+                    for task in sorted(ended, key=lambda task: task.exception() is not None):  # no answer is lost
                         yield task.result()
             for last in asyncio.as_completed(list(running)):
                 yield await last
@@ -160,8 +161,7 @@ def run_batch(
         OutputError: the output exists, or it or the journal cannot be written.
     """
     real = check_output(output)
-    if real.exists() and not real.with_name(real.name + ".journal").exists():
-        raise OutputError(f"{output} exists, and a batch writes over nothing; move it away, or give another -o")
+    _check_new(real)
     total = sum(1 for _ in read_rows(file, defaults))
     if not total:
         raise OptionError(f'{file} has no row; give lines such as {{"id": 1, "prompt": "Hello"}}')
@@ -178,6 +178,8 @@ def run_batch(
 
         if answered < total:
             compute((row for row in read_rows(file, defaults) if journal.find(row) is None), take)
+        else:  # one again, to learn whether this model made the answers
+            compute(islice(read_rows(file, defaults), 1), lambda model, _: journal.claim(model))
         errors = 0
 
         def lines() -> Iterator[bytes]:
@@ -188,6 +190,12 @@ def run_batch(
                 errors += answer[0] != 200
                 yield answer[1]
 
+        _check_new(real)  # the job may have taken hours
         write_lines(real, lines())
         journal.clear()
     return BatchDone(total, reused, errors)
+
+
+def _check_new(output: Path) -> None:
+    if output.exists():
+        raise OutputError(f"{output} exists, and a batch writes over nothing; move it away, or give another -o")

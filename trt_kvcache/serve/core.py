@@ -8,12 +8,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.loop import as_outcome
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.metrics import Metrics
 
@@ -203,9 +205,10 @@ class ServingCore:
             self._since = time.perf_counter()
             try:
                 self._turn(outcomes)
-            except Exception as error:  # noqa: BLE001 - a bug; who waits must hear of it, and who comes later goes on
+            except Exception as error:  # noqa: BLE001 - of nobody alone: all hear of it, and who comes later goes on
                 _log.exception("a step failed")
-                self._end_all(SessionError(f"a step failed: {type(error).__name__}"), outcomes)
+                bug = SessionError(f"a step failed: {type(error).__name__}")
+                self._end_all(error if isinstance(error, TrtKvCacheError) else bug, outcomes)
             self._since = None
             _deliver(outcomes)
 
@@ -218,8 +221,8 @@ class ServingCore:
         for request, place, work in _in_turn(came):
             try:
                 slot = self.session.add(work.tokens, request.config, index=work.index, client=request)
-            except TrtKvCacheError as error:
-                outcomes.append((request, place, error))
+            except Exception as error:  # noqa: BLE001 - of this one; a bug as well
+                outcomes.append((request, place, _said(error)))
                 continue
             with self._changed:
                 self._runs[slot] = _Run(request, place, len(work.tokens))
@@ -230,9 +233,9 @@ class ServingCore:
             events = self.session.step()
         except TrtKvCacheError as error:
             if error.sequence is None:  # of nobody, as where the session was closed
-                self._end_all(error, outcomes)
-            elif run := self._end(error.sequence, "error"):
-                outcomes.append((run.request, run.place, error))
+                raise
+            if run := self._end(error.sequence, "error"):
+                outcomes.append((run.request, run.place, _said(error)))
             return
         now = time.perf_counter()
         self._note_waiting()
@@ -266,21 +269,38 @@ class ServingCore:
             run = self._runs.pop(slot, None)
         if run is not None:
             self.metrics.finished(reason, time.perf_counter() - run.request.came)
+            self._remove(slot)
+        return run
+
+    def _remove(self, slot: int) -> None:
+        """Free a row, if the sequence still has one."""
+        try:
             if slot in self.session.running:
                 self.session.remove(slot)
-        return run
+        except TrtKvCacheError:  # it has ended by itself, or the session is closed
+            return
+        except Exception:  # noqa: BLE001 - a bug; the others go on
+            _log.exception("a sequence could not be removed")
 
     def _end_all(self, error: TrtKvCacheError, outcomes: _Outcomes) -> None:
         for slot in list(self._runs):
             run = self._runs[slot]
             outcomes.append((run.request, run.place, error))
-            try:
-                self._end(slot, "error")
-            except TrtKvCacheError:  # the session itself is closed
-                continue
+            self._end(slot, "error")
+        with suppress(TrtKvCacheError):  # it is closed
+            for slot in self.session.running:  # nothing of what failed is left for those who come later
+                self._remove(slot)
         with self._changed:
             outcomes += [(request, place, error) for request in self._came for place in range(len(request.works))]
             self._came.clear()
+
+
+def _said(error: Exception) -> TrtKvCacheError:
+    """An error as its client hears it. The log has the trace of a bug."""
+    told = as_outcome(error)
+    if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
+        _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)
+    return told
 
 
 def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work]]:

@@ -104,7 +104,12 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
             f"{source} has no tokenizer.json, and Dynamo's frontend makes token ids of all texts; give --tokenizer "
             "FOLDER, or use 'trt-kvcache serve', which takes token ids"
         )
-    said = read_object(source / "config.json") if (source / "config.json").is_file() else {}
+    config = source / "config.json"
+    try:
+        said = read_object(config) if config.is_file() else {}
+    except (OSError, ValueError) as error:
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise OptionError(f"{config} {why}; copy the file again") from None
     defaults = {
         "architectures": ["trt_kvcache"],
         "model_type": "trt_kvcache",

@@ -51,9 +51,12 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._one_line(), closing(self._db):
-            empty = self._db.execute("SELECT 1 FROM rows").fetchone() is None
+            empty = self._is_empty()
         if empty:
             self.path.unlink(missing_ok=True)
+
+    def _is_empty(self) -> bool:
+        return self._db.execute("SELECT 1 FROM rows").fetchone() is None
 
     @contextmanager
     def _one_line(self) -> Iterator[None]:
@@ -76,9 +79,10 @@ class Journal:
         """
         with self._one_line():
             record = self._db.execute("SELECT model FROM made").fetchone()
-            if record is None:
+            if record is None and self._is_empty():
                 self._db.execute("INSERT INTO made VALUES (?)", (model,))
-        if record is not None and record[0] != model:
+                return
+        if record != (model,):
             raise OutputError(
                 f"{self.path} holds answers of another model, capacity, type of caches, generation config or adapters; "
                 "give that one, or remove the file to begin again"

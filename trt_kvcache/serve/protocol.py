@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -60,6 +60,7 @@ class ApiError(TrtKvCacheError):
         param: the field of the request that is wrong.
         code: a word for programs.
         headers: of HTTP.
+        logged: what a log may say; None: the message, which then has no text of the client's but names.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class ApiError(TrtKvCacheError):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers
+        self.logged = message if logged is None else logged
 
     @property
     def body(self) -> dict[str, Any]:
@@ -90,7 +93,9 @@ def as_api(error: TrtKvCacheError) -> ApiError:
         return ApiError(503, str(error), code="ending", headers=LATER)
     if isinstance(error, CapacityError):
         return ApiError(400, str(error), "prompt", "context_length_exceeded")
-    if isinstance(error, (OptionError, PromptError)):
+    if isinstance(error, OptionError):
+        return ApiError(400, str(error), logged="the session cannot do what is asked")
+    if isinstance(error, PromptError):
         return ApiError(400, str(error))
     return ApiError(500, str(error))
 
@@ -118,6 +123,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # filling against who counts bytes
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -202,6 +208,7 @@ class ChatRequest(_Request):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None  # for templates that read it
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -231,8 +238,16 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
     "modalities": ((["text"],), "answers are text; leave it out"),
     "audio": ((), "answers are text; leave it out"),
+    "verbosity": (("medium",), "the model has one; leave it out, or say it in the prompt"),
+    "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are kept in memory alone; leave it out"),
 }
 """Fields that may be given with these values alone, which ask for nothing; and why."""
+
+_RECORDS = (
+    "id", "opts", "_meta", "cycle", "created_at", "createdAt", "timestamp", "parent_id", "parentId", "model", "status",
+    "usage", "metadata", "finish_reason",
+)  # fmt: skip
+"""What clients keep with a message for themselves. Other names may be contents, and are refused."""
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -267,16 +282,21 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
         raise ApiError(400, f"the body is no JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
-    fields = _without_nulls(fields, _NESTED)
+    fields = _cleaned(fields, _NESTED)
     for name, (values, why) in _ONLY.items():
         value = fields.pop(name, None)
-        if value is not None and not any(type(value) is type(v) and value == v for v in _numbers(values)):
+        if value is not None and not any(type(value) is type(v) and value == v for v in values):
             raise ApiError(400, f"{name}: {why}", name, "unsupported")
+    for message in fields["messages"] if isinstance(fields.get("messages"), list) else ():
+        for name in _RECORDS if isinstance(message, dict) else ():
+            message.pop(name, None)
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         match = re.search(r"(?:unknown field|required field) `([^`]*)`|\$\.(\w+)", str(error))
-        raise ApiError(400, str(error).replace("Object ", "The request "), match and (match[1] or match[2])) from None
+        said = str(error).replace("Object ", "The request ")
+        logged = re.sub("'.*'", "'...'", said, flags=re.DOTALL)  # a value
+        raise ApiError(400, said, match and (match[1] or match[2]), logged=logged) from None
 
 
 def read_adapter_request(body: bytes) -> AdapterRequest:
@@ -297,23 +317,20 @@ _NESTED: dict[str, Any] = {
     "stream_options": {},
     "response_format": {"json_schema": {}},
     "structured_outputs": {},
+    "prompt": {},
+    "tokens": {},
 }
-"""Where clients write null for what they do not say. In schemas and arguments, null is a value."""
+"""Where clients write null for what they do not say, and 2.0 for 2. In schemas and arguments, these are values."""
 
 
-def _without_nulls(tree: Any, nested: dict[str, Any]) -> Any:
-    """The same without fields that are null: they count as absent."""
+def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
+    """The same without fields that are null, which count as absent; numbers without a fraction are whole ones."""
     if isinstance(tree, list):
-        return [_without_nulls(one, nested) for one in tree]
-    if not isinstance(tree, dict):
-        return tree
-    fields = {name: value for name, value in tree.items() if value is not None}
-    return {n: _without_nulls(value, nested[n]) if n in nested else value for n, value in fields.items()}
-
-
-def _numbers(values: tuple[Any, ...]) -> list[Any]:
-    """0 is 0.0, too; True is not 1."""
-    return [*values, *(float(v) for v in values if type(v) is int)]
+        return [_cleaned(one, nested) for one in tree]
+    if isinstance(tree, dict):
+        fields = {name: value for name, value in tree.items() if value is not None}
+        return {n: _cleaned(v, nested.get(n, {})) if n in nested or type(v) is float else v for n, v in fields.items()}
+    return int(tree) if type(tree) is float and tree.is_integer() and abs(tree) < 2**53 else tree
 
 
 def prepare(
@@ -352,7 +369,7 @@ def _uses(session: DecodeSession, request: ChatRequest) -> ToolUse | None:
         parallel = request.parallel_tool_calls is not False
         return use_tools(session, request.tools or [], request.tool_choice, parallel=parallel)
     except OptionError as error:
-        raise ApiError(400, f"tools: {error}", "tools") from None
+        raise _quoting(error, "tools", "they cannot be used", f"tools: {error}") from None
 
 
 def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]], list[str], int]:
@@ -380,8 +397,11 @@ def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]]
 
 def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any], tools: list[Any]) -> list[int]:
     how: dict[str, Any] = {}
-    if request.chat_template_kwargs:
-        how["values"] = request.chat_template_kwargs
+    values: dict[str, Any] = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    if request.reasoning_effort == "none":
+        values["enable_thinking"] = False
+    if values := {**values, **(request.chat_template_kwargs or {})}:
+        how["values"] = values
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise ApiError(
@@ -394,7 +414,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
     try:
         return session.render_chat(messages, tools or None, **how)
     except OptionError as error:
-        raise ApiError(400, str(error), "messages") from None
+        raise _quoting(error, "messages", "the chat template does not take them") from None
 
 
 def _called(call: ToolCall, at: int) -> dict[str, Any]:
@@ -514,7 +534,12 @@ def _config(
     try:
         return changed(session.config, settings)
     except OptionError as error:
-        raise ApiError(400, str(error)) from None
+        raise _quoting(error, None, "a setting is not possible") from None
+
+
+def _quoting(error: OptionError, param: str | None, why: str, message: str | None = None) -> ApiError:
+    """A refusal whose words may quote what the client sent, which no log shows."""
+    return ApiError(400, message or str(error), param, logged=f"{param}: {why}" if param else why)
 
 
 def _add_grammar(
@@ -524,7 +549,7 @@ def _add_grammar(
     try:
         grammar = None if asked is None else grammar_of(session, asked)
     except OptionError as error:
-        raise ApiError(400, f"{field}: {error}", field) from None
+        raise _quoting(error, field, "no grammar can be made of it", f"{field}: {error}") from None
     if grammar is None:
         return
     if "grammar" in settings:

@@ -51,7 +51,8 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
             request.messages or [], generation_prompt=request.add_generation_prompt is not False, **how
         )
     except OptionError as error:
-        raise ApiError(400, str(error), "messages") from None
+        logged = "messages: the chat template does not take them"
+        raise ApiError(400, str(error), "messages", logged=logged) from None
 
 
 def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:

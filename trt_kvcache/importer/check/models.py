@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
-from onnx import TensorProto, external_data_helper
+from onnx import TensorProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.check.independence import compare_batches
@@ -16,7 +16,7 @@ from trt_kvcache.importer.check.pair import pair_models
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region, find_regions
 from trt_kvcache.importer.check.run import run_region
-from trt_kvcache.importer.files.links import without_links
+from trt_kvcache.importer.files.links import read_data
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import copied
@@ -139,16 +139,11 @@ def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: 
             name = tensor.name
             tensor.CopyFrom(data)
             tensor.name = name
-    copy, place = without_links(copy, folder)
-    for tensor in copy.graph.initializer:
-        if tensor.data_location == TensorProto.EXTERNAL:
-            try:
-                external_data_helper.load_external_data_for_tensor(tensor, str(place))
-            except (OSError, ValueError, onnx.checker.ValidationError):
-                raise InvalidModelError(
-                    f"{folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
-                    "files stay as they are"
-                ) from None
-            tensor.data_location = TensorProto.DEFAULT
-            del tensor.external_data[:]
+        try:
+            read_data(tensor, folder)
+        except (OSError, ValueError):
+            raise InvalidModelError(
+                f"{folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
+                "files stay as they are"
+            ) from None
     return copy

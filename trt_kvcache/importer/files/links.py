@@ -1,7 +1,8 @@
-"""External data behind symbolic links, as in the Hugging Face cache, for those who refuse links out of a folder.
+"""External data behind links, for those who refuse such: `load_source` has checked where they lead.
 
-`load_source` has checked where they lead. ONNX Runtime (1.31.1), with a model that is no file, and ONNX's own loader
-(1.23) take data only from within the folder that they are told.
+ONNX Runtime (1.31.1), with a model that is no file, takes data only from within the folder that it is told: symbolic
+links of the Hugging Face cache lead out of it. ONNX's own loader (1.23) refuses these as well, and files with several
+names (hard links), as deduplication, DVC and ``cp -al`` leave them. So nothing reads data by it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,39 @@ from typing import Any
 
 from onnx import ModelProto, StringStringEntryProto, TensorProto
 
-from trt_kvcache.importer.protos import copied, iter_tensors
+from trt_kvcache.importer.protos import byte_size, copied, iter_tensors
 
-__all__ = ["for_session", "without_links"]
+__all__ = ["for_session", "held", "read_data", "without_links"]
+
+
+def read_data(tensor: TensorProto, folder: Path) -> None:
+    """Take external data into a tensor; nothing where it has none.
+
+    Raises:
+        OSError: they cannot be read.
+        ValueError: the file was cut meanwhile.
+    """
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    size = byte_size(tensor) or 0
+    with (folder / entries["location"]).open("rb") as file:
+        file.seek(int(entries.get("offset") or 0))
+        tensor.raw_data = file.read(size)
+    if len(tensor.raw_data) != size:
+        raise ValueError(f"{folder / entries['location']}: was cut")
+    tensor.ClearField("data_location")
+    del tensor.external_data[:]
+
+
+def held(tensor: TensorProto, folder: Path) -> TensorProto:
+    """The tensor, or a copy with its external data; see `read_data` for errors."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return tensor
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    read_data(copy, folder)
+    return copy
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:

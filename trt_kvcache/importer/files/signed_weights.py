@@ -19,6 +19,7 @@ from onnx import numpy_helper
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.flipped import Flipped, flip
+from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.weights import raw_bytes
@@ -83,7 +84,7 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
     if not middle and len(node.input) < 3:
         return
     if zero is not None:
-        values = np.asarray(numpy_helper.to_array(zero, base_dir=str(folder))).astype(np.int64)
+        values = np.asarray(numpy_helper.to_array(held(zero, folder))).astype(np.int64)
         if np.all(values == middle):
             return
     kind = onnx.TensorProto.DataType.Name(weight.data_type).lower()
@@ -100,7 +101,7 @@ def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], fo
     It looks at scales in initializers only; whether its kernels would get others right is not known.
     """
     scales = weights.get(node.input[1])
-    if scales is None or bool(np.all(numpy_helper.to_array(scales, base_dir=str(folder)) > 0)):
+    if scales is None or bool(np.all(numpy_helper.to_array(held(scales, folder)) > 0)):
         return
     raise UnsupportedModelError(
         f"DequantizeLinear '{node.name}' has 8-bit weights '{node.input[0]}' with scales that are not positive, which "

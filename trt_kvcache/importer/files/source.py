@@ -22,6 +22,7 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.checks import check_graph, check_text
 from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
+from trt_kvcache.importer.files.links import read_data
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias, sliced_squares
@@ -138,11 +139,11 @@ def take_readable(proto: ModelProto, folder: Path) -> None:
         for tensor in graph.initializer:
             limit = _BIAS_LIMIT if tensor.name in masks else _limit(tensor)
             if _is_external(tensor) and _size(tensor) <= limit:
-                _read(tensor, folder)
+                read_data(tensor, folder)
     for node in (node for scope in iter_scopes(proto) for node in scope.node if is_op(node, "Constant")):
         for tensor in (attribute.t for attribute in node.attribute if attribute.HasField("t")):
             if _is_external(tensor) and _size(tensor) <= max(_CONSTANT_LIMIT, _limit(tensor)):
-                _read(tensor, folder)
+                read_data(tensor, folder)
 
 
 def _is_external(tensor: TensorProto) -> bool:
@@ -156,16 +157,6 @@ def _size(tensor: TensorProto) -> int:
 def _limit(tensor: TensorProto) -> int:
     """Up to how many bytes of external data are taken into the model; -1: none."""
     return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
-
-
-def _read(tensor: TensorProto, folder: Path) -> None:
-    """Take the data of a checked tensor into the model."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    with (folder / entries["location"]).open("rb") as file:
-        file.seek(int(entries.get("offset") or 0))
-        tensor.raw_data = file.read(byte_size(tensor) or 0)
-    tensor.ClearField("data_location")
-    del tensor.external_data[:]
 
 
 def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:

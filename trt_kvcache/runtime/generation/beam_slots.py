@@ -67,7 +67,7 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         try:
             for _ in range(config.num_beams):
                 _acquire(session, config, slots, prompt.constants)
-            prompt.append_to(session.cache.slot(slots[0]))
+            session.cache.put(slots[0], prompt.after(session.cache.slot(slots[0])))
             logits = session.update({slots[0]: []})[slots[0]][-1]
             free_tokens = session.cache.free_tokens(slots[0])
             ids = np.array(prompt.tokens, np.int64)

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.dtypes import is_dtype
 from trt_kvcache.engine.backend import PACKAGES, RTX_COMPUTE_CAPABILITIES
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.inspect import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
-from trt_kvcache.importer.plan import Role, Target
+from trt_kvcache.importer.plan import Target
 from trt_kvcache.runtime.trt.cuda import Cuda
 
-__all__ = ["TensorRT", "check_manifest", "load_tensorrt", "open_engine"]
+__all__ = ["TensorRT", "load_tensorrt", "open_engine"]
 
 _OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsupported toolchain")
 """CUDA's own words: cudaErrorInsufficientDriver, which comes before TensorRT for RTX 1.7.1 can diagnose anything, and
@@ -131,72 +130,6 @@ def _check_locations(path: Path, module: Any, engine: Any) -> None:
             f"{path}: {', '.join(on_host)} must lie in host memory, because the model computes shapes from the values; "
             "the runtime can run models whose shapes follow from the shapes of their inputs: export it that way"
         )
-
-
-def check_manifest(manifest: Manifest, path: Path) -> None:
-    """Make sure that a manifest agrees with itself, in everything that addresses and lengths are computed from.
-
-    The hash in it is the engine's; nothing else would notice a manifest that was edited by hand.
-
-    Raises:
-        ManifestError: it does not.
-    """
-    problems = []
-    carried = [c for c in manifest.plan.caches if c.carried]
-    for what, actual, expected in (
-        ("aliases", manifest.aliases, {c.present: c.past for c in carried if c.in_place}),
-        ("double_buffered", manifest.double_buffered, manifest.plan.double_buffered),
-    ):
-        for present in sorted({*actual, *expected}):
-            if actual.get(present) != expected.get(present):
-                problems.append(
-                    f"{what} binds {present!r} to {actual.get(present)!r}, the plan to {expected.get(present)!r}"
-                )
-    tensors = {(t.io, t.name): t for t in manifest.plan.tensors}
-    for cache in carried:
-        for key in (("input", cache.past), ("output", cache.present)):
-            tensor = tensors.get(key)
-            if tensor is None or (tensor.shape, tensor.dtype) != (cache.physical_shape, cache.dtype):
-                actual_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                problems.append(
-                    f"{key[0]} {key[1]!r} is {actual_text}, its cache {cache.dtype} {list(cache.physical_shape)}"
-                )
-        if cache.physical_shape[cache.physical_sequence_axis] != cache.capacity:
-            problems.append(f"cache {cache.past!r} has a capacity of {cache.capacity}, its shape says otherwise")
-    for state in manifest.plan.states:
-        for key in (("input", state.past), ("output", state.present)):
-            tensor = tensors.get(key)
-            if tensor is None or tensor.shape[1:] != state.shape[1:] or tensor.dtype != state.dtype:
-                actual_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                problems.append(f"{key[0]} {key[1]!r} is {actual_text}, its state {state.dtype} {list(state.shape)}")
-    logits_span = manifest.plan.logits_span
-    spans = {span.name for span in manifest.plan.spans} | ({logits_span.name} if logits_span else set())
-    inputs = {t.name for t in manifest.plan.tensors if t.io == "input" and t.role is Role.SPAN}
-    problems += [f"span {name!r} is not both an input and described" for name in sorted(spans ^ inputs)]
-    problems += [f"{t.io} {t.name!r} has dtype {t.dtype!r}" for t in tensors.values() if not is_dtype(t.dtype)]
-    problems += _limits(manifest)
-    if problems:
-        raise ManifestError(f"{path}: its manifest contradicts itself: {'; '.join(problems)}; build the engine again")
-
-
-def _limits(manifest: Manifest) -> list[str]:
-    """Contradictions between `max_batch`, `max_chunk`, `max_logits` and the profiles."""
-    limits = {"max_batch": manifest.max_batch, "max_chunk": manifest.max_chunk, "max_logits": manifest.max_logits}
-    problems = [f"{what} is {limit}" for what, limit in limits.items() if limit is not None and limit < 1]
-    if (manifest.max_logits is None) is not (manifest.plan.logits_span is None):
-        problems.append(f"max_logits is {manifest.max_logits}, and the plan says otherwise")
-    for tensor in manifest.plan.tensors:
-        shapes = [p.shapes[tensor.name].max for p in manifest.profiles if tensor.name in p.shapes]
-        for what, axis, limit in (
-            ("max_batch", "batch", manifest.max_batch),
-            ("max_chunk", "sequence", manifest.max_chunk),
-            ("max_logits", "kept", manifest.max_logits or 1),
-        ):
-            if axis in tensor.axes and shapes:
-                largest = max(shape[tensor.axes.index(axis)] for shape in shapes)
-                if limit > largest:
-                    problems.append(f"{what} is {limit}, the profiles of {tensor.name!r} end at {largest}")
-    return problems
 
 
 def _refusal(

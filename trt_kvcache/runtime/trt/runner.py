@@ -34,7 +34,7 @@ from trt_kvcache.runtime.trt.function import EngineFunction
 from trt_kvcache.runtime.trt.graphs import StepGraphs
 from trt_kvcache.runtime.trt.io import StepBuffers
 from trt_kvcache.runtime.trt.jit import kernel_cache_path
-from trt_kvcache.runtime.trt.load import check_manifest, load_tensorrt, open_engine
+from trt_kvcache.runtime.trt.load import load_tensorrt, open_engine
 from trt_kvcache.runtime.trt.resources import Resources
 from trt_kvcache.runtime.trt.shapes import StepShapes
 
@@ -88,7 +88,6 @@ class TensorRTRunner:
     ) -> None:
         path = Path(engine)
         self._manifest = load_manifest(path)
-        check_manifest(self._manifest, path)
         if self._manifest.is_encoder:
             raise OptionError(f"{path} is the engine of an encoder; open that of its decoder, which finds it")
         self._inputs = StepInputs(self._manifest.plan)

@@ -23,6 +23,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.quantizers.writer import Writer
+from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import (
     all_nodes,
     constants_of,
@@ -191,7 +192,7 @@ def _numbers(node: NodeProto, tensors: Mapping[str, TensorProto], folder: Path) 
     known = [tensor for name in names if (tensor := tensors.get(name)) is not None and not is_stand_in(tensor)]
     if not known or len(known) < len(names):
         return None
-    values = [np.asarray(numpy_helper.to_array(tensor, base_dir=str(folder))) for tensor in known]
+    values = [np.asarray(numpy_helper.to_array(held(tensor, folder))) for tensor in known]
     return _Numbers(
         values[0].astype(np.float32), known[0].data_type, values[1] if len(values) > 1 else np.zeros((), np.float32)
     )
