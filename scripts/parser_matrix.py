@@ -1,9 +1,10 @@
-"""What TensorRT's own parser makes of exports as they are: it refuses one, or its network gives the model's numbers, or not.
+"""What TensorRT's own parser makes of exports as they are: refused, right, or silently wrong.
 
     python scripts/parser_matrix.py [MODEL.onnx ...]    print it: of these models, or of the stored exports
     python scripts/parser_matrix.py --write             put that of the stored exports into docs/support.md
 
-Networks run in NumPy, beside the models in ONNX Runtime: `trt-kvcache verify MODEL --as-exported`. Needs TensorRT for RTX.
+Networks run in NumPy, beside the models in ONNX Runtime, as by `trt-kvcache verify MODEL --as-exported`.
+Needs TensorRT for RTX.
 """
 
 from __future__ import annotations
