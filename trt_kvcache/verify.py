@@ -24,7 +24,7 @@ from onnx import ModelProto
 from trt_kvcache.arguments import as_options
 from trt_kvcache.compare.decode import Decode, Difference, Piece, Runner, compare, plan_pieces
 from trt_kvcache.compare.exported import Exported
-from trt_kvcache.compare.float32_copy import NARROW, float32_copy
+from trt_kvcache.compare.float32_copy import NARROW, Float32Copies
 from trt_kvcache.compare.inputs import check_values, load_inputs
 from trt_kvcache.compare.quantized import with_numbers, with_quantized_rows
 from trt_kvcache.compare.report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
@@ -266,7 +266,9 @@ class _Verification:
                 f"nothing says which values input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) takes; give "
                 "values that are legal in every step in an .npz file (--inputs), or name its role in a config"
             )
-        exported = Exported(self.imported.source, plan, wide=True, given=self.given, table=self.table, edit=edit)
+        exported = Exported(
+            self.imported.source, plan, wide=True, given=self.given, table=self.table, edit=edit, copies=self.copies
+        )
         exported.last = _LAST
         return _Reference(exported)
 
@@ -290,17 +292,20 @@ class _Verification:
     # --- models in float32
 
     @cached_property
+    def copies(self) -> Float32Copies:
+        """Float32 copies of all models: weights that they share are converted once."""
+        return Float32Copies(self.scratch)
+
+    @cached_property
     def wide(self) -> tuple[ModelProto, Path]:
         """The rewritten model in float32, and the folder of its data."""
-        return self._widened(self.imported.model, "rewritten", self.folder)
+        return self._widened(self.imported.model, self.folder)
 
-    def _widened(self, model: ModelProto, name: str, folder: Path | None = None) -> tuple[ModelProto, Path]:
-        place = self.scratch / name
-        place.mkdir()
+    def _widened(self, model: ModelProto, folder: Path | None = None) -> tuple[ModelProto, Path]:
         types = all_types(self.imported.source.proto) & {*NARROW}
         model, notes = for_cpu(model)
         self.notes += [note for note in notes if note not in self.notes]
-        return float32_copy(model, folder or self.imported.source.path.parent, place, types=types)
+        return self.copies.copy(model, folder or self.imported.source.path.parent, types=types)
 
     def _runner(self, plan: CachePlan, model: ModelProto, folder: Path) -> Rewritten:
         session = WideSession(model, folder)
@@ -321,23 +326,32 @@ class _Verification:
         runner = self._runner(self.imported.plan, *self.wide)
         return self._compared("rewritten", runner, self.decode, _FLOOR, _WIDE, "the model as exported")
 
+    @cached_property
+    def rounded(self) -> Decode:
+        """The same texts, decoded by the rewritten model whose new rows are rounded as quantized caches round them."""
+        assert self.quantized is not None
+        model, folder = self.wide
+        rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
+        runner = self._runner(self.imported.plan, rounding, folder)
+        decode = replace(self.decode, tokens=self.decode.tokens, wanted=[])
+        runner.start(decode.rows)
+        decode.wanted += [runner.step(p, t) for p, t in zip(decode.pieces, decode.tokens, strict=True)]
+        return decode
+
+    @cached_property
+    def moved(self) -> Difference:
+        """How far such rows move logits."""
+        return [*compare(self.decode, _Replayed(self.rounded), np.inf)][-1]
+
     def _quantized(self) -> Station:
         if self.quantized is None:
             return Station("quantized", note="not compared: caches are not quantized (--cache-dtype)")
-        wanted = self.quantized.plan.options
-        assert wanted.cache_dtype is not None
-        model, folder = self.wide
-        rounded = self._runner(self.imported.plan, with_quantized_rows(model, self.imported.plan, wanted), folder)
-        decode = replace(self.decode, tokens=[], wanted=[])
-        rounded.start(decode.rows)
-        for piece, tokens in zip(self.decode.pieces, self.decode.tokens, strict=True):
-            decode.tokens.append(tokens)
-            decode.wanted.append(rounded.step(piece, tokens))
-        moved = [*compare(self.decode, _Replayed(decode), np.inf)][-1]
-        count = sum(min(p.length, w.shape[1]) * len(p.rows) for p, w in zip(decode.pieces, decode.wanted, strict=True))
-        self.quality = Quality(wanted.cache_dtype.value, count, moved.agreement, moved.typical, moved.largest)
+        kind, decode, moved = self.quantized.plan.options.cache_dtype, self.rounded, self.moved
+        assert kind is not None
+        count = sum(w.shape[1] * len(p.rows) for p, w in zip(decode.pieces, decode.wanted, strict=True))
+        self.quality = Quality(kind.value, count, moved.agreement, moved.typical, moved.largest)
         plan, numbers = with_numbers(self.quantized.plan, self.quantized.model)
-        runner = self._runner(plan, *self._widened(numbers, "quantized", self.folder))
+        runner = self._runner(plan, *self._widened(numbers, self.folder))
         station = self._compared("quantized", runner, decode, _FLOOR, _WIDE, "the rewritten model with rounded rows")
         if station.passed or station.difference is None:
             return station
@@ -364,7 +378,12 @@ class _Verification:
             has_half = name != "float32"
             floor, unit = (_UNITS * UNITS[name], 2 * UNITS[name]) if has_half else (_FLOOR, _WIDE)
             session = _Session(runner, self.given, self.table)
-            return self._compared("session", session, self.decode, floor, unit, "the model as exported")
+            if self.quantized is None:
+                return self._compared("session", session, self.decode, floor, unit, "the model as exported")
+            floor = max(floor, self.moved.largest)  # a number between two codes may become either
+            return self._compared(
+                "session", session, self.rounded, floor, unit, "the rewritten model with rounded rows"
+            )
         finally:
             runner.close()
 

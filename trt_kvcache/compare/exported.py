@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
-from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.float32_copy import Float32Copies
 from trt_kvcache.compare.inputs import numbers_of
 from trt_kvcache.cpu import RunError, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
@@ -63,6 +63,7 @@ class Exported:
         plan: of it.
         wide: float32 in the place of float16, so that rounding hides nothing. bfloat16 always becomes float32.
         edit: of the model in float32, before it is opened.
+        copies: makes the float32 copy, whose file has to live as long; None: the copy has a file of its own.
         given: inputs that no text says, by name, such as the output of an encoder: with a batch of 1, or a row for each
             text.
         table: embeddings ``[V, H]``, for a model that takes these in the place of tokens; None: drawn ones.
@@ -74,16 +75,17 @@ class Exported:
     def __init__(
         self, path: str | os.PathLike[str] | SourceModel, plan: CachePlan, *, wide: bool = False,
         given: Mapping[str, Array] | None = None, table: Array | None = None,
-        edit: Callable[[ModelProto], ModelProto] | None = None,
+        edit: Callable[[ModelProto], ModelProto] | None = None, copies: Float32Copies | None = None,
     ) -> None:  # fmt: skip
         source = path if isinstance(path, SourceModel) else load_source(path)
         self._path, self._plan, self._given, self._table = source.path, plan, dict(given or {}), table
         model = runnable(for_cpu(define(source.proto))[0])
-        scratch = Path(mkdtemp(prefix="trt-kvcache-exported-")) if wide or has_bfloat16(model) else None
-        if scratch is not None:  # the session maps the file as long as it lives
+        if copies is None and (wide or has_bfloat16(model)):
+            scratch = mkdtemp(prefix="trt-kvcache-exported-")  # the session maps the file as long as it lives
             weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+            copies = Float32Copies(Path(scratch))
         try:
-            self._session = _open(model, source.path.parent, scratch, edit)
+            self._session = _open(model, source.path.parent, copies, edit)
         except RunError as error:
             raise UnsupportedModelError(f"{source.path}: ONNX Runtime does not open it: {error}") from None
         self._sizes = {i.name: i.shape for i in self._session.get_inputs()}
@@ -263,16 +265,16 @@ def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
 
 
 def _open(
-    model: ModelProto, folder: Path, scratch: Path | None, edit: Callable[[ModelProto], ModelProto] | None
+    model: ModelProto, folder: Path, copies: Float32Copies | None, edit: Callable[[ModelProto], ModelProto] | None
 ) -> ort.InferenceSession:
-    """A session without fusions; computes in float32, with data in `scratch`, if that is given."""
+    """A session without fusions; computes in float32 if `copies` is given."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_cpu_mem_arena = False  # caches that grow come in many sizes
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if scratch is not None:
+    if copies is not None:
         options.add_session_config_entry("session.disable_prepacking", "1")  # copies of weights, for few rows of use
-        model, folder = float32_copy(model, folder, scratch)
+        model, folder = copies.copy(model, folder)
         model = open_types(model, wide=True)  # caches of types that are only moved
     if edit is not None:
         model = edit(model)

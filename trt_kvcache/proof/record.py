@@ -21,7 +21,7 @@ from onnx import ModelProto
 
 from trt_kvcache.compare.decode import share_of_logits
 from trt_kvcache.compare.exported import Exported
-from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.float32_copy import Float32Copies
 from trt_kvcache.compare.rewritten import WideSession
 from trt_kvcache.compare.rounding import UNITS, rounding_dtype, with_rounding
 from trt_kvcache.cpu import RunError
@@ -83,14 +83,15 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
     RuntimeInputs(imported.plan)  # refuses what no session runs
     StepLogits(imported.plan)
     with TemporaryDirectory(prefix="trt-kvcache-proof-") as name, exact_experts():
-        model, folder = float32_copy(for_cpu(imported.model)[0], imported.source.path.parent, Path(name))
+        copies = Float32Copies(Path(name))
+        model, folder = copies.copy(for_cpu(imported.model)[0], imported.source.path.parent)
         dtype = rounding_dtype(imported.source.proto, twin=has_bfloat16(imported.source.proto))
         decoder = _Decoder(imported, most, rows, steps)
         try:
             run = WideSession(model, folder).run
             decoder.choose_text(run)
             exact = decoder.decode(run, _GARBAGE[dtype])
-            decoder.tie(exact)
+            decoder.tie(exact, copies)
             rounded = WideSession(with_rounding(model, MEASURED * UNITS[dtype], _SEED + 1), folder).run
             moved = decoder.decode(rounded, _GARBAGE[dtype])
         except RunError as error:
@@ -232,7 +233,7 @@ class _Decoder:
                 heard.rows[f"{at}/{name}"] = self._newest(contents, caches[name], name, episode)
         return heard
 
-    def tie(self, exact: _Heard) -> None:
+    def tie(self, exact: _Heard, copies: Float32Copies) -> None:
         """Let the model as exported decode the first episode, where it can.
 
         Raises:
@@ -243,7 +244,7 @@ class _Decoder:
             return
         given = Contents(self._plan, _SEED, 0.0, self.bounds.encoder).constants(self.rows)
         try:
-            exported = Exported(self._imported.source, self._plan, wide=True, given=given)
+            exported = Exported(self._imported.source, self._plan, wide=True, given=given, copies=copies)
             exported.last = MOST_POSITIONS
             exported.start([()] * self.rows)
             steps = [exported.step([r.tolist() for r in exact.tokens[f"0/{n}"]]) for n in range(len(episode.lengths))]
