@@ -35,7 +35,7 @@ from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelErr
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, UpdateMode
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
@@ -181,10 +181,14 @@ class _Verification:
             why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
             raise OptionError(f"no cache of the model {why}: there is no decode to verify")
         reference = self._exported()
-        for _ in self._counted("the model as exported", self.decode.run(reference)):
+        wanted = [name for name in STATIONS if self._wanted(name)]
+        titles = [f"station {at} of {len(wanted) + 1}: {n}" for at, n in enumerate(("exported", *wanted), 1)]
+        for _ in self._counted(titles[0], self.decode.run(reference)):
             pass
         self.garbage = self._hidden(reference)
-        stations = [self._run(name) for name in STATIONS if self._wanted(name)]
+        stations = []
+        for self.title, name in zip(titles[1:], wanted, strict=True):
+            stations.append(self._run(name))
         return VerifyReport(
             str(self.imported.source.path), all(s.passed for s in stations), self.decode.rows,
             sum(p.length * len(p.rows) for p in self.decode.pieces), plan.options.capacity, reference.name,
@@ -196,6 +200,7 @@ class _Verification:
 
     quality: Quality | None = None
     garbage: float = GARBAGE
+    title: str = ""
 
     def _run(self, name: str) -> Station:
         """A station; what does not run here is said, and is no failure."""
@@ -260,12 +265,6 @@ class _Verification:
 
     def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> _Reference:
         plan = self.imported.plan
-        if self.verify.inputs is None and (unknown := [t for t in plan.tensors if _is_open(t)]):
-            tensor = unknown[0]
-            raise OptionError(
-                f"nothing says which values input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) takes; give "
-                "values that are legal in every step in an .npz file (--inputs), or name its role in a config"
-            )
         exported = Exported(
             self.imported.source, plan, wide=True, given=self.given, table=self.table, edit=edit, copies=self.copies
         )
@@ -393,7 +392,7 @@ class _Verification:
         imported = self.imported if self.quantized is None else self.quantized
         if self.written:
             return Station("network", note="not compared: TensorRT builds a model, not a file of its rewritten form")
-        with phase("TensorRT's network"):
+        with phase(self.title):
             texts = self.decode.tokens[: _LARGE_NETWORK if self.large else _NETWORK]
             values = texts if self.table is None else [self.table[tokens] for tokens in texts]
             title, result = compare_parsed(imported, self.decode.pieces[: len(texts)], values, self.garbage)
@@ -408,21 +407,21 @@ class _Verification:
     def _compared(self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str) -> Station:
         """A station against what `decode` holds; rounding is measured only if it has to explain something."""
         given, outliers = self.verify.tolerance, _CHOSEN if self._chooses else 0.0
-        found = self._last(name, compare(decode, runner, floor if given is None else given, stop=not outliers))
+        found = self._last(compare(decode, runner, floor if given is None else given, stop=not outliers))
         note = ""
         if given is None and not _passes(found, outliers):
             allowed = max(floor, _TIMES * self._measured(unit))
             if allowed > _SHOWS:
                 note = f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size: it shows no small fault"
-            found = self._last(name, compare(decode, runner, allowed, stop=not outliers))
+            found = self._last(compare(decode, runner, allowed, stop=not outliers))
         passed = _passes(found, outliers)
         return Station(
             name, runner.name, against, found.pieces, _finite(found.largest), found.allowed, found.agreement, passed,
             "" if passed else self._where(found), note,
         )  # fmt: skip
 
-    def _last(self, name: str, pieces: Iterator[Difference]) -> Difference:
-        found: list[Difference] = [*self._counted(name, pieces)]
+    def _last(self, pieces: Iterator[Difference]) -> Difference:
+        found: list[Difference] = [*self._counted(self.title, pieces)]
         return found[-1]
 
     @property
@@ -447,11 +446,6 @@ def _passes(found: Difference, outliers: float) -> bool:
 
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _is_open(tensor: TensorRole) -> bool:
-    """An input that nothing explains, and in which random numbers may be illegal."""
-    return tensor.io == "input" and tensor.role is Role.OTHER and "float" not in tensor.dtype
 
 
 class _Reference:

@@ -20,7 +20,7 @@ FLAGS = (
     "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "latent-attention", "logits", "lora-rank",
     "lora-slots", "lora-targets", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes", "memory-check",
     "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan",
-    "target", "timing-cache", "tokenizer", "tokens", "version-compatible", "window-chunk", "workers", "workspace",
+    "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers", "workspace",
 )  # fmt: skip
 """Flags that messages of the library name, without their dashes. A test compares them with the messages."""
 

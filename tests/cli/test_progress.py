@@ -146,15 +146,11 @@ def test_a_verification_says_what_it_does(model: Path) -> None:
     with listening(heard.append):
         report = verify_model(model)
     phases = {e.phase: e for e in heard}
-    assert list(phases)[4:] == [
-        "loading the original",
-        "decoding with the original: step",
-        "loading the rewritten model",
-        "decoding with the rewritten model: step",
-    ]
-    for name in ("original", "rewritten model"):
-        last = phases[f"decoding with the {name}: step"]
-        assert (last.step, last.steps, last.finished) == (len(report.steps), len(report.steps), True)
+    stations = [f"station {at} of 4: {name}" for at, name in enumerate(("exported", "rewritten", "session"), 1)]
+    assert [name for name in phases if name.startswith("station")] == [*stations, "station 4 of 4: network"]
+    for name in stations:
+        last = phases[name]
+        assert (last.step, last.steps, last.finished) == (last.steps, report.stations[0].steps, True)
 
 
 def test_a_generation_says_what_it_does(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "shown"),
     [
         ("plan model.onnx", "2 of 2 caches in place"),
-        ("verify model.onnx", "the rewritten model gives the original's numbers"),
+        ("verify model.onnx", "every station gives the numbers of the model as exported"),
         ("rewrite model.onnx -o out.onnx", "2 of 2 caches in place"),
         ("generate model.onnx --tokens 1,2 --max-new-tokens 3 --json", '"finish_reason": "length"'),
         ("doctor", "pip install 'trt-kvcache[rtx]': builds engines on any machine, with or without a GPU"),

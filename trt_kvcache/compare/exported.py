@@ -17,7 +17,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from trt_kvcache.compare.float32_copy import Float32Copies
-from trt_kvcache.compare.inputs import numbers_of
+from trt_kvcache.compare.inputs import guessed, numbers_of
 from trt_kvcache.cpu import RunError, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
@@ -154,6 +154,7 @@ class Exported:
         except RunError as error:
             raise UnsupportedModelError(
                 f"{self._path}: ONNX Runtime does not run {len(piece)} tokens after {text.length}: {error}"
+                f"{guessed(self._plan, self._given)}"
             ) from None
         if self.watch is not None:
             self.watch(feeds, {self._logits: logits, **dict(zip(self._carried.values(), presents, strict=True))})
@@ -198,8 +199,8 @@ class Exported:
                 values = values if dtype.kind != "f" else np.where(values, 0, np.finfo(dtype).min)
             case "switch":
                 values = np.asarray(not isinstance(tensor, OriginalTensor) or tensor.on)
-            case "other" if dtype.kind == "f":
-                values = numbers_of(name, np.asarray([piece] * self._batch), shape, axes)
+            case "other":
+                values = numbers_of(name, np.asarray([piece] * self._batch), shape, axes, whole=dtype.kind != "f")
             case "cache" | "fixed_cache":
                 values = np.full((), self.garbage if dtype.kind == "f" else 0)
             case "growing_cache" | "state" | "zeros":

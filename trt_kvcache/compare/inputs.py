@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,10 @@ def load_inputs(path: str | None) -> dict[str, Array]:
         raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
 
 
-def numbers_of(name: str, tokens: Array, shape: Sequence[int], axes: Sequence[str]) -> Array:
-    """Numbers for a floating-point input that nothing explains: each token has its own, at every station.
+def numbers_of(
+    name: str, tokens: Array, shape: Sequence[int], axes: Sequence[str], *, whole: bool = False
+) -> Array:  # fmt: skip
+    """Numbers for an input that nothing explains: each token has its own, at every station.
 
     So a block of a model, which takes queries, keys and values, decodes texts as a whole model does.
 
@@ -59,9 +61,12 @@ def numbers_of(name: str, tokens: Array, shape: Sequence[int], axes: Sequence[st
         tokens: ``[R, S]``.
         shape: of the input in this step.
         axes: what its axes are; without ``"sequence"``, all tokens get the same numbers.
+        whole: 0 and 1, for an input of integers.
     """
     rest = [n for n, axis in zip(shape, axes, strict=True) if axis not in ("batch", "sequence")]
-    table = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.5, (_KINDS, *rest)).astype(np.float32)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    table: Array = rng.integers(0, 2, (_KINDS, *rest)) if whole else rng.normal(0, 0.5, (_KINDS, *rest))
+    table = table if whole else table.astype(np.float32)
     if "sequence" not in axes:
         return np.broadcast_to(table[0][None] if "batch" in axes[:1] else table[0], shape)
     values, at = table[tokens % _KINDS], list(axes).index("sequence")
@@ -71,6 +76,19 @@ def numbers_of(name: str, tokens: Array, shape: Sequence[int], axes: Sequence[st
     else:
         values = np.moveaxis(values[0], 0, at)
     return np.asarray(values.reshape(shape))
+
+
+def guessed(plan: CachePlan, given: Collection[str]) -> str:
+    """The end of a message on a step that did not run: inputs of integers with drawn values, which may be illegal."""
+    unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
+    drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
+    if not drawn:
+        return ""
+    names = ", ".join(f"'{t.name}' ({t.dtype} {list(t.shape)})" for t in drawn)
+    return (
+        f". Nothing says which values input {names} takes, so it got random ones of 0 and 1: give values that are "
+        "legal in every step in an .npz file (--inputs)"
+    )
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from trt_kvcache.arguments import as_whole
+from trt_kvcache.arguments import as_whole, shown
 from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.setting import Setting, check_settings, described
 
@@ -109,8 +109,9 @@ class VerifyOptions:
             raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
         if self.tolerance is not None and not self.tolerance < 1:
             raise OptionError(f"the tolerance is {self.tolerance}; it is a share of the output's scale, from 0 to 1")
-        if unknown := [name for name in self.station if name not in STATIONS]:
-            raise OptionError(f"there is no station '{unknown[0]}'; there are {', '.join(STATIONS)}")
+        for name in self.station:
+            if not isinstance(name, str) or name not in STATIONS:
+                raise OptionError(f"there is no station {shown(name)}; there are {', '.join(STATIONS)}")
 
 
 @dataclass(frozen=True)

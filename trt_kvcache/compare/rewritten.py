@@ -59,7 +59,7 @@ class RewrittenSteps:
         constants = _widened(draw_constants(plan, rows, seed, twin=True)) | dict(given or {})
         self._constants = {t.name for t in plan.tensors if t.name in constants and "batch" in t.axes}
         self._drawn = constants
-        inputs = [t for t in plan.tensors if t.io == "input" and t.role is Role.OTHER and "float" in t.dtype]
+        inputs = [t for t in plan.tensors if t.io == "input" and t.role is Role.OTHER]
         self._others = [t for t in inputs if t.name not in constants]
         self._rng, self._limits, self._rows = np.random.default_rng(seed), limits, rows
         self.ends = [0] * rows
@@ -93,7 +93,9 @@ class RewrittenSteps:
             feeds[name.name] = values.reshape(given.shape).astype(given.dtype)
         if tokens is not None and tokens.ndim == 2:
             for other in self._others:
-                feeds[other.name] = numbers_of(other.name, tokens, feeds[other.name].shape, other.axes)
+                given, whole = feeds[other.name], "float" not in other.dtype
+                values = numbers_of(other.name, tokens, given.shape, other.axes, whole=whole)
+                feeds[other.name] = values.astype(given.dtype)
         return _widened(feeds) | {name: values[list(rows)] for name, values in self.caches.items()}
 
     def accept(self, length: int, rows: Sequence[int], outputs: Mapping[str, Array]) -> None:
