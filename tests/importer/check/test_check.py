@@ -105,6 +105,46 @@ def test_float32_differs_by_less_than_a_thousandth(tmp_path: Path) -> None:
         check(make_decoder(Decoder()), tmp_path, PLAN, larger)
 
 
+def kind_of(model: onnx.ModelProto) -> int:
+    """The element type of the first cache."""
+    return next(v.type.tensor_type.elem_type for v in model.graph.input if "past" in v.name)
+
+
+def scaled(model: onnx.ModelProto, factor: float, *, beside: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Queries, or scores, become larger by a factor, and a zero that goes through operators is added to them."""
+    found = next(n for n in model.graph.node if n.op_type in ("Attention", "Softmax"))
+    dtype = helper.tensor_dtype_to_np_dtype(kind_of(model))
+    zero = m.constant(model, 0, dtype)
+    for number, (op, attributes) in enumerate(beside):
+        model.graph.node.insert(number, helper.make_node(op, [zero], [f"zero/{number}"], **attributes))
+        zero = f"zero/{number}"
+    m.insert(model, found, 0, "Mul", m.constant(model, factor, dtype))
+    m.insert(model, found, 0, "Add", zero)
+
+
+def nothing_to_bfloat16(model: onnx.ModelProto) -> None:
+    scaled(model, 1.01, beside=[("Cast", {"to": TensorProto.BFLOAT16}), ("Cast", {"to": kind_of(model)})])
+
+
+def nothing_rounded(model: onnx.ModelProto) -> None:
+    scaled(model, 1.03, beside=[("Round", {})])
+
+
+def keys_in_bfloat16(model: onnx.ModelProto) -> None:
+    keys = m.nodes(model, "TensorScatter")[0].output[0]
+    found = next(n for n in model.graph.node if keys in n.input and n.op_type != "Shape")
+    place = list(found.input).index(keys)
+    m.insert(model, found, place, "Cast", to=TensorProto.BFLOAT16)
+    m.insert(model, found, place, "CastLike", keys)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("fault", [nothing_to_bfloat16, nothing_rounded, keys_in_bfloat16])
+def test_what_the_rewritten_side_rounds_widens_no_tolerance(fault: m.Mistake, dtype: type, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="computes something else.*: (.* in the rewritten|the rewritten)"):
+        check(make_decoder(Decoder(dtype=dtype)), tmp_path, PLAN, fault)
+
+
 def a_hundredth(g: Build, x: str) -> str:
     return g.Add(x, g.Mul(MIXES["roll"](g, x), g.number(0.01)))
 

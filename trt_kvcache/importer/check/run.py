@@ -11,6 +11,7 @@ from onnx import TensorProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.compare import (
     FAR,
+    added_rounding,
     both,
     cache_differs,
     first_difference,
@@ -51,6 +52,8 @@ def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = False
     alive: set[str] = set()
+    if why := added_rounding(region):
+        return Verdict(name, "different", why)
     try:
         for run in _runs(region, as_bytes(plan), limits, thorough=thorough):
             if why := run.judge(first=not compared):
