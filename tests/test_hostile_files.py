@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,7 @@ from foreign_decoders import make_foreign
 from hostile.files import NO_FILES
 from hostile.models import SMALL, before_logits, endless, terabytes
 from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model, rewrite_model, verify_model
 from trt_kvcache.engine.generation import settings_beside
@@ -31,6 +32,7 @@ from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.errors import InvalidModelError, ModelError, OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.files import is_inside, read_file
 from trt_kvcache.importer.files import save
+from trt_kvcache.importer.files.stripped import unpacked
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.simplify import take_branches
@@ -236,6 +238,106 @@ def test_only_digits_are_numbers(tmp_path: Path, key: str, digits: str) -> None:
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(InvalidModelError, match="both must be numbers, and not negative"):
         plan_model(path)
+
+
+def _table(dims: list[int], *, external: bool) -> TensorProto:
+    table = TensorProto(name="table", data_type=TensorProto.INT64, dims=dims)
+    if external:
+        table.data_location = TensorProto.EXTERNAL
+        table.external_data.add(key="location", value="data")
+    return table
+
+
+def _reads_table(graph: onnx.GraphProto) -> None:
+    """Of a tensor of rank 1 that is gathered from, shape inference makes an object for each number."""
+    graph.node.append(helper.make_node("Gather", ["table", "input_ids"], ["read"], "read"))
+    graph.output.append(helper.make_tensor_value_info("read", TensorProto.INT64, ["b", "s"]))
+
+
+def _declared(dims: list[int], *, external: bool) -> Callable[[onnx.GraphProto], None]:
+    return lambda graph: graph.initializer.append(_table(dims, external=external))
+
+
+def _made(op: str, **attributes: Any) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        graph.initializer.append(numpy_helper.from_array(np.array([1 << 33]), "count"))
+        inputs = {"ConstantOfShape": ["count"], "Expand": ["one", "count"]}[op]
+        graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
+        graph.node.insert(0, helper.make_node(op, inputs, ["table"], "make", **attributes))
+
+    return edit
+
+
+def _stated(graph: onnx.GraphProto) -> None:
+    graph.input.append(helper.make_tensor_value_info("table", TensorProto.INT64, [1 << 30]))
+
+
+def _listed(graph: onnx.GraphProto) -> None:
+    list_of = onnx.AttributeProto(name="value_ints", type=onnx.AttributeProto.INTS, ints=range(2 << 20))
+    graph.node.insert(0, helper.make_node("Constant", [], ["table"], "make"))
+    graph.node[0].attribute.append(list_of)
+
+
+ENORMOUS = {
+    "external": (_declared([1 << 33], external=True), "end at byte 68719476736 of data, which has only 65536 bytes"),
+    "beyond 64 bits": (_declared([1 << 62], external=True), "end at byte 36893488147419103232 of data"),
+    "inside": (_declared([1 << 33], external=False), "tensor 'table' is not legal"),
+    "constant": (_made("ConstantOfShape", value=helper.make_tensor("v", 7, [1], [1])), "has 8589934592 numbers along"),
+    "expanded": (_made("Expand"), "has 8589934592 numbers along"),
+    "input": (_stated, "'table' has 1073741824 numbers along its only axis"),
+    "list": (_listed, "the attribute 'value_ints' of Constant 'make' lists 2097152 values"),
+}
+
+
+def test_nothing_is_made_of_a_size_that_is_only_declared(tmp_path: Path) -> None:
+    """All in one process of little memory."""
+    (tmp_path / "data").write_bytes(bytes(1 << 16))
+    for name, (edit, _) in ENORMOUS.items():
+        proto = make_foreign("past-attention", SMALL)
+        edit(proto.graph)
+        _reads_table(proto.graph)
+        onnx.save(proto, tmp_path / f"{name}.onnx")
+    code = """if True:
+        import resource, sys
+        from trt_kvcache.errors import ModelError
+        from trt_kvcache.importer.files.source import load_source
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+        for path in sys.argv[1:]:
+            try:
+                load_source(path)
+                print("taken")
+            except ModelError as error:
+                print(error)
+    """
+    paths = [str(tmp_path / f"{name}.onnx") for name in ENORMOUS]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60, check=True)
+    said = dict(zip(ENORMOUS, done.stdout.splitlines(), strict=True))
+    assert not [name for name, (_, words) in ENORMOUS.items() if words not in said[name]], said
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_steps_of_any_fixed_size_are_one_line(tmp_path: Path, axis: int) -> None:
+    proto = make_foreign("past-attention", SMALL)
+    for info in (*proto.graph.input, *proto.graph.output):
+        dims = info.type.tensor_type.shape.dim
+        if axis == 0 or info.name == "input_ids":
+            dims[axis].dim_value = 1 << 30
+    onnx.save(proto, tmp_path / "model.onnx")
+    with bounded_memory(), pytest.raises(UnsupportedModelError, match=r"memory than there is|numbers in one step|axis"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def test_a_report_that_unpacks_to_all_memory_is_not_read(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "report.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("report.json", "{}")
+        with archive.open("model.onnx", "w") as member:
+            for _ in range(257):
+                member.write(bytes(1 << 20))
+    with (
+        pytest.raises(InvalidModelError, match="model.onnx has 269484032 bytes, and a report at most"),
+        unpacked(tmp_path / "report.zip"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

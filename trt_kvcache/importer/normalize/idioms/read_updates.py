@@ -345,7 +345,7 @@ def _describe(kind: Candidate, runs: Sequence[Run]) -> str:
     update, present = kind.rows[0].name, kind.present.name
     run = next((run for run in runs if run.whole is None), runs[0])
     axis = kind.axis if kind.axis is not None else _differing_axis(run.past.shape, run.new.shape) or 0
-    whole, length = run.whole, run.new.size * run.past.shape[axis] // run.past.size
+    whole, length = run.whole, run.new.size // prod(d for i, d in enumerate(run.past.shape) if i != axis)
     if whole is None:
         when = f"in a step of {length} tokens after {run.step.past}"
         return f"which rows it writes {when} cannot be computed from positions and lengths"
