@@ -83,7 +83,7 @@ class _Flow:
             tensor = pending.popleft()
             node = producer(tensor)
             if node is None:
-                if rank in (None, len(tensor.shape)):
+                if id(tensor) in self._reached and rank in (None, len(tensor.shape)):
                     return tensor
             elif id(node) not in seen:
                 seen.add(id(node))
