@@ -114,8 +114,8 @@ def _check_sizes(model: ModelProto, source: str) -> None:
             for a in node.attribute:
                 if (count := max(len(a.ints), len(a.floats), len(a.strings))) > _MOST_LISTED:
                     raise UnsupportedModelError(
-                        f"{source}: the attribute '{a.name}' of {describe(node)} lists {count} values; supported are up "
-                        f"to {_MOST_LISTED}: export them as a tensor"
+                        f"{source}: the attribute '{a.name}' of {describe(node)} lists {count} values; supported are "
+                        f"up to {_MOST_LISTED}: export them as a tensor"
                     )
 
 
