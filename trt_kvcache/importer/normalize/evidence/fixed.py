@@ -5,7 +5,8 @@
     states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
 
 TorchScript writes the first, where n is a dimension that never changes, and TensorRT for RTX has no NonZero. A branch
-that is always the same one would keep alive whatever its condition reads, such as the mask. A branch for steps of one token alone computes what the other one does for them, which the check compares.
+that is always the same one would keep alive whatever its condition reads, such as the mask. A branch for steps of one
+token alone computes what the other one does for them, which the check compares.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from trt_kvcache.importer.normalize.views import trace_back
 __all__ = ["find_candidates"]
 
 _MOST = 64  # nodes of a region
-_FEW_BITS = {
+_FEW_BITS: dict[int, str] = {
     TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.INT4: "int4", TensorProto.UINT4: "int4",
     TensorProto.FLOAT8E4M3FN: "fp8", TensorProto.FLOAT8E5M2: "fp8",
 }  # fmt: skip
