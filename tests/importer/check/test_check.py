@@ -15,10 +15,11 @@ import onnx
 import pytest
 from attention_forms import WIDE
 from batch_forms import MIXES
-from concat_graphs import Build, Decoder, make_decoder
+from concat_graphs import VOCABULARY, Build, Decoder, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Graph
+from held_graphs import grouped
 from mutation_cuts import Pair, trial
 from onnx import TensorProto, helper, numpy_helper
 from verify import mistakes as m
@@ -143,6 +144,30 @@ def keys_in_bfloat16(model: onnx.ModelProto) -> None:
 def test_what_the_rewritten_side_rounds_widens_no_tolerance(fault: m.Mistake, dtype: type, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="computes something else.*: (.* in the rewritten|the rewritten)"):
         check(make_decoder(Decoder(dtype=dtype)), tmp_path, PLAN, fault)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_epsilon_of_a_norm_of_queries_is_compared(packed: bool, tmp_path: Path) -> None:
+    """It shows among small numbers alone, and a cache beside them holds others."""
+
+    def larger(model: onnx.ModelProto) -> None:
+        norm = m.nodes(model, "RMSNormalization")[0]  # of queries; keys go to a cache as they are
+        m.set_attribute(norm, "epsilon", 10 * next(a.f for a in norm.attribute if a.name == "epsilon"))
+
+    model = grouped(norm=True, rotary=32, packed=packed)
+    check(model, tmp_path, PLAN)
+    with pytest.raises(UnsupportedModelError, match="'y' after .* tokens"):
+        check(model, tmp_path, PLAN, larger)
+
+
+def test_sequences_may_be_the_inner_part_of_an_axis(tmp_path: Path) -> None:
+    """They do not depend on each other then either."""
+    model = make_decoder(Decoder())
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, VOCABULARY]), "rows_of"))
+    model.graph.node.append(helper.make_node("Transpose", ["logits"], ["turned"], perm=[1, 0, 2]))
+    model.graph.node.append(helper.make_node("Reshape", ["turned", "rows_of"], ["flat"]))
+    model.graph.output.append(helper.make_tensor_value_info("flat", TensorProto.FLOAT, ["rows", VOCABULARY]))
+    assert "flat" in {t.name for t in check(model, tmp_path, PLAN).tensors}
 
 
 def a_hundredth(g: Build, x: str) -> str:
