@@ -126,14 +126,15 @@ def _find_slopes(masks: Masks, samples: Samples) -> Array | None:
     slopes: Array = (after - here).astype(np.float32)
     wanted = here[:, None] + slopes[:, None] * (np.arange(rows.shape[-1]) - nearest)
     other = np.abs(rows - wanted) > _NEAR * np.abs(rows).max()
-    if not last.own and np.any(other & (rows > HIDDEN)):
+    named = not last.own and not masks.has_sinks  # else somebody else says what there is beside the bias
+    if named and np.any(other & (rows > HIDDEN)):
         head, key = np.argwhere(other & (rows > HIDDEN))[0]
         raise UnsupportedModelError(
             f"what is added to the scores of '{masks.node}' does not grow by one number with each key: with "
             f"{last.total} tokens, head {head} has {rows[head, key]:.4g} for key {key}, and {here[head]:.4g} for key "
             f"{nearest[head, 0]}; supported are masks, which hide keys altogether, and biases by distance (ALiBi, T5)"
         )
-    if not last.own and not slopes.any():
+    if named and not slopes.any():
         level = masks.level(samples.plain[0])
         soft = level[(level > HIDDEN) & (level != 0)]
         raise UnsupportedModelError(
