@@ -27,14 +27,23 @@ from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model, rewrite_model, verify_model
+from trt_kvcache.cli.prompts import read_prompts
 from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.errors import InvalidModelError, ModelError, OptionError, TrtKvCacheError, UnsupportedModelError
+from trt_kvcache.errors import (
+    InvalidModelError,
+    ManifestError,
+    ModelError,
+    OptionError,
+    TrtKvCacheError,
+    UnsupportedModelError,
+)
 from trt_kvcache.files import is_inside, read_file
-from trt_kvcache.importer.files import save
+from trt_kvcache.importer.files import save, stripped
 from trt_kvcache.importer.files.stripped import unpacked
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.rewritten import recorded_options
 from trt_kvcache.importer.simplify import take_branches
 from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.machine import bounded_memory, free_memory
@@ -356,6 +365,48 @@ def test_a_batch_of_any_size_is_one_line(tmp_path: Path, size: int, words: str) 
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError, match=words):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def _chain(depth: int) -> onnx.ModelProto:
+    """Functions that call each other, one in the other."""
+    proto = make_foreign("past-attention", SMALL)
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("own", 1)]
+    for place in range(depth):
+        call = helper.make_node(f"f{place + 1}", ["x"], ["y"], domain="own")
+        inner = call if place + 1 < depth else helper.make_node("Identity", ["x"], ["y"])
+        proto.functions.append(helper.make_function("own", f"f{place}", ["x"], ["y"], [inner], opsets))
+    proto.opset_import.append(opsets[1])
+    last = next(n for n in proto.graph.node if n.output[0] == "logits")
+    last.output[0] = "before"
+    proto.graph.node.append(helper.make_node("f0", ["before"], ["logits"], domain="own"))
+    return proto
+
+
+def test_functions_in_a_chain(tmp_path: Path) -> None:
+    onnx.save(_chain(100), tmp_path / "model.onnx")
+    assert plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).caches
+    onnx.save(_chain(1000), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="its functions call each other more than 100 deep, from 'f0' on"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def test_records_of_any_depth_are_one_line(tmp_path: Path) -> None:
+    """Of a rewritten model, of a report, and of an engine."""
+    deep = '{"capacity": 1, "other": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    model = make_foreign("past-attention", SMALL)
+    model.metadata_props.add(key="trt_kvcache.options", value=deep)
+    with pytest.raises(InvalidModelError, match="its record of options cannot be read"):
+        recorded_options(model, PlanOptions(), tmp_path)
+    with zipfile.ZipFile(tmp_path / "report.zip", "w") as archive:
+        archive.writestr("report.json", deep)
+    with pytest.raises(InvalidModelError, match="no report that can be read"):
+        stripped.recorded_options(tmp_path / "report.zip")
+    (tmp_path / "model.engine.json").write_text(deep)
+    with pytest.raises(ManifestError, match="not JSON"):
+        load_manifest(tmp_path / "model.engine.json")
+    (tmp_path / "prompts.jsonl").write_text(f"{deep}\n")
+    with pytest.raises(OptionError, match=r"prompts.jsonl, line 1: .*depth"):
+        read_prompts(tmp_path / "prompts.jsonl", "--prompt-file")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from trt_kvcache.importer.protos import (
 TENSOR_SCATTER_OPSET = 24
 _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
-_MOST_NODES = 1 << 20
+_MOST_NODES, _MOST_CALLS = 1 << 20, 100
 _MOST_NUMBERS, _MOST_LISTED = 1 << 22, 1 << 20
 """In a tensor of rank 1 of which only the size is stated, and in a list: ONNX's shape inference makes an object of 80
 bytes and more for each number of the one (measured, 1.23.2), and Python one for each of the other."""
@@ -157,6 +157,11 @@ def _check_functions(model: ModelProto, source: str) -> None:
 
     def size(scope: Scope, callers: tuple[tuple[str, str, str], ...]) -> int:
         count = 0
+        if len(callers) > _MOST_CALLS:
+            raise UnsupportedModelError(
+                f"{source}: its functions call each other more than {_MOST_CALLS} deep, from '{callers[0][1]}' on; "
+                "export the model again, with fewer in each other"
+            )
         for node in all_nodes(scope):
             name = (node.domain, node.op_type, node.overload)
             if name in callers:

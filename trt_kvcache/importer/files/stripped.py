@@ -176,7 +176,7 @@ def recorded_options(path: Path) -> PlanOptions:
     try:
         with zipfile.ZipFile(path) as archive:
             return msgspec.json.decode(_read(archive, _REPORT), type=_Recorded).options
-    except (OSError, KeyError, ValueError, TrtKvCacheError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, ValueError, RecursionError, TrtKvCacheError, zipfile.BadZipFile) as error:
         raise InvalidModelError(f"{path}: no report that can be read: {error}; write it again") from None
 
 
