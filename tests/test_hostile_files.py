@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,18 +24,28 @@ from foreign_decoders import make_foreign
 from hostile.files import NO_FILES
 from hostile.models import SMALL, before_logits, endless, terabytes
 from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, cpu, plan_model, rewrite_model, verify_model
+from trt_kvcache.cli.prompts import read_prompts
 from trt_kvcache.compare import inputs as verify_inputs
 from trt_kvcache.compare.inputs import load_inputs
 from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.errors import InvalidModelError, ModelError, OptionError, TrtKvCacheError, UnsupportedModelError
+from trt_kvcache.errors import (
+    InvalidModelError,
+    ManifestError,
+    ModelError,
+    OptionError,
+    TrtKvCacheError,
+    UnsupportedModelError,
+)
 from trt_kvcache.files import is_inside, read_file
-from trt_kvcache.importer.files import save
+from trt_kvcache.importer.files import save, stripped
+from trt_kvcache.importer.files.stripped import unpacked
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.rewritten import recorded_options
 from trt_kvcache.importer.simplify import take_branches
 from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.machine import bounded_memory, free_memory
@@ -232,6 +243,106 @@ def test_only_digits_are_numbers(tmp_path: Path, key: str, digits: str) -> None:
         plan_model(path)
 
 
+def _table(dims: list[int], *, external: bool) -> TensorProto:
+    table = TensorProto(name="table", data_type=TensorProto.INT64, dims=dims)
+    if external:
+        table.data_location = TensorProto.EXTERNAL
+        table.external_data.add(key="location", value="data")
+    return table
+
+
+def _reads_table(graph: onnx.GraphProto) -> None:
+    """Of a tensor of rank 1 that is gathered from, shape inference makes an object for each number."""
+    graph.node.append(helper.make_node("Gather", ["table", "input_ids"], ["read"], "read"))
+    graph.output.append(helper.make_tensor_value_info("read", TensorProto.INT64, ["b", "s"]))
+
+
+def _declared(dims: list[int], *, external: bool) -> Callable[[onnx.GraphProto], None]:
+    return lambda graph: graph.initializer.append(_table(dims, external=external))
+
+
+def _made(op: str, **attributes: Any) -> Callable[[onnx.GraphProto], None]:
+    def edit(graph: onnx.GraphProto) -> None:
+        graph.initializer.append(numpy_helper.from_array(np.array([1 << 33]), "count"))
+        inputs = {"ConstantOfShape": ["count"], "Expand": ["one", "count"]}[op]
+        graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
+        graph.node.insert(0, helper.make_node(op, inputs, ["table"], "make", **attributes))
+
+    return edit
+
+
+def _stated(graph: onnx.GraphProto) -> None:
+    graph.input.append(helper.make_tensor_value_info("table", TensorProto.INT64, [1 << 30]))
+
+
+def _listed(graph: onnx.GraphProto) -> None:
+    list_of = onnx.AttributeProto(name="value_ints", type=onnx.AttributeProto.INTS, ints=range(2 << 20))
+    graph.node.insert(0, helper.make_node("Constant", [], ["table"], "make"))
+    graph.node[0].attribute.append(list_of)
+
+
+ENORMOUS = {
+    "external": (_declared([1 << 33], external=True), "end at byte 68719476736 of data, which has only 65536 bytes"),
+    "beyond 64 bits": (_declared([1 << 62], external=True), "end at byte 36893488147419103232 of data"),
+    "inside": (_declared([1 << 33], external=False), "tensor 'table' is not legal"),
+    "constant": (_made("ConstantOfShape", value=helper.make_tensor("v", 7, [1], [1])), "has 8589934592 numbers along"),
+    "expanded": (_made("Expand"), "has 8589934592 numbers along"),
+    "input": (_stated, "'table' has 1073741824 numbers along its only axis"),
+    "list": (_listed, "the attribute 'value_ints' of Constant 'make' lists 2097152 values"),
+}
+
+
+def test_nothing_is_made_of_a_size_that_is_only_declared(tmp_path: Path) -> None:
+    """All in one process of little memory."""
+    (tmp_path / "data").write_bytes(bytes(1 << 16))
+    for name, (edit, _) in ENORMOUS.items():
+        proto = make_foreign("past-attention", SMALL)
+        edit(proto.graph)
+        _reads_table(proto.graph)
+        onnx.save(proto, tmp_path / f"{name}.onnx")
+    code = """if True:
+        import resource, sys
+        from trt_kvcache.errors import ModelError
+        from trt_kvcache.importer.files.source import load_source
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+        for path in sys.argv[1:]:
+            try:
+                load_source(path)
+                print("taken")
+            except ModelError as error:
+                print(error)
+    """
+    paths = [str(tmp_path / f"{name}.onnx") for name in ENORMOUS]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=60, check=True)
+    said = dict(zip(ENORMOUS, done.stdout.splitlines(), strict=True))
+    assert not [name for name, (_, words) in ENORMOUS.items() if words not in said[name]], said
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_steps_of_any_fixed_size_are_one_line(tmp_path: Path, axis: int) -> None:
+    proto = make_foreign("past-attention", SMALL)
+    for info in (*proto.graph.input, *proto.graph.output):
+        dims = info.type.tensor_type.shape.dim
+        if axis == 0 or info.name == "input_ids":
+            dims[axis].dim_value = 1 << 30
+    onnx.save(proto, tmp_path / "model.onnx")
+    with bounded_memory(), pytest.raises(UnsupportedModelError, match=r"memory than there is|numbers in one step|axis"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def test_a_report_that_unpacks_to_all_memory_is_not_read(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "report.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("report.json", "{}")
+        with archive.open("model.onnx", "w") as member:
+            for _ in range(257):
+                member.write(bytes(1 << 20))
+    with (
+        pytest.raises(InvalidModelError, match="model.onnx has 269484032 bytes, and a report at most"),
+        unpacked(tmp_path / "report.zip"),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("size", "words"),
     [
@@ -248,6 +359,48 @@ def test_a_batch_of_any_size_is_one_line(tmp_path: Path, size: int, words: str) 
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError, match=words):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def _chain(depth: int) -> onnx.ModelProto:
+    """Functions that call each other, one in the other."""
+    proto = make_foreign("past-attention", SMALL)
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("own", 1)]
+    for place in range(depth):
+        call = helper.make_node(f"f{place + 1}", ["x"], ["y"], domain="own")
+        inner = call if place + 1 < depth else helper.make_node("Identity", ["x"], ["y"])
+        proto.functions.append(helper.make_function("own", f"f{place}", ["x"], ["y"], [inner], opsets))
+    proto.opset_import.append(opsets[1])
+    last = next(n for n in proto.graph.node if n.output[0] == "logits")
+    last.output[0] = "before"
+    proto.graph.node.append(helper.make_node("f0", ["before"], ["logits"], domain="own"))
+    return proto
+
+
+def test_functions_in_a_chain(tmp_path: Path) -> None:
+    onnx.save(_chain(100), tmp_path / "model.onnx")
+    assert plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).caches
+    onnx.save(_chain(1000), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="its functions call each other more than 100 deep, from 'f0' on"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
+
+
+def test_records_of_any_depth_are_one_line(tmp_path: Path) -> None:
+    """Of a rewritten model, of a report, and of an engine."""
+    deep = '{"capacity": 1, "other": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    model = make_foreign("past-attention", SMALL)
+    model.metadata_props.add(key="trt_kvcache.options", value=deep)
+    with pytest.raises(InvalidModelError, match="its record of options cannot be read"):
+        recorded_options(model, PlanOptions(), tmp_path)
+    with zipfile.ZipFile(tmp_path / "report.zip", "w") as archive:
+        archive.writestr("report.json", deep)
+    with pytest.raises(InvalidModelError, match="no report that can be read"):
+        stripped.recorded_options(tmp_path / "report.zip")
+    (tmp_path / "model.engine.json").write_text(deep)
+    with pytest.raises(ManifestError, match="not JSON"):
+        load_manifest(tmp_path / "model.engine.json")
+    (tmp_path / "prompts.jsonl").write_text(f"{deep}\n")
+    with pytest.raises(OptionError, match=r"prompts.jsonl, line 1: .*depth"):
+        read_prompts(tmp_path / "prompts.jsonl", "--prompt-file")
 
 
 @pytest.mark.parametrize(

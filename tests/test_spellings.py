@@ -48,6 +48,19 @@ def test_refusals_say_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         import_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
+@pytest.mark.parametrize("name", ["llama_cpu_fp32", "llama_cpu_int4", "llama_trtrtx_fp16", "qwen3vl_cpu_fp32"])
+def test_caches_inside_operators(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Sites alone look at a model with GroupQueryAttention, and find what is known of the operator."""
+    path = Path(__file__).parent / "models" / "ort-genai" / name / "model.onnx"
+    known = import_model(path, PlanOptions(capacity=16)).plan
+    monkeypatch.setattr(prepare, "normalize", lambda model, *_: (model, None))
+    seen = import_model(path, PlanOptions(capacity=16)).plan
+    assert [(c.past, c.physical_shape, c.route) for c in seen.caches] == [
+        (c.past, c.physical_shape, c.route) for c in known.caches
+    ]
+    assert [m.causal for m in seen.masks] == [m.causal for m in known.masks]
+
+
 def test_one_token_a_step(tmp_path: Path) -> None:
     """Scores in no form that is known by name, in an export whose steps have one token."""
     model = spellings.make(spelled(0, "scores", "mul and sum"))

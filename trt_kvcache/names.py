@@ -177,7 +177,7 @@ def _adapter(path: Path) -> str | None:
         return None
     try:
         base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         base = None
     return (
         f"an adapter (LoRA){f' of {base}' if isinstance(base, str) else ''}, and no model; give its model, and "

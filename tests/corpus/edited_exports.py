@@ -45,6 +45,14 @@ def keep_io_types(model: ModelProto, *, each: bool = False) -> None:
     model.graph.node.extend(nodes)
 
 
+def batches_by_operator(model: ModelProto) -> None:
+    """TorchScript's exporter gives the first axis of each output a name of its own."""
+    for value in model.graph.output:
+        dims = value.type.tensor_type.shape.dim
+        if len(dims) > 2 and dims[0].dim_param:
+            dims[0].dim_param = f"Where{value.name}_dim_0"
+
+
 def in_bfloat16(model: ModelProto) -> None:
     """Everything of float16 in bfloat16 instead."""
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
@@ -174,6 +182,9 @@ EDITS: dict[str, tuple[str, Edit]] = {
         (narrow, "where_dynamo_op18"), (two_keys_in_the_mask, "index_put_batch_dynamo_op18"),
         (mask_transposed, "scatter_dynamo_op18"), (no_permutation, "onehot_mul_dynamo_op24"))},
     **{edit.__name__: ("optimum/llama", edit) for edit in (two_positions, divided_by_sine)},
+    **{f"batches by operator {name}": (name, batches_by_operator) for name in (
+        "plain-torch/where_dynamo_op18", "plain-torch/onehot_mul_dynamo_op24", "transformers/llama_static",
+        "torch/gemma3_rolled_sdpa", "optimum/llama")},
     "numbers as queries": (STATIC, numbers_as_queries),
     **{f"{name}=5 {source}": (source, partial(attribute, op=op, name=name, value=5)) for source, op, name in FLAGS},
     **{f"{name}=-0.5 {source}": (source, partial(attribute, op=op, name=name, value=-0.5))

@@ -17,9 +17,10 @@ import onnx
 from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph, attention_model, renamed
 from numpy.typing import NDArray
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from corpus import Entry, built
+from trt_kvcache.importer.protos import replace_field
 
 Array = NDArray[Any]
 
@@ -342,6 +343,66 @@ def all_rows_but_the_first(length: int | None = None) -> onnx.ModelProto:
     return model
 
 
+def with_steps_apart(masked: bool = False, branched: bool = False, scale: float = 1.0) -> onnx.ModelProto:
+    """As transformers.js has Qwen3.5: a state is computed otherwise for one token, and pads stay out of it.
+
+    Args:
+        masked: the inputs of the convolution times the newest columns of the padding mask.
+        branched: If a step has one token, products take the place of the convolution.
+        scale: of what that branch makes; 1: the same as the other one.
+    """
+    model = hybrid_model(growing=True)
+    graph = model.graph
+    join = next(n for n in graph.node if n.op_type == "Concat" and n.input[0] == "past_conv.1")
+    parts = [n for n in graph.node if join.output[0] in n.input]
+    kept, conv = (next(n for n in parts if n.op_type == op) for op in ("Slice", "Conv"))
+    g = Graph()
+    length = g.Shape("input_ids", start=1, end=2)
+    if masked:
+        graph.input.append(helper.make_tensor_value_info("attention_mask", _INT, ["batch", "P + S"]))
+        columns = g.Slice("attention_mask", g.Neg(length), [np.iinfo(np.int64).max], [1])
+        join.input[1] = g.Mul(join.input[1], g.Unsqueeze(g.Cast(columns, to=_FLOAT), [1]))
+    nodes = [*graph.node]
+    places = sorted(nodes.index(n) for n in (join, kept, conv))
+    inner = [nodes[place] for place in places]
+    if branched:
+        one = Graph()
+        row = one.Concat(*join.input, axis=2)
+        taps = one.constant(weights()["conv"] * scale, np.float32)
+        summed = one.ReduceSum(one.Mul(row, taps), [2], keepdims=1)
+        last = one.Slice(row, [1], [np.iinfo(np.int64).max], [2])
+        bodies = {}
+        made = (conv.output[0], kept.output[0])
+        for name, body, outs in (("then", one.nodes, (summed, last)), ("else", inner, made)):
+            own = {t.name: f"{name}_{t.name}" for t in one.initializers}
+            own |= {o: f"{name}_{o}" for n in body for o in n.output}
+            body = [renamed_node(n, own) for n in body]
+            values = [helper.make_tensor_value_info(own[o], _FLOAT, None) for o in outs]
+            bodies[f"{name}_branch"] = helper.make_graph(body, name, [], values)
+        for tensor in one.initializers:
+            tensor.name = f"then_{tensor.name}"
+        graph.initializer.extend(one.initializers)
+        single = g.Squeeze(g.Equal(length, g.constant([1])))
+        inner = [helper.make_node("If", [single], [conv.output[0], kept.output[0]], "apart", **bodies)]
+    nodes = [n for place, n in enumerate(nodes) if place not in places]
+    nodes[places[0] : places[0]] = [*g.nodes, *inner]
+    for tensor in g.initializers:
+        old, tensor.name = tensor.name, f"apart_{tensor.name}"
+        for node in g.nodes:
+            node.input[:] = [tensor.name if name == old else name for name in node.input]
+    graph.initializer.extend(g.initializers)
+    replace_field(graph.node, nodes)
+    return model
+
+
+def renamed_node(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
+    new = onnx.NodeProto()
+    new.CopyFrom(node)
+    for field in (new.input, new.output):
+        field[:] = [names.get(name, name) for name in field]
+    return new
+
+
 def two_tables_of_one_size() -> onnx.ModelProto:
     """Which input is which, the names say."""
     model = cross_model("hidden")
@@ -359,6 +420,12 @@ def entries() -> Iterator[Entry]:
     yield from built("cross", {make.__name__: make for make in made} | {"no caches": attention_model})
     states = {"any": all_rows_but_the_first, "one": partial(all_rows_but_the_first, 1)}
     yield from built("all rows but the first, tokens", states, capacity=24)
+    apart = {
+        "mask": {"masked": True}, "branches": {"branched": True}, "both": {"masked": True, "branched": True},
+        "other branch": {"branched": True, "scale": 1.5},
+    }  # fmt: skip
+    models = {name: partial(with_steps_apart, **how) for name, how in apart.items()}
+    yield from built("hybrid, steps apart", models, capacity=24)
     crosses = [(kind, mask) for kind in ("keys", "hidden") for mask in ("none", "ones", "bool")]
     for growing in (False, True):
         models = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from corpus import Entry, built
 from trt_kvcache.importer.plan import CacheLayout, Fallback, LogitPositions, PlanOptions, Sliding, Target
+from trt_kvcache.importer.protos import replace_field
 
 FLOAT, HALF, BFLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE
 INT8, UINT8, INT32, INT64 = TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64
@@ -606,3 +608,30 @@ def entries() -> Iterator[Entry]:
         yield from drawn(f"int8 caches of two attentions, {target}", 50004, ("shared cache", "int8"), target=target)
     for seed in range(2):
         yield from drawn(f"ring {seed}", seed, ("ring",))
+    spelled = ((157, "stated capacity"), (218, "open capacity", "stated capacity"), (123, "view of past"),
+               (176, "computed lengths", "past is output"))  # fmt: skip
+    for seed, *odd in spelled:
+        yield from drawn(f"as a ring: {', '.join(odd)}", seed, ("window", *odd), sliding="circular", window_chunk=3)
+    for op in ("Min", "Sub"):
+        bounded = {f"as a ring: rows from {op}": partial(rows_from, op)}
+        yield from built("plain", bounded, sliding="circular", window_chunk=3, capacity=9)
+
+
+def rows_from(op: str) -> onnx.ModelProto:
+    """Write indices that are computed: the lengths before a step, or bounded ones."""
+    model = plain_model(133, ("window",)).model
+    graph = model.graph
+    if op == "Min":
+        graph.initializer.append(numpy_helper.from_array(np.array([7]), "bound"))
+        nodes = [helper.make_node("Min", ["write_indices", "bound"], ["rows"], "bounded")]
+    else:
+        graph.input.remove(next(v for v in graph.input if v.name == "write_indices"))
+        nodes = [
+            helper.make_node("Shape", ["input_ids"], ["new"], start=1, end=2),
+            helper.make_node("Sub", ["nonpad_kv_seqlen", "new"], ["rows"]),
+        ]
+    for node in graph.node:
+        if node.op_type == "TensorScatter":
+            node.input[2] = "rows"
+    replace_field(graph.node, [*nodes, *graph.node])
+    return model

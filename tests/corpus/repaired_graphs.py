@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import onnx
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 from onnx import TensorProto, helper, numpy_helper, parser
+from packed_past_graphs import decoder as packed_past
 from state_graphs import beside_a_cache
 
 from corpus import Entry, built
@@ -54,8 +56,37 @@ def other_rank(model: onnx.ModelProto) -> None:
     model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
 
 
+def stated_again(model: onnx.ModelProto) -> None:
+    """ONNX Runtime's converter to float16 states outputs once more, without shapes."""
+    for value in (*model.graph.output, *model.graph.input):
+        model.graph.value_info.add(name=value.name).type.tensor_type.elem_type = value.type.tensor_type.elem_type
+
+
+def stated_elsewhere(model: onnx.ModelProto) -> None:
+    """The outputs without their shapes, and these stated as of tensors inside."""
+    model.graph.value_info.extend(model.graph.output)
+    for value in model.graph.output:
+        for dim in value.type.tensor_type.shape.dim:
+            dim.Clear()
+
+
+def constant_outputs(model: onnx.ModelProto) -> None:
+    """Outputs that no step computes, as constant folding leaves them."""
+    for rank in range(5):
+        table = numpy_helper.from_array(np.ones([4, 2, 3, 1][:rank], np.float32))
+        table.name = f"table_{rank}"
+        model.graph.initializer.append(table)
+        model.graph.output.append(helper.make_tensor_value_info(table.name, TensorProto.FLOAT, table.dims))
+
+
 def foreign(form: str, edit: Edit) -> onnx.ModelProto:
     model = make_foreign(form, SMALL)
+    edit(model)
+    return model
+
+
+def packed(edit: Edit) -> onnx.ModelProto:
+    model = packed_past()
     edit(model)
     return model
 
@@ -112,8 +143,12 @@ def entries() -> Iterator[Entry]:
     edits: dict[str, tuple[str, Edit]] = {
         **{f"any order {seed}": ("concat", partial(shuffled, seed=seed)) for seed in range(2)},
         "no import": ("gqa", no_import),
-        **{edit.__name__: ("concat", edit) for edit in (scalars_for_lists, other_rank)},
-    }
+        **{edit.__name__: ("concat", edit) for edit in (scalars_for_lists, other_rank, constant_outputs)},
+        **{f"{edit.__name__} {form}": (form, edit)
+           for edit in (stated_again, stated_elsewhere) for form in ("concat", "gqa")},
+    }  # fmt: skip
     yield from built("repaired", {n: partial(foreign, *how) for n, how in edits.items()}, capacity=16)
+    again = {"stated_again packed": partial(packed, stated_again)}
+    yield from built("repaired", again, capacity=32)
     yield from built("repaired", {name: partial(beside_a_cache, *parts) for name, parts in BESIDE.items()})
     yield from built("wrong types", {name: partial(text, graph) for name, graph in WRONG_TYPES.items()})

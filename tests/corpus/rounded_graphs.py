@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import concat_graphs
 import ml_dtypes
 import numpy as np
 from concat_graphs import TYPES, Build, Decoder, decoders, joined, make_decoder
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from corpus import Entry, built
+from trt_kvcache.importer.protos import replace_field
 
 Hook = Callable[[Build, str], str]
 INT8, FP8 = np.int8, ml_dtypes.float8_e4m3fn
 STEPS = {INT8: 1 / 32, FP8: 1 / 64}
 PARTS = ("query", "keys", "scores", "weights", "values")
 OPSET = 21
+GIVEN = (("scale", 0.02, np.float32), ("zero", 0, INT8))
 
 
 def rounds(kind: Any, scale: float = 0.0, zero: int = 0, then: float = 0.0, **attrs: int) -> Hook:
@@ -151,6 +154,34 @@ def in_nvidia_s_domain(opset: int = OPSET) -> ModelProto:
     return model
 
 
+def held_in_int8(by_row: bool) -> ModelProto:
+    """Caches of int8: new rows are quantized before they are joined, or the whole is."""
+    model = make_decoder(Decoder(opset=OPSET))
+    graph, nodes = model.graph, list[NodeProto]()
+    graph.initializer.extend(numpy_helper.from_array(np.array(v, k), n) for n, v, k in GIVEN)
+    for node in graph.node:
+        nodes.append(node)
+        if node.op_type != "Concat" or not node.output[0].startswith("present"):
+            continue
+        present, (past, new) = node.output[0], node.input
+        wide = f"{present}/wide"
+        if by_row:
+            nodes.insert(-1, helper.make_node("QuantizeLinear", [new, "scale", "zero"], [f"{new}/few"]))
+            nodes.append(helper.make_node("DequantizeLinear", [present, "scale", "zero"], [wide]))
+            node.input[1] = f"{new}/few"
+        else:
+            nodes.insert(-1, helper.make_node("DequantizeLinear", [past, "scale", "zero"], [f"{past}/wide"]))
+            nodes.append(helper.make_node("QuantizeLinear", [wide, "scale", "zero"], [present]))
+            node.input[0], node.output[0] = f"{past}/wide", wide
+        for other in (n for n in graph.node if n is not node):
+            other.input[:] = [wide if name == present else name for name in other.input]
+    replace_field(graph.node, nodes)
+    for value in (*graph.input, *graph.output):
+        if value.name.startswith(("past", "present")):
+            value.type.tensor_type.elem_type = TensorProto.INT8
+    return model
+
+
 def entries() -> Iterator[Entry]:
     kinds = {"int8": INT8, "float8": FP8}
     yield from decoders("rounded", {n: Decoder(attend=modelopt(k), opset=OPSET) for n, k in kinds.items()})
@@ -165,3 +196,5 @@ def entries() -> Iterator[Entry]:
     yield from decoders("rounded", {"before the write": Decoder(opset=OPSET, write=before_the_write)})
     nvidia = {"nvidia": in_nvidia_s_domain, "nvidia, opset 18": lambda: in_nvidia_s_domain(18)}
     yield from built("rounded", nvidia, capacity=24)
+    held = {f"held in int8, {'rows' if n else 'whole'}": partial(held_in_int8, n) for n in (True, False)}
+    yield from built("rounded", held, capacity=24)

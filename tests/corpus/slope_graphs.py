@@ -63,6 +63,11 @@ def scaled_after(g: Build, scores: str) -> str:
     return g.Mul(added(counted)(g, scores), g.number(0.5))
 
 
+def scaled(by: float) -> Callable[[Build, str], str]:
+    """Scores are scaled after a mask was added to them."""
+    return lambda g, scores: g.Mul(scores, g.number(by))
+
+
 def in_the_mask(g: Build) -> str:
     """One tensor that hides and slants, after a view."""
     visible = g.to_scores(g.causal())
@@ -106,6 +111,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "slopes of the length": {"scores": added(_of_length)},
     "squares": {"scores": added(_squares)},
     "not causal": {"scores": added(distance), "mask": "none"},
+    "a mask that is scaled": {"masked": scaled(0.05), "lowest": -1e4, "mask": "padding", "scale": "none"},
+    "a mask that is scaled to -5": {"masked": scaled(0.0005), "lowest": -1e4, "scale": "none"},
+    "slopes and a mask that are scaled": {"scores": added(distance), "masked": scaled(0.05), "lowest": -1e4},
     "own mask": {"scores": added(distance), "mask": "own"},
 }
 

@@ -10,13 +10,15 @@ from typing import Any
 import onnx
 import pytest
 import tensorrt_rtx as trt
+from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig, write_decoder
+from hybrids import hybrid_model
 from onnx import TensorProto, helper
 
 from trt_kvcache.engine.network import check_network
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import CachePlan, Role, Route, TensorRole
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Route, TensorRole
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,23 @@ def test_a_difference_is_named(
     network, _, plan = parsed
     with pytest.raises(BuildError, match=message):
         check_network(network, change(plan), trt)
+
+
+@pytest.mark.parametrize("form", ["canonical", "growing", "hybrid"])
+def test_inputs_that_are_outputs_too_keep_their_names(form: str, tmp_path: Path) -> None:
+    """TensorRT's parser renames such an input; the plan says that the output is gone."""
+    path = tmp_path / "model.onnx"
+    if form == "canonical":
+        model = onnx.load(write_decoder(path, DecoderConfig(dtype="float16")))
+    else:
+        model = hybrid_model() if form == "hybrid" else make_decoder(Decoder(positions="input"))
+    names = [value.name for value in model.graph.input]
+    model.graph.output.extend(model.graph.input)
+    onnx.save(model, path)
+    imported = import_model(path, PlanOptions(capacity=16 if form == "growing" else None))
+    check_network(parse(imported.model, path)[0], imported.plan, trt)
+    assert {c.route for c in imported.plan.caches} == {Route.NATIVE}
+    assert [c.old.partition(" ")[0] for c in imported.plan.changes if c.why == "an input unchanged"] == names
 
 
 def test_an_input_that_decides_shapes_by_its_values_is_refused(tmp_path: Path) -> None:

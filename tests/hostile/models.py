@@ -51,7 +51,7 @@ def _constant(proto: ModelProto, name: str, kind: int, shape: list[int], values:
 def terabytes(proto: ModelProto, rng: random.Random) -> None:
     """A tensor of any size on the way to the logits, which nothing but a run shows."""
     size = rng.choice([2**33, 2**40, 2**62])
-    shape = _constant(proto, "hostile_shape", TensorProto.INT64, [1], [size])
+    shape = _constant(proto, "hostile_shape", TensorProto.INT64, [2], [1, size])
     before_logits(proto, "ConstantOfShape", [shape])
 
 

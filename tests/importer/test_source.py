@@ -230,7 +230,8 @@ def short_weight(width: int) -> onnx.ModelProto:
 
 
 def two_of_one_name() -> onnx.ModelProto:
-    model = external_model(location="w.bin")
+    model = short_weight(8)
+    model.graph.initializer[0].raw_data = bytes(128)
     model.graph.initializer.append(model.graph.initializer[0])
     return model
 
@@ -251,7 +252,7 @@ def cast(to: int) -> onnx.ModelProto:
 BAD_GRAPHS: list[tuple[onnx.ModelProto, str]] = [
     (edited(lambda g: g.node[0].input.__delitem__(slice(1, None))), "not valid ONNX: Node"),
     (edited(lambda g: set_type(g, 1, 99)), "'update' has element type 99, which ONNX does not define"),
-    (short_weight(8), "raw_data size (100 bytes) is too small"),
+    (short_weight(8), "100 bytes of data where its dtype and shape need 128"),
     (short_weight(1000), "100 bytes of data where its dtype and shape need 16000"),
     (two_of_one_name(), "two initializers are named 'w'"),
     (older_function(), "imports opset 23"),

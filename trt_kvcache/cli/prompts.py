@@ -349,7 +349,7 @@ def read_prompts(file: Path, option: str) -> list[Prompt]:
     for at, line in lines:
         try:
             read = msgspec.json.decode(line, type=str | list[int] | _Line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise OptionError(
                 f"{option} {file}, line {at}: {error}; a line is a text, a list of token ids, or an object with one "
                 'of them as "prompt", in JSON'

@@ -218,7 +218,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         return manifest
     except (msgspec.ValidationError, OptionError) as error:  # the latter of the plan's options
         raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
 
 

@@ -195,9 +195,9 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
 def _changes(
     findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
 ) -> tuple[InterfaceChange, ...]:
-    """Changes for the caller; canonical models have none."""
+    """Changes for the caller; of canonical models, outputs that are gone."""
     if not findings.idioms or logits is None:
-        return findings.changes if findings.idioms else ()
+        return findings.changes
     return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))
 
 

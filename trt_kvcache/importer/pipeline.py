@@ -153,7 +153,7 @@ def rewrite_model(
 
 
 def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
-    with phase("reading the model"):
+    with phase("reading the model"), _memory_named(model):
         return load_source(model, config=as_options(options, PlanOptions, "options").config)
 
 
@@ -162,8 +162,19 @@ def _rewrite(
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, unchecked; its weights are stand-ins."""
     usual = usual_capacity(source.path.parent) if default_capacity is None else default_capacity
-    with phase("planning"), _default_named(options.capacity, usual):
+    with phase("planning"), _memory_named(source.path), _default_named(options.capacity, usual):
         return _plan_and_rewrite(source, options, usual)
+
+
+@contextmanager
+def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of which model there is not enough memory: its sizes are its own."""
+    try:
+        yield
+    except MemoryError:
+        raise UnsupportedModelError(
+            f"{model}: its fixed sizes need more memory than there is; export it with smaller sizes, or with symbols"
+        ) from None
 
 
 @contextmanager

@@ -16,11 +16,12 @@ import onnx
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.capacity import USUAL
+from trt_kvcache.importer.interface.changes import PASSED_ON
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.operators import MOVES
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op
+from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
+from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op, shape_of
 from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_nodes, simplify
 from trt_kvcache.importer.weights import detached, stand_in
 
@@ -88,7 +89,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -
     bound = bind_capacity(model.graph, options.capacity, usual, fits=recognized is not None)
     findings = recognized or Findings({})
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
-    findings = replace(findings, notes=(*notes, *findings.notes))
+    changes = (*findings.changes, *_without_passed_on(model.graph))
+    findings = replace(findings, notes=(*notes, *findings.notes), changes=changes)
     return Prepared(
         reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *turned, *chosen), refusal
     )
@@ -134,6 +136,18 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], t
     model, inlined = simplify(model)
     model, notes = extensions.edit("standardize", model)
     return model, inlined, tuple(chain(*notes))
+
+
+def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
+    """Take away, in place, outputs that are an input of the same name: TensorRT's parser would rename the input."""
+    inputs = {v.name for v in graph.input}
+    passed_on = [v for v in graph.output if v.name in inputs]
+    for value in passed_on:
+        graph.output.remove(value)
+    return [
+        InterfaceChange("output", f"{v.name} [{', '.join(map(str, shape_of(v) or ()))}]", "", PASSED_ON)
+        for v in passed_on
+    ]
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
         )
     try:
         recorded = msgspec.json.decode(record, type=PlanOptions)
-    except (msgspec.MsgspecError, OptionError) as error:
+    except (msgspec.MsgspecError, RecursionError, OptionError) as error:
         raise InvalidModelError(f"{path}: its record of options cannot be read ({error}): rewrite it again") from None
     if recorded.config is not None and options.config is None:
         raise OptionError(f"{path}: was rewritten with a file of patterns for roles; give the same one (--config)")

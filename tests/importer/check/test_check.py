@@ -15,10 +15,11 @@ import onnx
 import pytest
 from attention_forms import WIDE
 from batch_forms import MIXES
-from concat_graphs import Build, Decoder, make_decoder
+from concat_graphs import VOCABULARY, Build, Decoder, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Graph
+from held_graphs import grouped
 from mutation_cuts import Pair, trial
 from onnx import TensorProto, helper, numpy_helper
 from verify import mistakes as m
@@ -103,6 +104,70 @@ def test_float32_differs_by_less_than_a_thousandth(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedModelError, match="computes something else"):
         check(make_decoder(Decoder()), tmp_path, PLAN, larger)
+
+
+def kind_of(model: onnx.ModelProto) -> int:
+    """The element type of the first cache."""
+    return next(v.type.tensor_type.elem_type for v in model.graph.input if "past" in v.name)
+
+
+def scaled(model: onnx.ModelProto, factor: float, *, beside: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Queries, or scores, become larger by a factor, and a zero that goes through operators is added to them."""
+    found = next(n for n in model.graph.node if n.op_type in ("Attention", "Softmax"))
+    dtype = helper.tensor_dtype_to_np_dtype(kind_of(model))
+    zero = m.constant(model, 0, dtype)
+    for number, (op, attributes) in enumerate(beside):
+        model.graph.node.insert(number, helper.make_node(op, [zero], [f"zero/{number}"], **attributes))
+        zero = f"zero/{number}"
+    m.insert(model, found, 0, "Mul", m.constant(model, factor, dtype))
+    m.insert(model, found, 0, "Add", zero)
+
+
+def nothing_to_bfloat16(model: onnx.ModelProto) -> None:
+    scaled(model, 1.01, beside=[("Cast", {"to": TensorProto.BFLOAT16}), ("Cast", {"to": kind_of(model)})])
+
+
+def nothing_rounded(model: onnx.ModelProto) -> None:
+    scaled(model, 1.03, beside=[("Round", {})])
+
+
+def keys_in_bfloat16(model: onnx.ModelProto) -> None:
+    keys = m.nodes(model, "TensorScatter")[0].output[0]
+    found = next(n for n in model.graph.node if keys in n.input and n.op_type != "Shape")
+    place = list(found.input).index(keys)
+    m.insert(model, found, place, "Cast", to=TensorProto.BFLOAT16)
+    m.insert(model, found, place, "CastLike", keys)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("fault", [nothing_to_bfloat16, nothing_rounded, keys_in_bfloat16])
+def test_what_the_rewritten_side_rounds_widens_no_tolerance(fault: m.Mistake, dtype: type, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="computes something else.*: (.* in the rewritten|the rewritten)"):
+        check(make_decoder(Decoder(dtype=dtype)), tmp_path, PLAN, fault)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_epsilon_of_a_norm_of_queries_is_compared(packed: bool, tmp_path: Path) -> None:
+    """It shows among small numbers alone, and a cache beside them holds others."""
+
+    def larger(model: onnx.ModelProto) -> None:
+        norm = m.nodes(model, "RMSNormalization")[0]  # of queries; keys go to a cache as they are
+        m.set_attribute(norm, "epsilon", 10 * next(a.f for a in norm.attribute if a.name == "epsilon"))
+
+    model = grouped(norm=True, rotary=32, packed=packed)
+    check(model, tmp_path, PLAN)
+    with pytest.raises(UnsupportedModelError, match="'y' after .* tokens"):
+        check(model, tmp_path, PLAN, larger)
+
+
+def test_sequences_may_be_the_inner_part_of_an_axis(tmp_path: Path) -> None:
+    """They do not depend on each other then either."""
+    model = make_decoder(Decoder())
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, VOCABULARY]), "rows_of"))
+    model.graph.node.append(helper.make_node("Transpose", ["logits"], ["turned"], perm=[1, 0, 2]))
+    model.graph.node.append(helper.make_node("Reshape", ["turned", "rows_of"], ["flat"]))
+    model.graph.output.append(helper.make_tensor_value_info("flat", TensorProto.FLOAT, ["rows", VOCABULARY]))
+    assert "flat" in {t.name for t in check(model, tmp_path, PLAN).tensors}
 
 
 def a_hundredth(g: Build, x: str) -> str:
@@ -314,7 +379,7 @@ def test_an_output_that_is_lost_is_refused(tmp_path: Path) -> None:
     """Neither the rewritten model nor the plan has it."""
     imported = planned(beside(), tmp_path)
     plan = replace(imported.plan, tensors=tuple(t for t in imported.plan.tensors if t.name != "twice"))
-    with pytest.raises(UnsupportedModelError, match="has no output 'twice', and the plan does not say so"):
+    with pytest.raises(UnsupportedModelError, match="has no output 'twice', and the plan does not say so$"):
         check_rewrite(imported.source.proto, without_output(imported.model, "twice"), plan, {}, tmp_path)
     with pytest.raises(UnsupportedModelError, match="output 'twice' is missing"):
         check_rewrite(imported.source.proto, without_output(imported.model, "twice"), imported.plan, {}, tmp_path)

@@ -108,8 +108,8 @@ def check_rewrite(
     if first.answer == "ends":
         longest = max(c.capacity for c in plan.caches)
         raise OptionError(
-            f"--capacity is {longest}, but the model takes no more than {first.name} tokens: a table of positions ends "
-            f"there; give at most --capacity {first.name}"
+            f"--capacity is {longest}, but the model takes no more than {first.name} tokens: {first.why}; give at most "
+            f"--capacity {first.name}"
         )
     if first.answer == "alone":
         raise UnsupportedModelError(
@@ -118,9 +118,10 @@ def check_rewrite(
         )
     if first.answer == "dependent":
         raise UnsupportedModelError(
-            f"'{first.name}' of one sequence of a batch depends on the other sequences, as with rotary factors that "
-            "the longest sequence chooses (LongRoPE, dynamic NTK); supported are sequences that do not depend on each "
-            "other: export with a batch of 1, or take a capacity below the length at which the factors change"
+            f"'{first.name}' of one sequence of a batch depends on the other sequences: an operator mixes "
+            "them, or the longest one chooses rotary factors (LongRoPE, dynamic NTK); supported are "
+            "sequences that do not depend on each other: export with a batch of 1, or, for such factors, take a "
+            "capacity below the length at which they change"
         )
     if first.answer == "counted":
         raise UnsupportedModelError(

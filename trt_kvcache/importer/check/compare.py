@@ -29,19 +29,29 @@ FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten time
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
     """Largest differences as a share of the scale: of joins, and of rows of caches.
 
+    They follow from the original alone: the rewritten side may not widen them by what it rounds.
+
     `wide`: both sides compute in float32; `caches`: the region reads caches.
     """
-    kinds = all_types(region.models[0]) | all_types(region.models[1])
+    original = region.models[0]
+    kinds = all_types(original)
     joins = max(_TOLERANCES.get(kind, 1e-4) for kind in kinds | {TensorProto.FLOAT})
     narrow = not kinds.isdisjoint(NARROW)
     rows = joins if narrow else 1e-6
     if narrow and not wide:
         joins = _EXPORTED_TOLERANCE
-    elif any(node.op_type in ROUNDS for model in region.models for node in model.graph.node):
+    elif any(node.op_type in ROUNDS for node in original.graph.node):
         joins = rows = _ROUNDED_TOLERANCE
     if not region.presents and not caches:
         joins *= 4  # operators with weights, which round on their way
     return joins, rows
+
+
+def added_rounding(region: Region) -> str:
+    """In words, a type that the rewritten side alone rounds to, which the check computes in a wider one; or nothing."""
+    original, rewritten = (all_types(model).intersection(NARROW) for model in region.models)
+    names = [TensorProto.DataType.Name(kind).lower() for kind in sorted(rewritten - original)]
+    return f"the rewritten model computes in {names[0]} there, and the original does not" if names else ""
 
 
 def cache_differs(

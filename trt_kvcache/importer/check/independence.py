@@ -13,6 +13,7 @@ experts are left out, as caches are.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -44,6 +45,8 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]
 
+_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)'")  # in the words of ONNX Runtime
+_TABLES = ("Gather", "GatherND", "GatherElements", "Slice", "RotaryEmbedding")
 _STRIDE = 7919  # places between the numbers of two boundaries
 _BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
 _PAST = 5  # tokens before a step of which one is compared with all
@@ -89,7 +92,7 @@ def _sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | N
     else:
         return None
     if most := both.longest_past(last):
-        return Verdict(str(most - 1 + length), "ends")
+        return Verdict(str(most - 1 + length), "ends", both.why_it_ends(most))
     starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
     for (own, other), row in product(starts, (0, batch - 1)):
         if name := both.first_dependent(own, other, row):
@@ -169,6 +172,18 @@ class _Outside:
             return False
         return True
 
+    def why_it_ends(self, past: int) -> str:
+        """In words, what does not run after so many tokens."""
+        try:
+            self._session.run(self._feeds([past] * self._batch, 0))
+        except RunError as error:
+            if found := _FAILED.search(str(error)):
+                op, name = found.groups()
+                return (
+                    f"a table of positions ends there ({op} '{name}')" if op in _TABLES else f"{op} '{name}' ends there"
+                )
+        return "what is computed of positions ends there"
+
     def longest_past(self, last: int) -> int:
         """One more than the most tokens, fewer than `last`, after which the model still runs; 0: it runs after `last`.
 
@@ -191,11 +206,14 @@ class _Outside:
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
         alone, beside = (self._session.run(fed) for fed in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
-            a, b = (v[self._of_row(v, axis, row)] for v in (alone[name], beside[name]))
-            both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
-            if not self._same(a[both], b[both]):
+            rows = self._of_row(alone[name], axis, row), self._inner(alone[name], axis, row)
+            if not any(self._same_part(alone[name][of], beside[name][of]) for of in rows):
                 return str(name)
         return ""
+
+    def _same_part(self, a: Array, b: Array) -> bool:
+        both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+        return self._same(a[both], b[both])
 
     def first_counted(self, start: int) -> str:
         """The first tensor in which tokens are not the same together as one by one; empty: there is none.
@@ -271,6 +289,10 @@ class _Outside:
         """The part of one sequence."""
         size = values.shape[axis] // self._batch
         return (*[slice(None)] * axis, slice(row * size, (row + 1) * size))
+
+    def _inner(self, values: Array, axis: int, row: int) -> tuple[slice, ...]:
+        """The part of one sequence where sequences are the inner one of several along an axis."""
+        return (*[slice(None)] * axis, slice(row, None, self._batch))
 
 
 def _ends(pair: ModelPair, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:

@@ -14,8 +14,8 @@ import msgspec
 import onnx
 from onnx import TensorProto
 
-from trt_kvcache.child import Child, ChildError
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.child import Child
+from trt_kvcache.errors import TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.progress import ProgressEvent, phase, tell
 
@@ -96,7 +96,8 @@ def check_in_process(
     """The verdicts of `check_models`, from a process with the limits of the plan's options.
 
     Raises:
-        ChildError: the process exceeded a limit, ended, or refused the models.
+        ChildError: the process exceeded a limit, or ended.
+        UnsupportedModelError: it refused the models.
     """
     parts = (original.SerializeToString(), rewritten.SerializeToString())
     with _asking, phase("comparing with the original"):
@@ -110,6 +111,8 @@ def check_in_process(
                 lambda name: weights[name].SerializeToString(),
             )
         except TrtKvCacheError as error:
-            raise ChildError(error.message) from None
+            raise UnsupportedModelError(
+                f"the rewritten model could not be compared with the original: {error.message}"
+            ) from None
         finally:
             _answering.remove(child)

@@ -11,6 +11,7 @@ from onnx import TensorProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.compare import (
     FAR,
+    added_rounding,
     both,
     cache_differs,
     first_difference,
@@ -43,6 +44,7 @@ _HALF_GARBAGE = _GARBAGE[3:]
 """In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
 _BATCH = 2
 _MANY = 1 << 13  # scores of a step that costs much
+_FEW_STEPS = 6
 _FEW = 64  # keys, each of which is changed to find the one that only one side sees
 
 
@@ -51,6 +53,8 @@ def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = False
     alive: set[str] = set()
+    if why := added_rounding(region):
+        return Verdict(name, "different", why)
     try:
         for run in _runs(region, as_bytes(plan), limits, thorough=thorough):
             if why := run.judge(first=not compared):
@@ -103,12 +107,22 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
             yield from by_length(plan, end_steps(allowed, capacity))
     if at is plan:
         yield from by_length(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
-    few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6] if wide else []
+    few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:_FEW_STEPS] if wide else []
+    if _caches(region, at) and _has_norm(region):
+        small = Sides(region, at, limits, wide=wide, sessions=sessions[0], small=True)
+        yield _Run(small, plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:_FEW_STEPS])
     if wide and is_half(region.models):
         yield _Run(Sides(region, at, limits, wide=False, sessions=[]), few)
     large = _queries(region)
     if wide and large:
         yield _LargeRun(Sides(region, at, limits, wide=False, sessions=[]), few[:2], large)
+
+
+def _has_norm(region: Region) -> bool:
+    """True if queries, keys or values may be normalized: the epsilon of a norm shows among small numbers alone."""
+    norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
+    operators = {node.op_type for model in region.models for node in model.graph.node}
+    return any(op in norms or "Normalization" in op for op in operators)
 
 
 def _cost(step: Step) -> int:

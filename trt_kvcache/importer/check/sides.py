@@ -61,10 +61,18 @@ class Sides:
         sessions: of the original and of the rewritten side, once they are open; shared by runs of the same models.
         wide: both compute in float32.
         large: number of the boundary that holds numbers which no float16 holds; None: none does.
+        small: all boundaries hold small numbers, also beside caches.
     """
 
     def __init__(
-        self, region: Region, plan: CachePlan, limits: IndexLimits, *, wide: bool, sessions: list[ModelSession]
+        self,
+        region: Region,
+        plan: CachePlan,
+        limits: IndexLimits,
+        *,
+        wide: bool,
+        sessions: list[ModelSession],
+        small: bool = False,
     ) -> None:
         self.region, self.plan, self.wide = region, plan, wide
         self._limits = limits
@@ -82,6 +90,7 @@ class Sides:
         self.garbage = 0.0
         self.settled = False
         self.large: int | None = None
+        self.small = small
 
     def _interface(self) -> OriginalInterface:
         original = tuple(
@@ -99,7 +108,7 @@ class Sides:
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
         facts = (
             region.joins, region.in_span, region.presents, region.boundaries, region.integers, region.rows, plan,
-            self._limits, self.wide,
+            self._limits, self.wide, self.small,
         )  # fmt: skip
         models = [model.SerializeToString(deterministic=True) for model in region.models]
         return msgspec.json.encode((facts, [len(m) for m in models]), order="deterministic") + b"".join(models)
@@ -113,7 +122,7 @@ class Sides:
     def is_small(self, step: Step) -> bool:
         """The step has small numbers, among which an epsilon shows: after odd pasts, where no cache sets the scale."""
         reads_rows = any(c.role.name not in self._unread for c in self.caches)
-        return not reads_rows and self.large is None and step.starts[0] % 2 == 1
+        return self.small or (not reads_rows and self.large is None and step.starts[0] % 2 == 1)
 
     def fits(self, step: Step) -> bool:
         """True if the step is not too large, and the original can run its rows."""

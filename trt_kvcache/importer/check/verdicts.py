@@ -72,7 +72,7 @@ class Verdicts:
             if entry.key != key:
                 return None
             os.utime(path)  # the oldest go first
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, RecursionError):
             return None
         return frozenset(entry.alive)
 

@@ -182,6 +182,10 @@ def _breaks_rules(model: onnx.ModelProto) -> bool:
         later = {name for node in scope.node for name in node.output}
         if any(v.name in tensors and shape_of(v) != tuple(tensors[v.name].dims) for v in scope.value_info):
             return True
+        stated = [v.name for v in scope.value_info]
+        outer = {v.name for v in (*scope.input, *scope.output)} if isinstance(scope, onnx.GraphProto) else set()
+        if len({*stated}) < len(stated) or not outer.isdisjoint(stated):
+            return True
         for node in scope.node:
             places = 0 if node.op_type in ("Concat", "ConstantOfShape") else 1
             is_listed = node.op_type in _LISTED or node.op_type.startswith("Reduce")

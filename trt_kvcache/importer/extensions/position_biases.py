@@ -32,9 +32,11 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import FLOATS, INT64, Emitter, is_constant, is_op, producer
-from trt_kvcache.importer.normalize.attention.masks import Masks
+from trt_kvcache.importer.normalize.attention.masks import HIDDEN, Masks
 from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
+
+_NEAR = 0.02  # as a share of the largest number, which is rounded in float16
 
 __all__ = ["RelativeBias", "emit_bias", "take_off"]
 
@@ -122,4 +124,21 @@ def _find_slopes(masks: Masks, samples: Samples) -> Array | None:
     nearest = np.minimum(np.argmin(np.abs(rows), axis=1), last.total - 2)[:, None]  # where numbers are most exact
     here, after = (np.take_along_axis(rows, nearest + step, axis=1)[:, 0] for step in (0, 1))
     slopes: Array = (after - here).astype(np.float32)
+    wanted = here[:, None] + slopes[:, None] * (np.arange(rows.shape[-1]) - nearest)
+    other = np.abs(rows - wanted) > _NEAR * np.abs(rows).max()
+    named = not last.own and not masks.has_sinks  # else somebody else says what there is beside the bias
+    if named and np.any(other & (rows > HIDDEN)):
+        head, key = np.argwhere(other & (rows > HIDDEN))[0]
+        raise UnsupportedModelError(
+            f"what is added to the scores of '{masks.node}' does not grow by one number with each key: with "
+            f"{last.total} tokens, head {head} has {rows[head, key]:.4g} for key {key}, and {here[head]:.4g} for key "
+            f"{nearest[head, 0]}; supported are masks, which hide keys altogether, and biases by distance (ALiBi, T5)"
+        )
+    if named and not slopes.any():
+        level = masks.level(samples.plain[0])
+        soft = level[(level > HIDDEN) & (level != 0)]
+        raise UnsupportedModelError(
+            f"what is added to the scores of '{masks.node}' tells keys apart by {soft[0]:.4g}, which hides none of "
+            "them; supported are masks, which hide keys altogether, and biases by distance (ALiBi, T5)"
+        )
     return slopes

@@ -38,7 +38,10 @@ from trt_kvcache.importer.protos import (
 TENSOR_SCATTER_OPSET = 24
 _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
-_MOST_NODES = 1 << 20
+_MOST_NODES, _MOST_CALLS = 1 << 20, 100
+_MOST_NUMBERS, _MOST_LISTED = 1 << 22, 1 << 20
+"""In a tensor of rank 1 of which only the size is stated, and in a list: ONNX's shape inference makes an object of 80
+bytes and more for each number of the one (measured, 1.23.2), and Python one for each of the other."""
 _SMALL_BYTES = 1024  # constants up to this size stay: shape inference reads shapes from them
 _UNNATURAL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # Unicode's categories Cc, Zl and Zp
 _NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
@@ -75,6 +78,7 @@ def check_graph(model: ModelProto, source: str) -> None:
     """
     _check_are_tensors(model.graph, source)
     _check_types(model, source)
+    _check_sizes(model, source)
     _check_updates(model, source)
     _check_flags(model, source)
     _check_functions(model, source)
@@ -85,6 +89,7 @@ def check_graph(model: ModelProto, source: str) -> None:
         raise InvalidModelError(f"{source}: not valid ONNX: {_one_line(error)}; export the model again") from None
     try:
         flat = onnx.inliner.inline_local_functions(skeleton)
+        _check_sizes(onnx.shape_inference.infer_shapes(flat), source)  # which makes nothing of these sizes
         inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
         _check_no_optional(inferred, source)
         _check_element_types(inferred.graph, opset_version(inferred), source)
@@ -93,6 +98,25 @@ def check_graph(model: ModelProto, source: str) -> None:
         said = next((m for m in _RULE.findall(_one_line(error)) if not m[2].startswith("Inference")), None)
         what = f"{said[0]} '{said[1]}' breaks a rule of ONNX: {said[2]}" if said else _one_line(error)
         raise InvalidModelError(f"{source}: {what}; export the model again") from None
+
+
+def _check_sizes(model: ModelProto, source: str) -> None:
+    """Refuse lists and stated sizes from which more is made than the file is long."""
+    for scope in iter_scopes(model):
+        for info in (*(scope.input if isinstance(scope, GraphProto) else ()), *scope.value_info):
+            shape = shape_of(info) or ()
+            if len(shape) == 1 and isinstance(shape[0], int) and shape[0] > _MOST_NUMBERS:
+                raise UnsupportedModelError(
+                    f"{source}: '{info.name}' has {shape[0]} numbers along its only axis, and the file holds none of "
+                    f"them; supported are up to {_MOST_NUMBERS}: export it with a symbol, or with smaller sizes"
+                )
+        for node in scope.node:
+            for a in node.attribute:
+                if (count := max(len(a.ints), len(a.floats), len(a.strings))) > _MOST_LISTED:
+                    raise UnsupportedModelError(
+                        f"{source}: the attribute '{a.name}' of {describe(node)} lists {count} values; supported are "
+                        f"up to {_MOST_LISTED}: export them as a tensor"
+                    )
 
 
 def _check_updates(model: ModelProto, source: str) -> None:
@@ -133,6 +157,11 @@ def _check_functions(model: ModelProto, source: str) -> None:
 
     def size(scope: Scope, callers: tuple[tuple[str, str, str], ...]) -> int:
         count = 0
+        if len(callers) > _MOST_CALLS:
+            raise UnsupportedModelError(
+                f"{source}: its functions call each other more than {_MOST_CALLS} deep, from '{callers[0][1]}' on; "
+                "export the model again, with fewer in each other"
+            )
         for node in all_nodes(scope):
             name = (node.domain, node.op_type, node.overload)
             if name in callers:
@@ -173,7 +202,8 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
         if _is_small(tensor):
             graph.initializer.append(tensor)
         else:
-            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+            dims = list(tensor.dims) if len(tensor.dims) != 1 or tensor.dims[0] <= _MOST_NUMBERS else [None]
+            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, dims))
     graph.input.extend(info for info in model.graph.input if info.name not in weights)
     for sparse in model.graph.sparse_initializer:
         info = onnx.helper.make_tensor_value_info(sparse.values.name, sparse.values.data_type, list(sparse.dims))

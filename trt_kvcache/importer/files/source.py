@@ -118,12 +118,12 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto, own = _parse(path)
     check_text(proto, str(path))
+    stamps = _check_tensor_data(proto, path)  # first: whatever reads a shape may make something of that size
     is_edited = extensions.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
     if not first_step:
         check_takes_past(proto.graph, path)
-    stamps = _check_tensor_data(proto, path)
     take_readable(proto, path.parent)
     return SourceModel(path.absolute(), proto, tuple(stamps), {path.absolute(): own, **stamps}, is_edited)
 

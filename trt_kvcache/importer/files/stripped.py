@@ -39,8 +39,8 @@ _TABLE = 1 << 14
 """Elements of a table of floats that may keep its contents, such as rotary factors."""
 _CODES = 1 << 16
 """Elements of int32; more may be quantized weights."""
-_STEP, _FILLED, _LARGEST = 64, 1 << 26, 1 << 36
-"""Bytes: between two weights, of random numbers in a file, of a file."""
+_STEP, _FILLED, _LARGEST, _MEMBER = 64, 1 << 26, 1 << 36, 1 << 28
+"""Bytes: between two weights, of random numbers in a file, of a file, of a member of a report."""
 _PLACE = re.compile(r"weights\.[a-z0-9]+")
 _EXACT = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
 _TEXTS = ("model_type",)
@@ -175,9 +175,15 @@ def recorded_options(path: Path) -> PlanOptions:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            return msgspec.json.decode(archive.read(_REPORT), type=_Recorded).options
-    except (OSError, KeyError, ValueError, TrtKvCacheError, zipfile.BadZipFile) as error:
+            return msgspec.json.decode(_read(archive, _REPORT), type=_Recorded).options
+    except (OSError, KeyError, ValueError, RecursionError, TrtKvCacheError, zipfile.BadZipFile) as error:
         raise InvalidModelError(f"{path}: no report that can be read: {error}; write it again") from None
+
+
+def _read(archive: zipfile.ZipFile, member: str) -> bytes:
+    if (size := archive.getinfo(member).file_size) > _MEMBER:
+        raise ValueError(f"{member} has {size} bytes, and a report at most {_MEMBER}")
+    return archive.read(member)
 
 
 class _Recorded(msgspec.Struct):
@@ -196,7 +202,7 @@ def unpacked(path: Path) -> Iterator[Path]:
         try:
             with zipfile.ZipFile(path) as archive:
                 for member in {_MODEL, _CONFIG} & set(archive.namelist()):  # no other name is written
-                    (folder / member).write_bytes(archive.read(member))
+                    (folder / member).write_bytes(_read(archive, member))
             model = ModelProto.FromString((folder / _MODEL).read_bytes())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
             raise InvalidModelError(f"{path}: no report that can be read: {error}; write it again") from None

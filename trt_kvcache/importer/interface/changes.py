@@ -17,6 +17,7 @@ _WHY = {
 }
 _WHY_SHIFTED = "a query sees the tokens that a cache holds up to its own, which write_indices says"
 _COLUMNS = "a column is a row of the cache: those of new tokens begin at write_indices, not after all rows of the past"
+PASSED_ON = "an input unchanged"
 _ADDED = {
     "write_indices": "tokens in the cache before this step: the row of the first new token, per sequence",
     "nonpad_kv_seqlen": "write_indices + number of new tokens, per sequence",
@@ -45,7 +46,7 @@ def find_changes(
                 if tensor.kept is not None and tensor.role is OriginalRole.MASK:
                     why = _WHY_SHIFTED
                 if tensor.name in copies:
-                    why = "an input unchanged"
+                    why = PASSED_ON
                 if tensor.name in counts:
                     why = "the caller counts tokens itself"
                 changes.append(InterfaceChange(io, _old(tensor, rows), "", why))

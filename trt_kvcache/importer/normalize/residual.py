@@ -91,6 +91,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
     queue += [n.outputs[0] for n in updates]
     seen: set[str] = set()
+    marks = _numbers_of(graph, {t.name for t in interface.of(OriginalRole.PADDING_MASK)})
     by_tokens = False
     while queue:
         tensor = queue.pop(0)
@@ -108,6 +109,8 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                     continue
                 seen.add(output.name)
                 if _is_cancelled(output, samples):
+                    if output.name in marks:
+                        _fill(graph, output, canonical.emit, interface, samples)
                     continue
                 looks_up = is_op(node, "Gather") and not any(map(is_constant, node.inputs))
                 if _count_per_row(node, canonical, samples):
@@ -279,6 +282,41 @@ def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
         if before is None or not all(value is not None and np.array_equal(before, value) for value in after):
             return False
     return True
+
+
+def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
+    """Tensors that the numbers of some inputs reach, with these, in a sorted graph."""
+    reached = set(names)
+    for node in graph.nodes:
+        if not is_op(node, "Shape", "Size") and any(t.name in reached for t in node.inputs):
+            reached |= {t.name for t in node.outputs}
+    return reached
+
+
+def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
+    """Put a constant in the place of what is made of a padding mask, if it is one number for all tokens of a step.
+
+    Such as the newest columns of it, by which inputs of states are multiplied: a mask over the rows of the caches has
+    these elsewhere.
+    """
+    values = [(s, s.probe.value(output.name)) for s in (*samples.plain, *samples.twins)]
+    first = values[0][1]
+    if first is None or not first.size or any(v is None or np.any(v != first.flat[0]) for _, v in values):
+        return
+    sizes: list[gs.Tensor | None] = []
+    tokens = next(t for t in graph.inputs if t.name == interface.tokens)
+    for axis in range(first.ndim):
+        found = [(s, v.shape[axis]) for s, v in values if v is not None and v.ndim == first.ndim]
+        named = {"batch": all(n == s.batch for s, n in found), "sequence": all(n == s.length for s, n in found)}
+        name = next((name for name, fits in named.items() if fits), "")
+        fixed = {n for _, n in found}
+        sizes.append(_size(emit, tokens, name or found[0][1], name) if name or len(fixed) == 1 else None)
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return
+    number = emit.constant(first.reshape(-1)[:1].reshape([1] * first.ndim))
+    shape = emit.op("Concat", known, "filled_shape", INT64, axis=0) if len(known) > 1 else known[0] if known else None
+    replace_uses(output, number if shape is None else emit.op("Expand", [number, shape], "filled", elem_type(output)))
 
 
 def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, axis: int, sample: Sample) -> bool:

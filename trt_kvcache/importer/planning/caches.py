@@ -201,8 +201,6 @@ def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> st
         return f"the cache '{past.name}' is not an input of the model"
     if not contains(graph.outputs, present):
         return f"the updated cache '{present.name}' is not an output of the model"
-    if contains(graph.outputs, past):
-        return f"the cache '{past.name}' is also an output of the model, before the update"
     for reader in consumers(past):
         if reader is not node and _reads_values(graph, reader):
             what = "also updated" if is_update(reader) else "also read"

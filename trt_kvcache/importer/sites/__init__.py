@@ -31,6 +31,7 @@ from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import AttentionSite, Findings, Visibility, Write
+from trt_kvcache.importer.normalize.idioms.attention_past import find_inner_caches
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 from trt_kvcache.importer.sites.cut import Cutter, FartherError, MisfitError, Region, SiteError, UnknownError
@@ -89,6 +90,7 @@ def _described(
     """The model in canonical form, whose caches lie by sequence; `positions` are inputs that hold such, too."""
     graph = read_graph(model)
     graph.cleanup().toposort()
+    find_inner_caches(graph)  # which states the shapes of their caches
     model = export_inferred(graph)
     tensors = graph.tensors()
     update = partial(ExportedUpdate, "attention", growing=True, positions=positions)

@@ -18,7 +18,7 @@ from onnx import TensorProto, numpy_helper
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import POINTS, terms
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.protos import FLOATS, copied, part_of
+from trt_kvcache.importer.protos import FLOATS, copied, is_op, opset_version, part_of, replace_field
 
 _PASTS = (6, 8)  # short, and no products of batch and new tokens, alone or with these
 _MOST = 1 << 20  # numbers in the constants of a region
@@ -137,8 +137,11 @@ class Cutter:
             raise SiteError(f"the attention around '{result}' reads large weights")
         inputs = [onnx.helper.make_tensor_value_info(n, self._described(n)[0] or 0, None) for n in fed]
         long = (n for node in nodes for n in node.output if n in reached and not self._is_short(n))
+        model = part_of(graph.model, nodes, inputs, [result, *presents], constants)
+        for node in model.graph.node:
+            _make_public(node, opset_version(model) or 0)
         return Region(
-            model=part_of(graph.model, nodes, inputs, [result, *presents], constants),
+            model=model,
             key=repr([digests[n] for n in (result, *presents)]),
             result=result,
             presents=tuple(presents),
@@ -185,6 +188,22 @@ class Cutter:
         constant: TensorProto = copied(tensor)
         constant.name = name
         return constant
+
+
+def _make_public(node: onnx.NodeProto, opset: int) -> None:
+    """Take from an Attention, in place, what `lower` says of the operator that it was: it computes the same without.
+
+    Raises:
+        SiteError: not without the rest that ONNX's operator does not have.
+    """
+    if not is_op(node, "Attention"):
+        return
+    known = onnx.defs.get_schema("Attention", opset, "")
+    replace_field(node.attribute, [a for a in node.attribute if a.name != "operator"])
+    others = [a.name for a in node.attribute if a.name not in known.attributes]
+    others += ["sinks"] * any(node.input[len(known.inputs) :])
+    if others:
+        raise SiteError(f"the attention '{node.name}' has {others[0]}, which ONNX Runtime does not run so")
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:

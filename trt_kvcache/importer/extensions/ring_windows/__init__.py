@@ -24,7 +24,7 @@ reads the length of a cache elsewhere, or computes its lengths or write indices,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,7 @@ from trt_kvcache.importer.graph import (
     input_or_none,
     is_op,
     producer,
+    small_constant,
 )
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.operators import VIEWS
@@ -124,6 +125,16 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
                 f"{chunk} tokens (--window-chunk) need {rows} rows, and the capacity is {capacity}"
             )
             continue
+        respelled = [shape for cache in (pair.keys, pair.values) for shape in _spelled(cache, capacity, rows)]
+        other = _other_reader(graph, pair) or next((node for node, shape in respelled if shape is None), None)
+        why = "" if other is None else f"{other.op} '{other.name}' reads their rows beside attention, or counts them"
+        if bound := _bound(pair.keys.inputs[2]):
+            why = f"{bound.op} '{bound.name}' bounds the positions of their new rows"
+        if why:
+            notes.append(f"caches '{names[0]}' and '{names[1]}' stay linear: {why}")
+            continue
+        for node, shape in respelled:
+            node.inputs[1] = emit.constant(np.asarray(shape, np.int64))
         _turn(pair, emit, rows, idle=idle)
         longest |= dict.fromkeys(names, chunk)
     if longest:
@@ -193,6 +204,46 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
         elif not is_op(node, "Shape"):
             readers[id(node)] = node
     return list(readers.values())
+
+
+def _bound(indices: gs.Tensor) -> gs.Node | None:
+    """A node that makes write indices of others so that they are no count of tokens; None: there is none."""
+    node = producer(indices)
+    if node is None:
+        return None
+    if not is_op(node, *VIEWS, "Cast", "Add", "Sub", "Expand", "Gather", "Slice"):
+        return None if is_op(node, "Shape", "Constant") else node
+    return next((found for tensor in node.inputs if (found := _bound(tensor)) is not None), None)
+
+
+def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
+    """A node that reads a cache before its update, or gives it to the caller in another shape."""
+    for update in (pair.keys, pair.values):
+        for node in consumers(update.inputs[0]):
+            if node is not update and not is_op(node, "Shape"):
+                return node
+        for node in _views(update.outputs[0]):
+            if contains(graph.outputs, node.outputs[0]):
+                return node
+    return None
+
+
+def _views(present: gs.Tensor) -> list[gs.Node]:
+    """All views of a cache after its update."""
+    views = [node for node in consumers(present) if is_op(node, *VIEWS) and node.inputs[0] is present]
+    return views + [inner for node in views for inner in _views(node.outputs[0])]
+
+
+def _spelled(update: gs.Node, capacity: int, rows: int) -> Iterator[tuple[gs.Node, list[int] | None]]:
+    """Views that spell how many rows a cache has, with the shape for `rows` of them; None: it cannot be told."""
+    is_open = isinstance((dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))], str)
+    before = _rows(update, capacity)
+    for node in _views(update.outputs[0]):
+        spelled = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
+        sizes = [] if spelled is None else [int(n) for n in spelled.ravel()]
+        others = (dims(node.inputs[0]) or ()).count(before) - (not is_open)  # axes of the same size
+        if (count := sizes.count(before)) > max(others, 0):
+            yield node, [rows if n == before else n for n in sizes] if count == 1 else None
 
 
 def _cache_of(tensor: gs.Tensor, updates: dict[str, gs.Node]) -> gs.Node | None:

@@ -4,6 +4,7 @@ nodes in any order              ONNX Runtime's float16 converter appends the Cas
 the domain ai.onnx              another name of ONNX's own, which is empty; ONNX's checker finds no operator there
 no import of com.microsoft      its quantizers add operators of it
 shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which its optimizer makes an initializer
+values that are stated twice    ONNX Runtime's float16 converter states outputs once more, without their shapes
 names of its own casts          its optimizer saves them, and gives them again when it loads what became of the model:
                                 "Duplicate definition of name" (1.32)
 scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX asks for lists
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
-from onnx import GraphProto, ModelProto, OperatorSetIdProto, TensorProto
+from onnx import GraphProto, ModelProto, OperatorSetIdProto, TensorProto, TypeProto
 
 from trt_kvcache.importer.extensions.tool_repairs import assigned_slices, softmax
 from trt_kvcache.importer.extensions.tool_repairs.merged import choose as choose
@@ -100,11 +101,36 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop stated shapes of initializers, which have their own."""
-    known = {tensor.name for tensor in scope.initializer} if isinstance(scope, GraphProto) else set()
-    stated = [value for value in scope.value_info if value.name not in known]
+    """Drop stated shapes of initializers, which have their own, and let what else is stated twice be stated once."""
+    is_graph = isinstance(scope, GraphProto)
+    known = {tensor.name for tensor in scope.initializer} if is_graph else set()
+    first = {value.name: value for value in ((*scope.output, *scope.input) if is_graph else ())}
+    stated = []
+    for value in (value for value in scope.value_info if value.name not in known):
+        if value.name in first:
+            _add_stated(first[value.name].type, value.type)
+        else:
+            first[value.name] = value
+            stated.append(value)
     if len(stated) < len(scope.value_info):
         replace_field(scope.value_info, stated)
+
+
+def _add_stated(known: TypeProto, other: TypeProto) -> None:
+    """Add to a type, in place, what only the other one says of a tensor; contradictions stay as the first one says."""
+    if other.WhichOneof("value") != "tensor_type" or known.WhichOneof("value") not in (None, "tensor_type"):
+        return
+    one, two = known.tensor_type, other.tensor_type
+    one.elem_type = one.elem_type or two.elem_type
+    if not two.HasField("shape") or (one.HasField("shape") and len(one.shape.dim) != len(two.shape.dim)):
+        return
+    if not one.HasField("shape"):
+        one.shape.CopyFrom(two.shape)
+    for dim, more in zip(one.shape.dim, two.shape.dim, strict=True):
+        if more.HasField("dim_value") and not dim.HasField("dim_value"):
+            dim.dim_value = more.dim_value
+        elif dim.WhichOneof("value") is None:
+            dim.CopyFrom(more)
 
 
 def _sort(scope: Scope) -> None:

@@ -43,7 +43,19 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 _StandIn = tuple[str, str]  # the name of a tensor, and what its value is: see `ZeroScores`
 
-_HIDDEN = -1e3  # what is added to hidden scores is at most this: GPT-2's exporters add -1e4, others the lowest number
+HIDDEN = -1e3  # what is added to hidden scores is at most this: GPT-2's exporters add -1e4, others the lowest number
+_ROUNDED = -1.0  # what is left of slopes in float16
+_VANISHES = -104.0  # exp of it is 0 in float32; a bias that grows with the distance has smaller numbers, too
+
+
+def _without_vanishing(level: Array, most: float = 0.0) -> Array:
+    """Numbers that are added to scores, with -inf for those of a mask that is scaled with the scores.
+
+    `most`: numbers above it, up to 0, are 0.
+    """
+    if np.any((level > _VANISHES) & (level < most)):
+        return level
+    return np.where(level <= _VANISHES, -np.inf, level)
 
 
 class ZeroScores:
@@ -178,13 +190,12 @@ class Masks:
         added = self.added(sample)
         keys = added[..., :-1] if self.has_sinks else added
         most = keys.max(axis=-1, keepdims=True, initial=-np.inf)
-        level: Array = keys - np.where((most > _HIDDEN) & np.isfinite(most), most, 0)
-        return level
+        return _without_vanishing(keys - np.where((most > HIDDEN) & np.isfinite(most), most, 0))
 
     def is_biased(self, sample: Sample) -> bool:
         """True if visible keys are told apart by what is added to their scores."""
         level = self.level(sample)
-        return bool(np.any((level > _HIDDEN) & (level != 0)))
+        return bool(np.any((level > HIDDEN) & (level != 0)))
 
     def visible(self, sample: Sample) -> Array:
         """The keys that queries see: bool, broadcast to ``[B, 1 or H, S, keys]``; all tokens if the cache is cut.
@@ -199,7 +210,8 @@ class Masks:
         if self.slopes is not None:
             own = sample.past + np.arange(sample.length)[:, None]
             level = level - self.slopes.astype(np.float64)[:, None, None] * (np.arange(level.shape[-1]) - own)
-        visible = level > _HIDDEN
+            level = _without_vanishing(level, _ROUNDED)
+        visible = level > HIDDEN
         if self.kept is None:
             total = max(total, visible.shape[-1])
         try:

@@ -2,9 +2,11 @@
 
     repeat_interleave(cos, 2)       NonZero(Range(n) < 2) -> GatherND          becomes      constant -> GatherND
     LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short, up to 128 tokens
+    states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
 
-TorchScript writes the former, where n is a dimension that never changes, and TensorRT for RTX has no NonZero. A branch
-that is always the same one would keep alive whatever its condition reads, such as the mask.
+TorchScript writes the first, where n is a dimension that never changes, and TensorRT for RTX has no NonZero. A branch
+that is always the same one would keep alive whatever its condition reads, such as the mask. A branch for steps of one
+token alone computes what the other one does for them, which the check compares.
 """
 
 from __future__ import annotations
@@ -26,18 +28,23 @@ _LARGEST = 1 << 16  # elements of a constant
 
 
 def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
-    """Put a constant in the place of each NonZero, and a branch in that of each If, that is the same in every step.
+    """Put a constant in the place of each NonZero that is the same in every step, and a branch in that of each If.
+
+    An If is taken whose branch is the same in every step, or in every step of several tokens.
 
     Returns another model; None where there is nothing to fold.
     """
     graph = samples.blueprint.model.graph
     outputs = {value.name for value in graph.output}
     names = {node.output[0] for node in graph.node if is_op(node, "NonZero") and node.output[0] not in outputs}
-    names |= {node.input[0] for node in graph.node if is_op(node, "If")}
+    chosen = {node.input[0] for node in graph.node if is_op(node, "If")}
+    names |= chosen
     # The check runs one size of axes that nothing explains: a value that follows from these is not fixed.
     batch, past, length = samples.few[0].batch, samples.few[0].past, samples.few[0].length
     steps = (*samples.plain, *samples.wrapped, samples.step(batch, past, length, other=None)) if names else ()
     fixed = {name: value for name in names if (value := _same(name, steps)) is not None}
+    several = [step for step in steps if step.length > 1]
+    fixed |= {n: value for n in chosen - fixed.keys() if several and (value := _same(n, several)) is not None}
     if not fixed:
         return None
     model = onnx.ModelProto()

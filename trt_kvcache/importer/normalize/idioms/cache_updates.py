@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
+from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import FLOATS, consumers, contains, dims, elem_type, is_op, producer
+from trt_kvcache.importer.graph import FLOATS, consumers, contains, dims, dtype_name, elem_type, is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate, may_be_cache
 from trt_kvcache.importer.normalize.evidence.reach import data_dependent, deciding
 from trt_kvcache.importer.normalize.views import trace_back
@@ -30,6 +31,11 @@ from trt_kvcache.importer.normalize.views import trace_back
 __all__ = ["find_candidates"]
 
 _MOST = 64  # nodes of a region
+_FEW_BITS: dict[int, str] = {
+    TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.INT4: "int4", TensorProto.UINT4: "int4",
+    TensorProto.FLOAT8E4M3FN: "fp8", TensorProto.FLOAT8E5M2: "fp8",
+}  # fmt: skip
+"""Types of caches that no step reads as they are, and what makes such caches of others."""
 _GIVE_BACK = "give back what is joined with the past, or Concat(past, new) as a whole"
 
 
@@ -73,7 +79,25 @@ class _Flow:
         """The update of which an output is the result."""
         past = self._nearest(present)
         region = () if past is None else self._between(past, present)
+        if region:
+            self._check_type(past, present, region)
         return self._candidate(past, present, region) if region else None
+
+    def _check_type(self, past: gs.Tensor, present: gs.Tensor, region: Sequence[gs.Node]) -> None:
+        """Refuse a cache of few bits to which new rows come.
+
+        Raises:
+            UnsupportedModelError: naming its type.
+        """
+        option = _FEW_BITS.get(elem_type(past) or 0)
+        bit = self._reached[id(past)]
+        others = (t for n in region for t in n.inputs if not self._reached.get(id(t), 0) & bit)
+        if option and elem_type(present) == elem_type(past) and any(id(t) in self._dependent for t in others):
+            raise UnsupportedModelError(
+                f"the cache '{past.name}' is {dtype_name(past)}, to which the model itself quantizes; supported are "
+                "caches of float32, float16 and bfloat16: export the model without quantized caches, and let them be "
+                f"quantized here (--cache-dtype {option})"
+            )
 
     def _nearest(self, present: gs.Tensor) -> gs.Tensor | None:
         """The cache of the same rank from which the fewest nodes lead to an output."""
@@ -83,7 +107,7 @@ class _Flow:
             tensor = pending.popleft()
             node = producer(tensor)
             if node is None:
-                if rank in (None, len(tensor.shape)):
+                if id(tensor) in self._reached and rank in (None, len(tensor.shape)):
                     return tensor
             elif id(node) not in seen:
                 seen.add(id(node))

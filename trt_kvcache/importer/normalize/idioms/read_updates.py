@@ -71,8 +71,11 @@ def read_updates(candidates: Sequence[Candidate], blueprint: Blueprint, capacity
 def _alone(read: Write | Candidate, candidate: Candidate, candidates: Sequence[Candidate]) -> Write | Candidate:
     """The same, or the reason why it cannot be kept although it was read."""
     results = [f"'{c.present.name}'" for c in candidates if c.past is candidate.past]
-    reason = f"it has two results, {' and '.join(results[:2])}" if len(results) > 1 else _other_type(candidate)
-    return replace(candidate, reason=reason) if reason and isinstance(read, Write) else read
+    if len(results) > 1:
+        reason, advice = f"it has two results, {' and '.join(results[:2])}", "leave out all of them but one"
+    else:
+        reason, advice = _other_type(candidate), "convert the model again, caches in the type of its attention"
+    return replace(candidate, reason=reason, advice=advice) if reason and isinstance(read, Write) else read
 
 
 def _other_type(candidate: Candidate) -> str:
@@ -87,8 +90,7 @@ def _other_type(candidate: Candidate) -> str:
         return ""
     return (
         f"it comes as {dtype_name(candidate.past)} and goes as {dtype_name(candidate.present)} "
-        f"('{candidate.present.name}'), and {candidate.node.op} '{candidate.node.name}' writes {dtype_name(written)}: "
-        "convert the model again, caches in the type of its attention"
+        f"('{candidate.present.name}'), and {candidate.node.op} '{candidate.node.name}' writes {dtype_name(written)}"
     )
 
 
@@ -340,19 +342,37 @@ def check_sizes(writes: Sequence[Write], samples: Samples) -> None:
             raise refusal(write, f"'{write.update.name}' {list(new)} is not as large as {rows}")
 
 
+def _other_order(run: Run, axis: int) -> list[int] | None:
+    """The order in which a present has the axes of a past, whose rows come first in it; None: it is another change."""
+    if (whole := run.whole) is None or whole.ndim != run.past.ndim:
+        return None
+    for order in permutations(range(run.past.ndim)):
+        turned = whole.transpose(np.argsort(order))
+        rows = turned.take(np.arange(run.past.shape[axis]), axis, mode="clip")
+        if order != tuple(range(run.past.ndim)) and np.array_equal(rows, run.past):
+            return list(order)
+    return None
+
+
 def _describe(kind: Candidate, runs: Sequence[Run]) -> str:
     """An update that does not write S rows after P rows, in words."""
     update, present = kind.rows[0].name, kind.present.name
     run = next((run for run in runs if run.whole is None), runs[0])
     axis = kind.axis if kind.axis is not None else _differing_axis(run.past.shape, run.new.shape) or 0
-    whole, length = run.whole, run.new.size * run.past.shape[axis] // run.past.size
+    whole, length = run.whole, run.new.size // prod(d for i, d in enumerate(run.past.shape) if i != axis)
     if whole is None:
         when = f"in a step of {length} tokens after {run.step.past}"
         return f"which rows it writes {when} cannot be computed from positions and lengths"
     if not run.survives:
         return f"'{present}' has numbers that are neither those of past nor those of new rows"
+    if order := _other_order(run, axis):
+        return f"'{present}' {list(whole.shape)} has the axes of the past {list(run.past.shape)} in the order {order}"
     places = ", ".join(map(str, np.unique(np.isin(whole, run.new).nonzero()[axis])[:8]))
     rows = f"rows {places}" if places else "no rows"
+    count = whole.shape[axis] - run.past.shape[axis] or length
+    written = whole.take(np.arange(run.step.past, run.step.past + count), axis, mode="clip")
+    if count == length and np.array_equal(np.sort(written, None), np.sort(run.new, None)):
+        rows = f"{rows}, in another order,"
     return (
         f"it writes {rows} of axis {axis} when {run.step.past} rows hold tokens and {length} are new, and makes "
         f"'{present}' {list(whole.shape)}, which is not the past {list(run.past.shape)} with all of '{update}' there"
