@@ -202,7 +202,7 @@ class Exported:
             case "other":
                 values = numbers_of(name, np.asarray([piece] * self._batch), shape, axes, whole=dtype.kind != "f")
             case "cache" | "fixed_cache":
-                values = np.full((), self.garbage if dtype.kind == "f" else 0)
+                values = np.full((), self.garbage if dtype.kind == "f" else min(self.garbage, 100))
             case "growing_cache" | "state" | "zeros":
                 values = np.zeros(())
             case _ if self._plan.original and all(t.name != name or t.role is Role.ZEROS for t in self._plan.tensors):

@@ -27,6 +27,7 @@ __all__ = ["Rewritten", "RewrittenSteps", "WideSession"]
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
+_NARROW = ("float16", "bfloat16")
 GARBAGE = 1e4
 """What lies in cache rows that no token was written to: finite, as in a session, and far above what caches hold."""
 
@@ -95,7 +96,7 @@ class RewrittenSteps:
             for other in self._others:
                 given, whole = feeds[other.name], "float" not in other.dtype
                 values = numbers_of(other.name, tokens, given.shape, other.axes, whole=whole)
-                feeds[other.name] = values.astype(given.dtype)
+                feeds[other.name] = values if given.dtype.name in _NARROW else values.astype(given.dtype)
         return _widened(feeds) | {name: values[list(rows)] for name, values in self.caches.items()}
 
     def accept(self, length: int, rows: Sequence[int], outputs: Mapping[str, Array]) -> None:
@@ -198,8 +199,7 @@ class WideSession:
 
 
 def _wide(values: Array) -> Array:
-    narrow = values.dtype.name in ("float16", "bfloat16")
-    return values.astype(np.float32) if narrow else values
+    return values.astype(np.float32) if values.dtype.name in _NARROW else values
 
 
 def _widened(feeds: Mapping[str, Array]) -> Feeds:
