@@ -70,7 +70,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         tuple(t.clone() for t in caches),
     )
     torch.onnx.export(
-        Decoder(),
+        Decoder().eval(),  # torch warns of a module in training
         samples,
         str(path),
         dynamo=True,
