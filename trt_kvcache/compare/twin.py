@@ -253,8 +253,8 @@ def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Siz
         if outer is None and not parts:
             raise
     twin = {k: small_config(stored[k], whole[k], sizes) for k in parts}
-    for name, value in {**whole, **stored}.items() if sizes is not None else ():
-        changed = sizes.small(name, value)
+    for name, value in {**whole, **stored}.items():
+        changed = value if sizes is None else sizes.small(name, value)
         if name not in parts and (name in stored or (_counts(value) and changed != value)):
             twin[name] = changed
     return {**stored, **twin}
