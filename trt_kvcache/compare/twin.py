@@ -56,7 +56,8 @@ _SHARED = re.compile(r"shared_experts$")
 _GROUPS = re.compile(r"^n_group$|expert_group$")
 _LISTED = re.compile(r"layer|idx|ids$")
 _TOKENIZER = re.compile(r"token|vocab|merges|\.model$")
-_NAMES = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id")
+_NAMES = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id",
+          "initializer_range", "use_cache")  # fmt: skip
 _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 
@@ -283,7 +284,7 @@ def draw(model: Any) -> None:
 def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tuple[str, dict[str, Any]]]:
     """The same configuration without one of its settings, or with another value of it; the name of the setting."""
     for name, value in config.items():
-        if name in _NAMES or name.endswith("token_id") or "vocab" in name:
+        if name in _NAMES or name.endswith(("token_id", "dropout")) or "vocab" in name:
             continue
         if isinstance(value, dict):
             for inner, changed in left_out(value, length):
@@ -302,7 +303,7 @@ def _others(name: str, value: Any, length: int) -> list[Any]:
         return [[one] * len(value) for one in value if value.count(one) < len(value)][:LAYERS]
     if isinstance(value, float):
         return [None, 1.0]
-    sizes = (_COUNT, _HIDDEN, _HEAD, _HEAD_SIZE, _SIZE, _EXPERT, _CHOSEN)
+    sizes = (_COUNT, _HIDDEN, _HEAD, _HEAD_SIZE, _SIZE, _EXPERT, _CHOSEN, _LENGTH)
     return [] if value is None or any(size.search(name) for size in sizes) else [None]
 
 
@@ -338,22 +339,35 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
         folder: of the twin.
         logits: what was made of it, a file as `make` writes it.
         tolerance: as a part of the largest.
+
+    Returns:
+        Names, each of which explains it; else one text that names several, which do so together.
     """
-    numpy: Any = import_module("numpy")
-    found = [numpy.load(logits)[str(i)] for i in range(len(DECODE["texts"]))]
-    config, names = json.loads((folder / "config.json").read_text(encoding="utf-8")), []
-    with tempfile.TemporaryDirectory() as other:
-        for name, changed in left_out(config):
-            try:
-                (Path(other) / "config.json").write_text(json.dumps(changed), encoding="utf-8")
-                model = _model(import_module("transformers").AutoConfig.from_pretrained(other))
-                rows = _runner().decode(model, **DECODE)
-                near = all(abs(a - b).max() <= tolerance * abs(b).max() for a, b in zip(found, rows, strict=True))
-            except Exception:  # noqa: BLE001 - without this setting there is no model, whatever it says
-                continue
-            if near and name not in names:
-                names.append(name)
-    return names
+    found = import_module("numpy").load(logits)
+    config, names = json.loads((folder / "config.json").read_text(encoding="utf-8")), list[str]()
+    nearest = float("inf")
+    while True:
+        tried = [(_distance(changed, found), name, changed) for name, changed in left_out(config)]
+        alone = [name for distance, name, _ in tried if distance <= tolerance]
+        if alone:
+            return [" and ".join([*names, name]) for name in dict.fromkeys(alone)]
+        distance, name, config = min(tried, key=lambda each: each[0], default=(nearest, "", config))
+        if distance > nearest / 3 or len(names) == 2:  # it is no nearer without another one
+            return []
+        nearest = distance
+        names.append(name)
+
+
+def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+    """How far logits are from those of a twin with this configuration; infinite where there is no such model."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            model = _model(import_module("transformers").AutoConfig.from_pretrained(folder))
+            rows = _runner().decode(model, **DECODE)
+            return max(float(abs(found[str(i)] - row).max() / abs(row).max()) for i, row in enumerate(rows))
+        except Exception:  # noqa: BLE001 - whatever transformers says of settings that do not fit
+            return float("inf")
 
 
 def _runner() -> Any:

@@ -29,7 +29,7 @@ from trt_kvcache.machine import free_memory
 from trt_kvcache.names import checkpoint_named, is_checkpoint
 from trt_kvcache.progress import phase
 
-__all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "installed"]
+__all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "fill", "installed", "run_command"]
 
 DTYPES = ("float16", "bfloat16", "float32")
 _INSTALL = "pip install torch transformers onnxscript"
@@ -205,6 +205,29 @@ def export_checkpoint(
     return result
 
 
+def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> list[str]:
+    """Fill a new folder with what an exporter makes of a checkpoint, and the texts of that.
+
+    Args:
+        checkpoint: its folder.
+        folder: of the model.
+        run: runs the exporter; returns its exit code and its stderr.
+
+    Returns:
+        The exporter's warnings.
+
+    Raises:
+        UnsupportedModelError: it fails.
+    """
+    folder.mkdir()
+    code, stderr = run()
+    if code or next(folder.rglob("*.onnx"), None) is None:
+        raise UnsupportedModelError(failure_reason(stderr) or "it wrote no model")
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    copy_texts(checkpoint, folder, missing_too=False)
+    return warnings_in(stderr)
+
+
 class _Job:
     """A checkpoint, the folder that it is read from, and what is wanted of it. Entered, it has a twin."""
 
@@ -217,6 +240,7 @@ class _Job:
         self._size = sum(file.stat().st_size for file in checkpoint.glob("*") if file.is_file())
         self._seconds = 60.0 * (_MINUTES[0] + _MINUTES[1] * self._size / 1e9)
         self._running: set[subprocess.Popen[str]] = set()
+        self._trials: set[subprocess.Popen[str]] = set()  # of these, exporters that run on the twin
 
     def __enter__(self) -> _Job:
         self._temporary = tempfile.TemporaryDirectory(dir=self._folder, prefix="twin-", ignore_cleanup_errors=True)
@@ -225,7 +249,7 @@ class _Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._end(self._running)
         self._beside.shutdown(cancel_futures=True)
         self._temporary.cleanup()
 
@@ -285,7 +309,7 @@ class _Job:
             self._run_exporter(name, self._checkpoint, self._folder / name, self._seconds, started)
         except UnsupportedModelError:
             if not _is_wrong(judged):
-                self._end()
+                self._end(self._trials)
                 raise
         with phase(f"comparing {name} with transformers"):
             verdict = judged.result()
@@ -300,13 +324,13 @@ class _Job:
 
     def _judge(self, name: str) -> Future[Verdict]:
         def export(*at: Any) -> None:
-            self._run_exporter(name, *at)
+            self._run_exporter(name, *at, started=self._trials.add)
 
         return self._beside.submit(self._twin.judge, name, export)
 
     def _run(
         self, words: Sequence[str], seconds: float, title: str = "comparing with transformers",
-        started: Callable[[subprocess.Popen[str]], None] = lambda _: None,
+        started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
     ) -> tuple[int, str]:  # fmt: skip
         """Run words of the exporters' interpreter."""
 
@@ -314,33 +338,23 @@ class _Job:
             self._running.add(child)
             started(child)
 
-        return _run([self._python, *words], title, seconds, begun)
+        return run_command([self._python, *words], title, seconds, begun)
 
-    def _end(self) -> None:
-        """End what runs."""
-        for child in list(self._running):
+    @staticmethod
+    def _end(children: set[subprocess.Popen[str]]) -> None:
+        for child in list(children):
             child.kill()
 
     def _run_exporter(
         self, name: str, checkpoint: Path, folder: Path, seconds: float,
-        started: Callable[[subprocess.Popen[str]], None] | None = None,
+        started: Callable[[subprocess.Popen[str]], object],
     ) -> None:  # fmt: skip
-        """Run an exporter, and tell its warnings; those about the twin, where `started` is None, are the same.
-
-        Raises:
-            UnsupportedModelError: it fails.
-        """
-        folder.mkdir()
+        """Run an exporter, and tell what it warns of; of the twin, it warns of the same."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
-        if started is not None:
-            self._told(f"running {name}: {shlex.join([self._python, *command])}")
-        code, stderr = self._run(command, seconds, f"exporting with {name}", started or (lambda _: None))
-        if code or next(folder.rglob("*.onnx"), None) is None:
-            raise UnsupportedModelError(failure_reason(stderr) or "it wrote no model")
-        for line in warnings_in(stderr) if started is not None else ():
-            self._told(f"{name} warns: {line}")
-        shutil.rmtree(folder / ".cache", ignore_errors=True)
-        copy_texts(checkpoint, folder, missing_too=False)
+        tell = self._told if checkpoint == self._checkpoint else lambda _: None
+        tell(f"running {name}: {shlex.join([self._python, *command])}")
+        for line in fill(checkpoint, folder, lambda: self._run(command, seconds, f"exporting with {name}", started)):
+            tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
         """Compare a few tokens of the checkpoint itself, if there is room; else say so.
@@ -406,7 +420,7 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
     with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-", ignore_cleanup_errors=True) as temporary:
         words = [python, str(Path(from_gguf.__file__)), str(source), temporary, dtype]
         told(f"reading {source.name}: {shlex.join(words)}")
-        code, stderr = _run(words, f"reading {source.name}")
+        code, stderr = run_command(words, f"reading {source.name}")
         if code:
             raise InvalidModelError(
                 f"{source} is not read: {failure_reason(stderr)}; give the checkpoint that it was made of"
@@ -414,9 +428,9 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
         yield Path(temporary)
 
 
-def _run(
+def run_command(
     words: Sequence[str], title: str, seconds: float | None = None,
-    started: Callable[[subprocess.Popen[str]], None] = lambda _: None,
+    started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
 ) -> tuple[int, str]:  # fmt: skip
     """Run a command, whose last line on stdout is the phase that it is in; return its exit code and its stderr."""
     late = threading.Event()
@@ -450,7 +464,7 @@ def _run(
         finally:
             timer.cancel()
         said.seek(0)
-        return code, f"it took more than {seconds or 0:.0f} seconds" if late.is_set() else said.read()
+        return code, f"it took more than {seconds or 0:.0f} s, and was ended" if late.is_set() else said.read()
 
 
 def _is_wrong(judged: Future[Verdict]) -> bool:
