@@ -193,7 +193,7 @@ def test_what_is_not_compared_is_said(
     assert export("all") == []
     assert export("int4", int4=True) == ["the weights are not compared with the checkpoint's: 4 bits hold others"]
     stand_ins["genai"] = "fails on twins"
-    assert export("twins") == ["genai's model is not compared with the checkpoint: of its small twin, too small"]
+    assert export("twins") == ["genai's model is not compared with the checkpoint: it fails on a small twin: too small"]
     stand_ins["genai"] = "warns"
     assert export("warnings") == ["genai warns: whole"]
     (made / "no_twin.py").write_text("import sys; sys.exit('no such family')")

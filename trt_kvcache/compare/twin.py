@@ -29,7 +29,9 @@ from typing import Any
 
 __all__ = ["DECODE", "Sizes", "left_out", "small_config"]
 
-HEADS, LAYERS, VOCABULARY, EXPERTS = 4, 4, 128, 4
+HEADS, LAYERS, EXPERTS = 4, 4, 4
+VOCABULARY = 124
+"""Tokens: no other size is the same, since onnxruntime-genai takes any product of this width for the last one."""
 WINDOW, THRESHOLD, POSITIONS = 6, 16, 64
 """Tokens of a window; a position from which a model computes otherwise; the longest text."""
 
@@ -54,6 +56,7 @@ _EXPERT = re.compile(r"(num|n)_(\w+_)?experts$|expert_num$")
 _CHOSEN = re.compile(r"experts?_per_tok(en)?$|topk$|top_k$|moe_k$")
 _SHARED = re.compile(r"shared_experts$")
 _GROUPS = re.compile(r"^n_group$|expert_group$")
+_LAYERED = re.compile(r"layer(?!.*size)|_k_dense_")
 _LISTED = re.compile(r"layer|idx|ids$")
 _TOKENIZER = re.compile(r"token|vocab|merges|\.model$")
 _NAMES = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id",
@@ -116,7 +119,7 @@ class Sizes:
             layers, heads, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
             min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
             THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64)),
-            {v: v if v < 3 else VOCABULARY - 1 - i % 25 for i, v in enumerate(ids)},
+            {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)},
         )  # fmt: skip
 
     def small(self, name: str, value: Any) -> Any:
@@ -178,7 +181,7 @@ class Sizes:
             return min(value, EXPERTS)
         if _PERIOD.search(name):
             return min(value, 2)
-        if "layer" in name and "size" not in name:
+        if _LAYERED.search(name):
             return (
                 layers if value >= self.layers else layers - 1 if value == self.layers - 1 else min(value, layers // 2)
             )
@@ -220,7 +223,9 @@ def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
         ])  # fmt: skip
 
     periods = any(_PERIOD.search(k) and _counts(v) and v > 1 for k, v in config.items())
-    inside = any("layer" in k and not _COUNT.search(k) and _counts(v) and v < layers - 1 for k, v in config.items())
+    inside = any(
+        _LAYERED.search(k) and not _COUNT.search(k) and _counts(v) and v < layers - 1 for k, v in config.items()
+    )
     kinds: dict[str, list[int]] = {}
     for i in range(layers):
         kinds.setdefault(kind(i), []).append(i)

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trt_kvcache.arguments import as_path
 from trt_kvcache.engine.folder import copy_texts, new_folders
@@ -323,8 +322,8 @@ class _Job:
             )
 
     def _judge(self, name: str) -> Future[Verdict]:
-        def export(*at: Any) -> None:
-            self._run_exporter(name, *at, started=self._trials.add)
+        def export(checkpoint: Path, folder: Path, seconds: float) -> None:
+            self._run_exporter(name, checkpoint, folder, seconds, self._trials.add)
 
         return self._beside.submit(self._twin.judge, name, export)
 

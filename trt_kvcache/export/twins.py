@@ -81,9 +81,12 @@ class Twin:
         made = self._folder.with_name(name)
         try:
             export(self._folder, made, _SECONDS)
+        except UnsupportedModelError as error:
+            return Verdict(None, f"it fails on a small twin: {error.message}")
+        try:
             plan = plan_model(made)
         except TrtKvCacheError as error:
-            return Verdict(None, f"of its small twin, {error.message}")
+            return Verdict(None, f"what it makes of a small twin is refused: {error.message}")
         try:
             asked = json.loads((self._folder / "decode.json").read_text(encoding="utf-8"))
             logits = decode_exported(Exported(made, plan, wide=True), **asked)
