@@ -137,6 +137,12 @@ def test_each_setting_is_left_out() -> None:
     assert found[7][1]["rope_parameters"] == {"rope_type": "yarn"}
 
 
+def test_a_threshold_is_found_where_it_stands() -> None:
+    assert twin.threshold(LLAMA) == 8192
+    assert twin.threshold({"original_max_position_embeddings": 4096, "rope_scaling": None}) == 4096
+    assert twin.threshold({"max_position_embeddings": 4096}) is None
+
+
 def test_texts_pass_windows_and_thresholds() -> None:
     for text, cuts in zip(DECODE["texts"], DECODE["cuts"], strict=True):
         assert len(text) == sum(cuts)
@@ -169,6 +175,6 @@ def test_a_twin_of_a_checkpoint(tmp_path: Path) -> None:
     plain.mkdir()
     (plain / "config.json").write_text(json.dumps({**LLAMA, "attention_bias": False}))
     subprocess.run([REAL, str(script), str(plain), str(plain / "twin")], check=True, capture_output=True)
-    words = ["--explain", str(folder), str(plain / "twin" / "logits.npz"), "0.01"]
+    words = ["explain", str(folder), str(plain / "twin" / "logits.npz"), "0.01"]
     subprocess.run([REAL, str(script), *words], check=True, capture_output=True)
     assert json.loads((folder / "settings.json").read_text()) == ["attention_bias"]

@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # In the places of the scripts that need torch: they copy what is above.
     (folder / "twin.py").write_text(
         "import json, shutil, sys, pathlib\n"
-        "if sys.argv[1] == '--explain':\n"
+        "if sys.argv[1] == 'explain':\n"
         "    sys.exit(pathlib.Path(sys.argv[2], 'settings.json').write_text(json.dumps(['sliding_window'])) * 0)\n"
         "shutil.copytree(sys.argv[1], sys.argv[2])\n"
         f"for name in ('decode.json', 'logits.npz'): shutil.copy({str(folder)!r} + '/' + name, sys.argv[2])\n"

@@ -40,9 +40,9 @@ def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[i
     return logits
 
 
-def save_logits(path: str | Path, logits: Sequence[Any]) -> None:
-    """Write the logits of each text, by its number."""
-    import_module("numpy").savez(path, **{str(i): rows for i, rows in enumerate(logits)})
+def save_logits(path: str | Path, logits: Sequence[Any], first: int = 0) -> None:
+    """Write the logits of each text, by its number, of which `first` is the first."""
+    import_module("numpy").savez(path, **{str(i): rows for i, rows in enumerate(logits, first)})
 
 
 def main() -> None:

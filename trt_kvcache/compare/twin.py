@@ -1,7 +1,7 @@
 """A small twin of a checkpoint: its own settings, small sizes, random weights; and transformers' logits of it.
 
     python twin.py CHECKPOINT FOLDER
-    python twin.py --explain FOLDER LOGITS.npz TOLERANCE
+    python twin.py explain FOLDER LOGITS.npz TOLERANCE
 
 This file needs torch and transformers, and nothing of this package but the file beside it: it runs in the interpreter
 of an exporter. It knows no family of models. Settings become small by their names alone: sizes and heads in proportion,
@@ -9,7 +9,7 @@ each kind of layer twice, windows of a few tokens, thresholds of positions that 
 embeddings as long as the heads want them. Every parameter is drawn so that it matters, of numbers that float16,
 bfloat16 and int4 hold exactly, so that one twin serves exports of all types.
 
-`FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `--explain`
+`FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
 writes into `settings.json` which settings of the twin an exporter leaves out, whose model of it gives `LOGITS.npz`.
 """
 
@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DECODE", "Sizes", "left_out", "small_config"]
+__all__ = ["DECODE", "THRESHOLD", "Sizes", "left_out", "small_config", "threshold"]
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
@@ -192,6 +192,11 @@ class Sizes:
         return value
 
 
+def threshold(config: Mapping[str, Any]) -> int | None:
+    """The position from which a model computes otherwise, such as with other rotary factors; None: none is named."""
+    return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
+
+
 def _counts(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -294,7 +299,10 @@ def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tup
         if isinstance(value, dict):
             for inner, changed in left_out(value, length):
                 yield f"{name}.{inner}", {**config, name: changed}
-        for other in _others(name, value, length):
+        others = _others(name, value, length)
+        if others == [None] and isinstance(value, int) and isinstance(config.get("head_dim"), int):
+            others.append(config["head_dim"])  # what scales follow where nothing is set
+        for other in others:
             yield name, {**{k: v for k, v in config.items() if k != name}, **({} if other is None else {name: other})}
 
 
@@ -370,7 +378,8 @@ def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
         try:
             model = _model(import_module("transformers").AutoConfig.from_pretrained(folder))
             rows = _runner().decode(model, **DECODE)
-            return max(float(abs(found[str(i)] - row).max() / abs(row).max()) for i, row in enumerate(rows))
+            parts = [abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found]
+            return float(max(parts))
         except Exception:  # noqa: BLE001 - whatever transformers says of settings that do not fit
             return float("inf")
 
@@ -385,7 +394,7 @@ def main() -> None:
     """Make a twin; or say which of its settings an exporter leaves out."""
     torch: Any = import_module("torch")
     torch.set_num_threads(1)
-    if sys.argv[1] != "--explain":
+    if len(sys.argv) == 3:
         make(Path(sys.argv[1]), Path(sys.argv[2]))
     else:
         folder = Path(sys.argv[2])

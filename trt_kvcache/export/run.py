@@ -197,9 +197,9 @@ def export_checkpoint(
         new_folders(folder),
         _emptied(folder) as keep,
         _checkpoint_of(source, folder, dtype, python, told) as read,
-        _Job(source, read, folder, dtype, int4, python, told) as job,
+        _Job(source, read, folder, dtype, int4, capacity, python, told) as job,
     ):
-        result = job.first(names, capacity) if len(names) > 1 else job.only(names[0], keep, capacity)
+        result = job.first(names) if len(names) > 1 else job.only(names[0], keep)
         keep()
     return result
 
@@ -231,11 +231,12 @@ class _Job:
     """A checkpoint, the folder that it is read from, and what is wanted of it. Entered, it has a twin."""
 
     def __init__(
-        self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, python: str,
+        self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None, python: str,
         told: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._source, self._checkpoint, self._folder = source, checkpoint, folder
         self._dtype, self._int4, self._python, self._told = dtype, int4, python, told
+        self._capacity = capacity
         self._size = sum(file.stat().st_size for file in checkpoint.glob("*") if file.is_file())
         self._seconds = 60.0 * (_MINUTES[0] + _MINUTES[1] * self._size / 1e9)
         self._running: set[subprocess.Popen[str]] = set()
@@ -243,7 +244,7 @@ class _Job:
 
     def __enter__(self) -> _Job:
         self._temporary = tempfile.TemporaryDirectory(dir=self._folder, prefix="twin-", ignore_cleanup_errors=True)
-        self._twin = Twin(self._checkpoint, Path(self._temporary.name), self._run)
+        self._twin = Twin(self._checkpoint, Path(self._temporary.name), self._run, self._capacity)
         self._beside = ThreadPoolExecutor(1)
         return self
 
@@ -252,7 +253,7 @@ class _Job:
         self._beside.shutdown(cancel_futures=True)
         self._temporary.cleanup()
 
-    def only(self, name: str, keep: Callable[[], None], capacity: int | None) -> Export:
+    def only(self, name: str, keep: Callable[[], None]) -> Export:
         """Export with one exporter; its model stays if its plan is refused, and goes if it is not the checkpoint's."""
         made = self._folder / name
         try:
@@ -260,23 +261,23 @@ class _Job:
         except UnsupportedModelError as error:
             raise self._failed([f"{name}: {error.message}"], self._right_others(name)) from None
         try:
-            plan = plan_model(made, PlanOptions(capacity=capacity))
+            plan = plan_model(made, PlanOptions(capacity=self._capacity))
         except TrtKvCacheError:
             _move_up(made)
             keep()
-            plan_model(self._folder, PlanOptions(capacity=capacity))  # the same error, of the file where it stays
+            plan_model(self._folder, PlanOptions(capacity=self._capacity))  # the same error, of the file where it stays
             raise
         self._compare_weights(name, plan)
         _move_up(made)
         return Export(name, plan)
 
-    def first(self, names: Sequence[str], capacity: int | None) -> Export:
+    def first(self, names: Sequence[str]) -> Export:
         """Return the first export that is planned, has caches, and is not another model than the checkpoint."""
         failures: list[str] = []
         for name, following in zip(names, [*names[1:], ""], strict=True):
             try:
                 self._export(name)
-                plan = plan_model(self._folder / name, PlanOptions(capacity=capacity))
+                plan = plan_model(self._folder / name, PlanOptions(capacity=self._capacity))
                 if not plan.caches:
                     raise UnsupportedModelError("its model has no caches")
                 self._compare_weights(name, plan)

@@ -21,8 +21,10 @@ from trt_kvcache.compare import twin as twin_script
 from trt_kvcache.compare.exported import Exported
 from trt_kvcache.errors import TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export.reason import failure_reason
+from trt_kvcache.files import read_object
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.capacity import usual_capacity
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
 
 __all__ = ["TOLERANCE", "Twin", "Verdict", "decode_exported", "difference"]
 
@@ -58,12 +60,24 @@ class Twin:
         checkpoint: its folder.
         folder: an empty one, for the twin and what is made of it.
         run: runs words of the exporters' interpreter within some seconds; returns the exit code and stderr.
+        capacity: of the plan; None: the default. A threshold of positions that it does not reach, the twin's texts do
+            not pass.
     """
 
-    def __init__(self, checkpoint: Path, folder: Path, run: Callable[[Sequence[str], float], tuple[int, str]]) -> None:
+    def __init__(
+        self, checkpoint: Path, folder: Path, run: Callable[[Sequence[str], float], tuple[int, str]],
+        capacity: int | None = None,
+    ) -> None:  # fmt: skip
         self._checkpoint, self._folder, self._run = checkpoint, folder / "checkpoint", run
         self._failure: str | None = None
         self._made = False
+        try:
+            threshold = twin_script.threshold(read_object(checkpoint / "config.json"))
+        except _READS:
+            threshold = None
+        reached = (capacity or usual_capacity(checkpoint)) > (threshold or 0)
+        self._first = 0 if reached else 1
+        self._capacity = None if reached else twin_script.THRESHOLD
 
     def judge(self, name: str, export: Callable[[Path, Path, float], None]) -> Verdict:
         """Compare what an exporter makes of the twin with what transformers computes.
@@ -84,15 +98,16 @@ class Twin:
         except UnsupportedModelError as error:
             return Verdict(None, f"it fails on a small twin: {error.message}")
         try:
-            plan = plan_model(made)
+            plan = plan_model(made, PlanOptions(capacity=self._capacity))
         except TrtKvCacheError as error:
             return Verdict(None, f"what it makes of a small twin is refused: {error.message}")
         try:
             asked = json.loads((self._folder / "decode.json").read_text(encoding="utf-8"))
-            logits = decode_exported(Exported(made, plan, wide=True), **asked)
+            texts, cuts = (asked[part][self._first :] for part in ("texts", "cuts"))
+            logits = decode_exported(Exported(made, plan, wide=True), texts, cuts)
         except UnsupportedModelError as error:
             return Verdict(False, f"of a small twin it writes a model that does not decode: {error.message}")
-        wrong = difference(logits, _read_logits(self._folder / "logits.npz"))
+        wrong = difference(logits, _read_logits(self._folder / "logits.npz")[self._first :])
         if wrong is None:
             return Verdict(True, "", tuple(logits))
         return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
@@ -102,8 +117,8 @@ class Twin:
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")
-        checkpoint_script.save_logits(file, verdict.logits)
-        code, _ = self._run([twin_script.__file__, "--explain", str(self._folder), str(file), str(TOLERANCE)], _SECONDS)
+        checkpoint_script.save_logits(file, verdict.logits, self._first)
+        code, _ = self._run([twin_script.__file__, "explain", str(self._folder), str(file), str(TOLERANCE)], _SECONDS)
         try:
             found = json.loads((self._folder / "settings.json").read_text(encoding="utf-8"))
         except _READS:
