@@ -379,6 +379,20 @@ def test_real_exporters(name: str, tmp_path: Path) -> None:
     assert "float16 [" in result.stdout
 
 
+@pytest.mark.slow
+def test_a_real_exporter_that_drops_windows(tmp_path: Path) -> None:
+    """mobius-onnx writes Mistral without its windows, and torch with them."""
+    python = REAL or sys.executable
+    if not {"mobius", "torch"} <= {*installed(python)}:
+        pytest.skip("mobius-onnx or torch is not installed")
+    write = "import sys, pathlib, exporters.checkpoints as c; c.write('mistral', pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([python, "-c", write, str(tmp_path / "ck")], check=True, capture_output=True, env=environment)
+    with pytest.raises(UnsupportedModelError, match="it leaves out sliding_window; use torch, which is right"):
+        export_checkpoint(tmp_path / "ck", tmp_path / "out", exporter="mobius", python=python)
+    assert not (tmp_path / "out").exists()
+
+
 def test_optimum_does_not_lose_the_base_of_rotary_embeddings(tmp_path: Path) -> None:
     """transformers 4, which it wants, passes over what transformers 5 writes."""
     for name, text in {
