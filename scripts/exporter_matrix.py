@@ -5,11 +5,14 @@
     python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store what came of it
     python scripts/exporter_matrix.py --measure --families    the same for the second table
     python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
+    python scripts/exporter_matrix.py --measure --twins   compare what `export` runs with transformers, for the third
 
 The first table has every exporter of ``tests/exporters/exports.py`` over a few architectures, the second one many
 families (``tests/exporters/families.py``) over a few exporters. `--python` names the interpreter that has an exporter's
 packages, since some exclude those of others. An exporter whose packages are absent keeps its stored results. They lie
-beside the exports, in ``tests/exporters/results.json``.
+beside the exports, in ``tests/exporters/results.json``. The third table has the exporters of `trt-kvcache export` over
+these families and many settings: each makes a model of a small twin, as `export` compares it with transformers
+(``tests/exporters/twins.json``).
 """
 
 from __future__ import annotations
@@ -32,6 +35,10 @@ PAGE = ROOT / "docs" / "exporters-tables.md"
 RESULTS = ROOT / "tests" / "exporters" / "results.json"
 BEGIN, END = "<!-- exporters:begin -->", "<!-- exporters:end -->"
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families:begin -->", "<!-- families:end -->"
+TWINS = RESULTS.with_name("twins.json")
+TWINS_BEGIN, TWINS_END = "<!-- twins:begin -->", "<!-- twins:end -->"
+ORDER = ("mobius", "genai", "torch")
+"""Exporters of `trt-kvcache export`, as `auto` tries them."""
 CAPACITY = 64
 POSITIONS = 1500
 """Positions of an encoder's output: as many as Whisper's makes of every source, and its build refuses fewer."""
@@ -42,7 +49,7 @@ _EXPORT_FAILED = "export: "
 sys.path.insert(0, str(ROOT / "tests"))
 
 from exporters import families  # noqa: E402 - after its folder is known
-from exporters.checkpoints import ARCHITECTURES  # noqa: E402
+from exporters.checkpoints import ARCHITECTURES, architecture_of  # noqa: E402
 from exporters.exports import EXPORTERS, UNAVAILABLE  # noqa: E402
 from readme_block import replace_block  # noqa: E402
 
@@ -131,6 +138,68 @@ def _one(python: str, exporter: str, arch: str, source: Path | None, folder: Pat
     return take(Path(done.stdout.strip().splitlines()[-1]), folder)
 
 
+def measure_twins(python: str, exporters: list[str], names: list[str], dtype: str) -> None:
+    """Let each exporter make a model of the twin of each checkpoint, compare it, and store what came of it."""
+    from trt_kvcache.export.run import EXPORTERS as RUN
+    from trt_kvcache.export.run import fill, installed, run_command
+    from trt_kvcache.export.twins import Twin
+
+    there = [name for name in exporters if name in installed(python)]
+    for arch in names:
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            write = "import sys, pathlib, exporters.checkpoints as c; c.write(sys.argv[1], pathlib.Path(sys.argv[2]))"
+            subprocess.run(
+                [python, "-c", write, arch, str(folder / "given")], cwd=ROOT / "tests", check=True, capture_output=True
+            )
+            twin = Twin(folder / "given", folder, lambda words, seconds: run_command([python, *words], "twin", seconds))
+            for exporter in there:
+
+                def export(checkpoint: Path, made: Path, seconds: float, exporter: str = exporter) -> None:
+                    words = [python, *RUN[exporter].command(str(checkpoint), str(made), dtype, False)]
+                    fill(checkpoint, made, lambda: run_command(words, exporter, seconds))
+
+                verdict = twin.judge(exporter, export)
+                left = twin.settings(exporter, verdict) if verdict.is_right is False else []
+                outcome = {True: "right", False: "wrong", None: "-"}[verdict.is_right]
+                outcome = "refused" if "is refused" in verdict.said else outcome
+                reason = f"leaves out {' or '.join(left)}" if left else verdict.said
+                print(f"{exporter} {arch}: {outcome} {reason}", file=sys.stderr)
+                stored = load_twins()
+                stored[arch] = {**stored.get(arch, {}), exporter: {"outcome": outcome, "reason": reason}}
+                TWINS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def twin_names() -> list[str]:
+    """Checkpoints of the third table: decoders alone."""
+    names = [*ARCHITECTURES, *families.FAMILIES, *families.SETTINGS]
+    return sorted(name for name in names if not architecture_of(name).encoder_decoder)
+
+
+def load_twins() -> dict[str, dict[str, Result]]:
+    """The stored results of twins, by checkpoint and exporter."""
+    stored: dict[str, dict[str, Result]] = json.loads(TWINS.read_text(encoding="utf-8")) if TWINS.exists() else {}
+    return stored
+
+
+def twins_table(results: dict[str, dict[str, Result]]) -> str:
+    """The third table: what an exporter cannot write itself is ``-``, without its reason."""
+    lines = ["", f"| checkpoint | {' | '.join(f'`{e}`' for e in ORDER)} | `auto` |", f"|{' --- |' * (len(ORDER) + 2)}"]
+    reasons: dict[str, int] = {}
+    for name in twin_names():
+        found, cells = results.get(name, {}), []
+        for exporter in ORDER:
+            result = found.get(exporter, {"outcome": "?", "reason": ""})
+            reason = _short(result["reason"], name) if result["outcome"] in ("wrong", "refused") else ""
+            if "logits differ" in reason:
+                reason = "computes something else; no single setting accounts for it"
+            number = reasons.setdefault(reason, len(reasons) + 1) if reason else None
+            cells.append(result["outcome"] if number is None else f"{result['outcome']} ({number})")
+        taken = next((e for e in ORDER if found.get(e, {}).get("outcome") == "right"), "none")
+        lines.append(f"| {name} | {' | '.join(cells)} | {taken} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
+
+
 def load() -> dict[str, dict[str, Result]]:
     """The stored results, by exporter and architecture."""
     stored: dict[str, dict[str, Result]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
@@ -144,6 +213,8 @@ def cell(results: dict[str, dict[str, Result]], exporter: str, arch: str) -> tup
     result = results.get(exporter, {}).get(arch)
     if result is None:
         return "?", "not measured yet"
+    if exporter == "mobius-dynamic" and load_twins().get(arch, {}).get("mobius", {}).get("outcome") == "wrong":
+        return "wrong", "the engine computes what the export does, which is not what transformers does: the last table"
     return result["outcome"], result["reason"]
 
 
@@ -207,21 +278,27 @@ def replaced(text: str) -> str:
     """
     results = load()
     text = replace_block(text, BEGIN, END, table(results))
-    return replace_block(text, FAMILIES_BEGIN, FAMILIES_END, families_table(results))
+    text = replace_block(text, FAMILIES_BEGIN, FAMILIES_END, families_table(results))
+    return replace_block(text, TWINS_BEGIN, TWINS_END, twins_table(load_twins()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="take exports through plan, verify and build")
     parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help="exports that were made already")
-    parser.add_argument("--exporter", action="append", default=[], choices=sorted(EXPORTERS), help="only this one")
-    names = sorted({**ARCHITECTURES, **families.FAMILIES})
+    choices = sorted({*EXPORTERS, *ORDER})
+    parser.add_argument("--exporter", action="append", default=[], choices=choices, help="only this one")
+    names = sorted({**ARCHITECTURES, **families.FAMILIES, **families.SETTINGS})
     parser.add_argument("--arch", action="append", default=[], choices=names, help="only this one")
     parser.add_argument("--families", action="store_true", help="measure those of the second table")
+    parser.add_argument("--twins", action="store_true", help="measure those of the third table")
+    parser.add_argument("--dtype", default="float16", help="of the exports of twins")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that exports")
     parser.add_argument("--write", action="store_true", help="update docs/exporters-tables.md")
     given = parser.parse_args()
-    if given.measure:
+    if given.measure and given.twins:
+        measure_twins(given.python, given.exporter or [*ORDER], given.arch or twin_names(), given.dtype)
+    elif given.measure:
         exporters, archs = [*EXPORTERS], [*ARCHITECTURES]
         if given.families:
             exporters, archs = [*families.EXPORTERS], [*families.FAMILIES]
@@ -229,7 +306,7 @@ def main() -> None:
     if given.write:
         PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     elif not given.measure:
-        print(table(load()), families_table(load()), sep="\n")
+        print(table(load()), families_table(load()), twins_table(load_twins()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -17,14 +17,20 @@ from exporter_matrix import (
     EXPORTERS,
     FAMILIES_BEGIN,
     FAMILIES_END,
+    ORDER,
     PAGE,
+    TWINS_BEGIN,
+    TWINS_END,
     UNAVAILABLE,
     cell,
     families,
     families_table,
     load,
+    load_twins,
     replaced,
     table,
+    twin_names,
+    twins_table,
 )
 from foreign_decoders import make_foreign
 
@@ -39,7 +45,7 @@ def test_every_cell_is_measured_or_has_a_reason() -> None:
     for exporter in EXPORTERS:
         for arch in ARCHITECTURES:
             text, reason = cell(results, exporter, arch)
-            assert text == "yes" or (text in ("-", "no", "copied") and reason), (exporter, arch)
+            assert text == "yes" or (text in ("-", "no", "copied", "wrong") and reason), (exporter, arch)
             assert (text == "-") == ((exporter, arch) in UNAVAILABLE)
 
 
@@ -48,13 +54,24 @@ def test_every_family_is_measured() -> None:
     for exporter in families.EXPORTERS:
         for family in families.FAMILIES:
             text, reason = cell(results, exporter, family)
-            assert text == "yes" or (text in ("no", "copied") and reason), (exporter, family)
+            assert text == "yes" or (text in ("no", "copied", "wrong") and reason), (exporter, family)
+
+
+def test_no_twin_is_silently_wrong() -> None:
+    """Each checkpoint was measured with the exporters that auto tries, up to the first that is right."""
+    results = load_twins()
+    assert len(twin_names()) > 60
+    for name in twin_names():
+        outcomes = [results[name].get(exporter, {}).get("outcome", "?") for exporter in ORDER]
+        tried = outcomes[: outcomes.index("right")] if "right" in outcomes else outcomes
+        assert {*tried} <= {"wrong", "refused", "-"}, name
 
 
 def test_markers_are_needed() -> None:
     second = f"{FAMILIES_BEGIN}\n{families_table(load())}\n{FAMILIES_END}"
-    text = f"a{BEGIN}old{END}b{FAMILIES_BEGIN}old{FAMILIES_END}c"
-    assert replaced(text) == f"a{BEGIN}\n{table(load())}\n{END}b{second}c"
+    third = f"{TWINS_BEGIN}\n{twins_table(load_twins())}\n{TWINS_END}"
+    text = f"a{BEGIN}old{END}b{FAMILIES_BEGIN}old{FAMILIES_END}c{TWINS_BEGIN}{TWINS_END}"
+    assert replaced(text) == f"a{BEGIN}\n{table(load())}\n{END}b{second}c{third}"
     with pytest.raises(ValueError, match="exporters:end"):
         replaced(f"a{BEGIN}old")
     with pytest.raises(ValueError, match="families:end"):

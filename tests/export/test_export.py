@@ -6,28 +6,30 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
+from trt_kvcache.compare import twin
+from trt_kvcache.compare.checkpoint import save_logits
+from trt_kvcache.compare.exported import Exported
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, UnsupportedModelError
-from trt_kvcache.export import grade
 from trt_kvcache.export import run as exporting
-from trt_kvcache.export.grade import shortfalls
+from trt_kvcache.export import twins
 from trt_kvcache.export.reason import failure_reason
-from trt_kvcache.export.run import EXPORTERS, Export, Exporter, export_checkpoint, installed
+from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import AttentionKind, Route
+from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.names import is_checkpoint
 from trt_kvcache.progress import ProgressEvent, listening
-from trt_kvcache.runtime.session import DecodeSession
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script of a POSIX shell")
 TOKENIZER = '{"made": "for a test"}'
@@ -43,23 +45,49 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Exporters that copy a model, or fail: by name what each does."""
-    import onnx
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that stand-ins copy, and the logits that transformers would compute if the good one is right."""
+    folder = tmp_path_factory.mktemp("made")
+    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), folder / "good.onnx")
+    onnx.save(make_foreign("concat", DecoderConfig(layers=1, seed=1)), folder / "wrong.onnx")
+    (folder / "refused.onnx").write_text("no model")
+    runner = Exported(folder / "good.onnx", plan_model(folder / "good.onnx", PlanOptions(capacity=64)))
+    save_logits(folder / "logits.npz", twins.decode_exported(runner, **twin.DECODE))
+    tokens = np.random.default_rng(0).integers(0, 256, 12).tolist()
+    save_logits(folder / "tokens.npz", twins.decode_exported(runner, [tokens], [[7, 3, 1, 1]]))
+    (folder / "decode.json").write_text(json.dumps(twin.DECODE))
+    # In the places of the scripts that need torch: they copy what is above.
+    (folder / "twin.py").write_text(
+        "import json, shutil, sys, pathlib\n"
+        "if sys.argv[1] == 'explain':\n"
+        "    sys.exit(pathlib.Path(sys.argv[2], 'settings.json').write_text(json.dumps(['sliding_window'])) * 0)\n"
+        "shutil.copytree(sys.argv[1], sys.argv[2])\n"
+        f"for name in ('decode.json', 'logits.npz'): shutil.copy({str(folder)!r} + '/' + name, sys.argv[2])\n"
+    )
+    (folder / "checkpoint.py").write_text(
+        f"import shutil, sys; shutil.copy({str(folder)!r} + '/tokens.npz', sys.argv[3])"
+    )
+    return folder
 
-    made = tmp_path / "made"
-    made.mkdir()
-    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), made / "good.onnx")
-    write_decoder(made / "worse.onnx", DecoderConfig(layers=1, mode="circular", sequence=1))
-    (made / "refused.onnx").write_text("no model")
+
+@pytest.fixture
+def stand_ins(made: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Exporters that copy a model, or fail: by name what each does."""
     does = dict.fromkeys(EXPORTERS, "good")
     copy = "import shutil, sys; print('copying'); shutil.copy(sys.argv[1] + '/{}.onnx', sys.argv[2] + '/model.onnx')"
+    is_twin = "'twin-' in sys.argv[2]"
     code = {
-        **{name: copy.format(name) for name in ("good", "worse", "refused")},
+        **{name: copy.format(name) for name in ("good", "wrong", "refused")},
         "fail": "import sys; open(sys.argv[2] + '/half.onnx', 'w'); sys.exit('a word\\nno such architecture')",
         "nothing": "",
         "environment": "import os, sys; sys.exit(os.environ['HF_HUB_OFFLINE'] + os.environ['TRANSFORMERS_OFFLINE'])",
+        "warns": f"{copy.format('good')}; import warnings; warnings.warn('whole'); warnings.warn('x', FutureWarning)",
+        "endless": "import time; time.sleep(100)",
+        "wrong and endless": f"{copy.format('wrong')}; import time; {is_twin} or time.sleep(100)",
+        "fails on twins": f"{copy.format('good')}; {is_twin} and sys.exit('too small')",
+        "right on twins": f"import sys, shutil; n = 'good' if {is_twin} else 'wrong'; "
+        "shutil.copy(sys.argv[1] + f'/{n}.onnx', sys.argv[2] + '/model.onnx')",
     }
 
     def stand_in(name: str, real: Exporter) -> Exporter:
@@ -70,6 +98,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 
     monkeypatch.setattr(exporting, "EXPORTERS", {n: stand_in(n, e) for n, e in EXPORTERS.items()})
     monkeypatch.setattr(exporting, "installed", lambda *_: list(does))
+    monkeypatch.setattr(twins.twin_script, "__file__", str(made / "twin.py"))
+    monkeypatch.setattr(twins.checkpoint_script, "__file__", str(made / "checkpoint.py"))
     return does
 
 
@@ -100,10 +130,11 @@ def test_the_next_exporter_follows_one_that_fails(checkpoint: Path, tmp_path: Pa
     told: list[str] = []
     assert export_checkpoint(checkpoint, tmp_path / "out", told=told.append).exporter == "torch"
     assert [line.split(":")[0] for line in told] == [
-        "running mobius", "failed, mobius", "running genai", "failed, genai", "running torch", "the model is torch's",
+        "running mobius", "failed, mobius", "running genai", "genai's model is not compared with the checkpoint",
+        "failed, genai", "running torch", "the model is torch's",
     ]  # fmt: skip
-    assert told[1] == "failed, mobius: no such architecture"
-    assert "model.onnx" in told[3]
+    assert told[1] == "failed, mobius: no such architecture; trying genai"
+    assert "model.onnx" in told[4]
     assert names(tmp_path / "out") == {"model.onnx", "tokenizer.json", "config.json"}
     stand_ins.update(torch="nothing", genai="environment", optimum="fail")
     with pytest.raises(UnsupportedModelError) as refused:
@@ -117,31 +148,86 @@ def test_the_next_exporter_follows_one_that_fails(checkpoint: Path, tmp_path: Pa
         export_checkpoint(checkpoint, tmp_path / "never", int4=True)
 
 
-def test_an_exporter_whose_model_could_be_better_is_kept_for_want_of_a_better_one(
+WRONG = (
+    "it writes another model than the checkpoint: on a small twin, logits differ from transformers' from token 0 of a "
+    "text on, by up to "
+)
+
+
+def test_an_exporter_that_writes_another_model_is_not_taken(
     checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
-    worse = "mobius wrote a model that another exporter may write better: each step computes logits of all positions"
-    stand_ins["mobius"] = "worse"
+    """A named one is refused, with what it leaves out and an exporter that is right; auto goes on."""
+    stand_ins.update(mobius="wrong and endless", genai="wrong")
     told: list[str] = []
-    made = export_checkpoint(checkpoint, tmp_path / "better", told=told.append)
-    assert (made.exporter, made.plan.options.capacity, told[1], told[-1]) == (
-        "genai",
-        64,
-        worse,
-        "the model is genai's",
+    assert export_checkpoint(checkpoint, tmp_path / "out", told=told.append).exporter == "torch"
+    assert [line.split(":")[0] for line in told] == [
+        "running mobius", "failed, mobius", "running genai", "failed, genai", "running torch", "the model is torch's",
+    ]  # fmt: skip
+    assert told[1].startswith(f"failed, mobius: {WRONG}")
+    assert told[1].endswith(" of the largest; it leaves out sliding_window; trying genai")
+    with pytest.raises(UnsupportedModelError) as refused:
+        export_checkpoint(checkpoint, tmp_path / "never", exporter="genai")
+    message = refused.value.message
+    assert message.startswith(f"{checkpoint} is not exported: genai: {WRONG}")
+    assert message.endswith(" of the largest; it leaves out sliding_window; use torch, which is right")
+    assert not (tmp_path / "never").exists()
+    stand_ins.update(dict.fromkeys(stand_ins, "wrong"))
+    with pytest.raises(UnsupportedModelError, match="leaves out sliding_window; try another exporter, or a later"):
+        export_checkpoint(checkpoint, tmp_path / "never", exporter="torch")
+    with pytest.raises(UnsupportedModelError, match=r"mobius: it writes another .*; genai: it .*; torch: it writes"):
+        export_checkpoint(checkpoint, tmp_path / "never")
+
+
+def test_what_is_not_compared_is_said(
+    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str], made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def export(name: str, **more: Any) -> list[str]:
+        told.clear()
+        made = export_checkpoint(checkpoint, tmp_path / name, exporter="genai", told=told.append, **more)
+        assert made.exporter == "genai"
+        return told[1:]
+
+    assert export("all") == []
+    assert export("int4", int4=True) == ["the weights are not compared with the checkpoint's: 4 bits hold others"]
+    stand_ins["genai"] = "fails on twins"
+    assert export("twins") == ["genai's model is not compared with the checkpoint: it fails on a small twin: too small"]
+    stand_ins["genai"] = "warns"
+    assert export("warnings") == ["genai warns: whole"]
+    (made / "no_twin.py").write_text("import sys; sys.exit('no such family')")
+    monkeypatch.setattr(twins.twin_script, "__file__", str(made / "no_twin.py"))
+    monkeypatch.setattr(twins.checkpoint_script, "__file__", str(made / "no_twin.py"))
+    stand_ins["genai"] = "good"
+    assert export("family") == [
+        "genai's model is not compared with the checkpoint: it has no twin: no such family",
+        "the weights are not compared with the checkpoint's: transformers does not run it: no such family",
+    ]
+    monkeypatch.setattr(exporting, "free_memory", lambda: 10**9)
+    assert export("memory")[1] == (
+        "the weights are not compared with the checkpoint's: that takes 2 GB of memory, and 1 GB are free"
     )
-    stand_ins.update(genai="fail", torch="worse")
-    told.clear()
-    made = export_checkpoint(checkpoint, tmp_path / "first", told=told.append)
-    assert (made.exporter, made.plan.options.capacity, told[1], told[-1]) == (
-        "mobius",
-        None,
-        worse,
-        "the model is mobius's",
-    )
-    assert names(tmp_path / "first") == {"model.onnx", "tokenizer.json", "config.json"}
-    chosen = export_checkpoint(checkpoint, tmp_path / "chosen", exporter="torch", told=told.append)
-    assert chosen == Export("torch", made.plan)
+
+
+def test_other_weights_than_the_checkpoints_are_not_taken(
+    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
+) -> None:
+    stand_ins["mobius"] = "right on twins"
+    with pytest.raises(UnsupportedModelError, match="mobius writes other weights than the checkpoint's: logits differ"):
+        export_checkpoint(checkpoint, tmp_path / "out", exporter="mobius")
+    assert not (tmp_path / "out").exists()
+    assert export_checkpoint(checkpoint, tmp_path / "out").exporter == "genai"
+
+
+def test_an_exporter_that_takes_too_long_is_ended(
+    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_MINUTES", (0.02, 0))
+    stand_ins["mobius"] = "endless"
+    told: list[str] = []
+    assert export_checkpoint(checkpoint, tmp_path / "out", told=told.append).exporter == "genai"
+    assert told[1] == "failed, mobius: it took more than 1 s, and was ended; trying genai"
 
 
 def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
@@ -151,28 +237,6 @@ def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
     with pytest.raises(InvalidModelError):
         export_checkpoint(checkpoint, tmp_path / "out", exporter="torch")
     assert names(tmp_path / "out") == {"model.onnx", "tokenizer.json", "config.json"}
-
-
-def test_a_model_that_no_session_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It could be better, unless it has no room to be tried."""
-    write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
-    plan = plan_model(tmp_path)
-    assert shortfalls(tmp_path, plan) == []
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OptionError("an input that nobody fills")
-
-    monkeypatch.setattr(DecodeSession, "open", refuse)
-    assert shortfalls(tmp_path, plan) == ["no session runs it: an input that nobody fills"]
-    monkeypatch.setattr(grade, "free_memory", lambda: 1000)
-    assert shortfalls(tmp_path, plan) == []
-    caches = tuple(replace(cache, route=Route.FUNCTIONAL) for cache in plan.caches)
-    attention = tuple(replace(node, kind=AttentionKind.LOWERED, keys="all") for node in plan.attention)
-    assert shortfalls(tmp_path, replace(plan, caches=caches, attention=attention)) == [
-        "2 of 2 caches are not updated by TensorRT's own layer",
-        "1 of 1 attentions are plain products",
-        "1 of 1 attentions read whole caches",
-    ]
 
 
 def test_progress_is_what_the_exporter_prints(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]) -> None:
@@ -313,6 +377,20 @@ def test_real_exporters(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "4 of 4 caches in place" in result.stdout
     assert "float16 [" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_real_exporter_that_drops_windows(tmp_path: Path) -> None:
+    """mobius-onnx writes Mistral without its windows, and torch with them."""
+    python = REAL or sys.executable
+    if not {"mobius", "torch"} <= {*installed(python)}:
+        pytest.skip("mobius-onnx or torch is not installed")
+    write = "import sys, pathlib, exporters.checkpoints as c; c.write('mistral', pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([python, "-c", write, str(tmp_path / "ck")], check=True, capture_output=True, env=environment)
+    with pytest.raises(UnsupportedModelError, match="it leaves out sliding_window; use torch, which is right"):
+        export_checkpoint(tmp_path / "ck", tmp_path / "out", exporter="mobius", python=python)
+    assert not (tmp_path / "out").exists()
 
 
 def test_optimum_does_not_lose_the_base_of_rotary_embeddings(tmp_path: Path) -> None:

@@ -90,10 +90,10 @@ ARCHITECTURES = {
 
 
 def architecture_of(name: str) -> Architecture:
-    """An architecture of the matrix, or a family beside it."""
-    from exporters.families import FAMILIES
+    """An architecture of the matrix, a family beside it, or a setting of one."""
+    from exporters.families import FAMILIES, SETTINGS
 
-    return ARCHITECTURES[name] if name in ARCHITECTURES else FAMILIES[name]
+    return (ARCHITECTURES | FAMILIES | SETTINGS)[name]
 
 
 def write(arch: str, folder: Path) -> Path:

@@ -133,3 +133,66 @@ FAMILIES = {
     "mt5": _pair("MT5", T5 | {"feed_forward_proj": "gated-gelu"}),
     "pegasus": _pair("Pegasus", _PAIR),
 }
+
+_ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_BASE = {"rope_type": "yarn", "factor": 4.0, **_ROPE}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_ROPE}
+_SLIDING = {"sliding_window": WINDOW}
+
+
+def _rope(name: str, rope: dict[str, Any], **more: Any) -> Architecture:
+    return _text(name, GROUPED | {"rope_parameters": rope} | more)
+
+
+def _gpt2(settings: dict[str, Any]) -> Architecture:
+    return Architecture("GPT2LMHeadModel", "GPT2Config", _GPT | {"tie_word_embeddings": True} | settings)
+
+
+SETTINGS = {
+    "mistral-whole": _text("Mistral", GROUPED | {"sliding_window": None}),
+    "mistral-heads": _text("Mistral", _KV | {"head_dim": 32, "sliding_window": None}),
+    "phi3-window": _text("Phi3", _KV | _SLIDING | {"original_max_position_embeddings": 256}),
+    "phi3-partial": _text("Phi3", {"num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.5}
+                          | {"sliding_window": None, "original_max_position_embeddings": 256}),
+    "qwen2-window": _text("Qwen2", _KV | _SLIDING | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3-window": _text("Qwen3", GROUPED | {"use_sliding_window": True} | MIXED_WINDOWS),
+    "qwen3-yarn": _rope("Qwen3", _BASE),
+    "qwen3-yarn-attention": _rope("Qwen3", _BASE | {"attention_factor": 1.7}),
+    "qwen3-yarn-betas": _rope("Qwen3", _BASE | {"beta_fast": 16.0, "beta_slow": 2.0}),
+    "llama-yarn": _rope("Llama", _BASE),
+    "llama-dynamic": _rope("Llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama-linear": _rope("Llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama-llama3": _rope("Llama", _LLAMA3),
+    "llama-base": _rope("Llama", {"rope_type": "default", "rope_theta": 500.0}),
+    "llama-biases": _text("Llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
+    "llama-mqa": _text("Llama", {"num_key_value_heads": 1}),
+    "llama-tied": _text("Llama", GROUPED | {"tie_word_embeddings": True}),
+    "llama-gelu": _text("Llama", GROUPED | {"hidden_act": "gelu"}),
+    "llama-epsilon": _text("Llama", GROUPED | {"rms_norm_eps": 0.1}),
+    "gpt_neox-serial": _text("GPTNeoX", {"rotary_pct": 0.5, "use_parallel_residual": False}),
+    "gpt_neox-gelu": _text("GPTNeoX", {"rotary_pct": 0.5, "hidden_act": "relu"}),
+    "gemma2-soft": _text("Gemma2", GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "gemma2-scalar": _text("Gemma2", GEMMA | {"query_pre_attn_scalar": 64}),
+    "gemma3-scalar": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA | {"query_pre_attn_scalar": 64}),
+    "ministral": _text("Ministral", GROUPED | MIXED_WINDOWS),
+    "ministral3": _text("Ministral3", GROUPED | {"rope_parameters": {
+        **_BASE, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }}),
+    "granite-scales": _text("Granite", _KV | {"attention_multiplier": 0.1, "logits_scaling": 3.0}
+                            | {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "gpt2-inverse": _gpt2({"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-unscaled": _gpt2({"scale_attn_weights": False}),
+    "starcoder2-whole": _text("Starcoder2", _KV | {"sliding_window": None, "use_bias": True}),
+    "stablelm-norms": _text("StableLm", _KV | {"partial_rotary_factor": 0.5, "qk_layernorm": True}
+                            | {"use_parallel_residual": True}),
+    "phi-norms": _text("Phi", {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_layernorm": True}),
+    "cohere-norms": _text("Cohere", _KV | {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "olmo-plain": _text("Olmo", _KV | {"clip_qkv": None}),
+    "opt-behind": _text("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "do_layer_norm_before": False}
+                        | {"tie_word_embeddings": True}),
+    "ernie4_5-plain": _text("Ernie4_5", GROUPED | {"use_bias": False}),
+    "qwen3_moe-raw": _text("Qwen3Moe", GROUPED | _EXPERTS | {"norm_topk_prob": True}),
+    "mixtral-whole": _text("Mixtral", GROUPED | _LOCAL | {"sliding_window": None}),
+    "gpt_oss-plain": _text("GptOss", GROUPED | MIXED_WINDOWS | _LOCAL),
+}  # fmt: skip
+"""Settings of single families, each of which changes what a model computes; for comparisons with transformers alone."""

@@ -46,7 +46,7 @@ def export(
     ],
     exporter: Annotated[
         ExporterChoice,
-        typer.Option(help="auto: the first of these, the fastest first, whose model is as good as any."),
+        typer.Option(help="auto: the first of these, the fastest first, whose model computes what transformers does."),
     ] = ExporterChoice.AUTO,
     dtype: Annotated[
         Dtype,

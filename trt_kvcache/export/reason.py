@@ -1,10 +1,10 @@
-"""The line of an exporter's output that says why it failed."""
+"""What an exporter's output says: why it failed, and what it warns of."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["failure_reason"]
+__all__ = ["failure_reason", "warnings_in"]
 
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _OTHER = "During handling of the above exception, another exception occurred:"
@@ -12,6 +12,10 @@ _TRACE = "Traceback (most recent call last):"
 _ERROR = re.compile(r"(?:[\w.]+\.)?(?P<name>[A-Za-z_]\w*)(?:: (?P<text>.*))?")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LONGEST = 400  # characters
+_PYTHON_WARNING = re.compile(r"\S+:\d+: (?P<kind>\w+): (?P<text>.*)")
+_OWN = ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning")
+_NO_WARNING = re.compile(r"\d+%\||\d+it \[|it/s\]|is not installed\. Skipping")  # bars of progress; torch's own log
+_MOST = 5  # warnings that are told
 
 
 def failure_reason(stderr: str) -> str:
@@ -47,3 +51,25 @@ def failure_reason(stderr: str) -> str:
         words = f"without words, by {source!r}" if source else "without words"
     told = f"{error['name']}: {words}"
     return told if len(told) <= _LONGEST else f"{told[: _LONGEST - 4]} ..."
+
+
+def warnings_in(stderr: str) -> list[str]:
+    """Return what a program that did its work says on stderr: no progress, and nothing about its own code.
+
+    Args:
+        stderr: all that it wrote there.
+
+    Returns:
+        Lines, each once; of many, the first ones and how many more there are.
+    """
+    told: dict[str, None] = {}
+    source = False  # Python shows the line of code after a warning
+    for line in _COLOR.sub("", stderr).splitlines():
+        warning = _PYTHON_WARNING.fullmatch(line)
+        text = (warning["text"] if warning else line.rpartition("\r")[2]).strip()
+        own = (warning and warning["kind"] in _OWN) or (source and line[:1].isspace())
+        if text and not own and not _NO_WARNING.search(text):
+            told[text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."] = None
+        source = warning is not None
+    lines = list(told)
+    return lines if len(lines) <= _MOST else [*lines[:_MOST], f"{len(lines) - _MOST} more lines"]

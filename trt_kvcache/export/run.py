@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +20,20 @@ from trt_kvcache.arguments import as_path
 from trt_kvcache.engine.folder import copy_texts, new_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
-from trt_kvcache.export.grade import shortfalls
-from trt_kvcache.export.reason import failure_reason
+from trt_kvcache.export.reason import failure_reason, warnings_in
+from trt_kvcache.export.twins import Twin, Verdict, judge_weights
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.machine import free_memory
 from trt_kvcache.names import checkpoint_named, is_checkpoint
 from trt_kvcache.progress import phase
 
-__all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "installed"]
+__all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "fill", "installed", "run_command"]
 
 DTYPES = ("float16", "bfloat16", "float32")
 _INSTALL = "pip install torch transformers onnxscript"
+_MINUTES = (30, 2)  # for an exporter: for any checkpoint, and for each GB of it
+_ROOM = 4 << 30  # bytes that two interpreters with torch take beside what they read
 _LINE = 80  # characters of an exporter's output that are shown as what it does
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _MOBIUS = """\
@@ -162,7 +167,7 @@ def export_checkpoint(
         checkpoint: folder with ``config.json`` and weights; or a GGUF file, which transformers dequantizes first.
         output: folder of the model; new or empty.
         exporter: one of the names of `EXPORTERS`. ``"auto"``: the first of them that is installed and fits, and whose
-            model is as good as any (`shortfalls`); if none is, the best of those that are taken.
+            model is taken and is that of the checkpoint.
         dtype: of weights, activations and caches, one of `DTYPES`.
         int4: weights of 4 bits.
         capacity: of the plan, for caches that grow; None: see `PlanOptions`.
@@ -188,85 +193,205 @@ def export_checkpoint(
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise OutputError(f"{folder}: it holds something; give a new folder")
     names = _chosen(exporter, dtype, python, int4=int4)
-    with new_folders(folder), _emptied(folder) as keep, _checkpoint_of(source, folder, dtype, python, told) as read:
-        job = _Job(source, read, folder, dtype, int4, python, told)
-        result = _best(job, names, capacity) if len(names) > 1 else _only(job, names[0], keep, capacity)
+    with (
+        new_folders(folder),
+        _emptied(folder) as keep,
+        _checkpoint_of(source, folder, dtype, python, told) as read,
+        _Job(source, read, folder, dtype, int4, capacity, python, told) as job,
+    ):
+        result = job.first(names) if len(names) > 1 else job.only(names[0], keep)
         keep()
     return result
 
 
-@dataclass(frozen=True)
+def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> list[str]:
+    """Fill a new folder with what an exporter makes of a checkpoint, and the texts of that.
+
+    Args:
+        checkpoint: its folder.
+        folder: of the model.
+        run: runs the exporter; returns its exit code and its stderr.
+
+    Returns:
+        The exporter's warnings.
+
+    Raises:
+        UnsupportedModelError: it fails.
+    """
+    folder.mkdir()
+    code, stderr = run()
+    if code or next(folder.rglob("*.onnx"), None) is None:
+        raise UnsupportedModelError(failure_reason(stderr) or "it wrote no model")
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    copy_texts(checkpoint, folder, missing_too=False)
+    return warnings_in(stderr)
+
+
 class _Job:
-    """A checkpoint, the folder that it is read from, and what is wanted of it."""
+    """A checkpoint, the folder that it is read from, and what is wanted of it. Entered, it has a twin."""
 
-    source: Path
-    checkpoint: Path
-    folder: Path
-    dtype: str
-    int4: bool
-    python: str
-    told: Callable[[str], None]
+    def __init__(
+        self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None, python: str,
+        told: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._source, self._checkpoint, self._folder = source, checkpoint, folder
+        self._dtype, self._int4, self._python, self._told = dtype, int4, python, told
+        self._capacity = capacity
+        self._size = sum(file.stat().st_size for file in checkpoint.glob("*") if file.is_file())
+        self._seconds = 60.0 * (_MINUTES[0] + _MINUTES[1] * self._size / 1e9)
+        self._running: set[subprocess.Popen[str]] = set()
+        self._trials: set[subprocess.Popen[str]] = set()  # of these, exporters that run on the twin
 
-    def export(self, name: str, folder: Path) -> None:
-        """Fill a folder by an exporter.
+    def __enter__(self) -> _Job:
+        self._temporary = tempfile.TemporaryDirectory(dir=self._folder, prefix="twin-", ignore_cleanup_errors=True)
+        self._twin = Twin(self._checkpoint, Path(self._temporary.name), self._run, self._capacity)
+        self._beside = ThreadPoolExecutor(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(self._running)
+        self._beside.shutdown(cancel_futures=True)
+        self._temporary.cleanup()
+
+    def only(self, name: str, keep: Callable[[], None]) -> Export:
+        """Export with one exporter; its model stays if its plan is refused, and goes if it is not the checkpoint's."""
+        made = self._folder / name
+        try:
+            self._export(name)
+        except UnsupportedModelError as error:
+            raise self._failed([f"{name}: {error.message}"], self._right_others(name)) from None
+        try:
+            plan = plan_model(made, PlanOptions(capacity=self._capacity))
+        except TrtKvCacheError:
+            _move_up(made)
+            keep()
+            plan_model(self._folder, PlanOptions(capacity=self._capacity))  # the same error, of the file where it stays
+            raise
+        self._compare_weights(name, plan)
+        _move_up(made)
+        return Export(name, plan)
+
+    def first(self, names: Sequence[str]) -> Export:
+        """Return the first export that is planned, has caches, and is not another model than the checkpoint."""
+        failures: list[str] = []
+        for name, following in zip(names, [*names[1:], ""], strict=True):
+            try:
+                self._export(name)
+                plan = plan_model(self._folder / name, PlanOptions(capacity=self._capacity))
+                if not plan.caches:
+                    raise UnsupportedModelError("its model has no caches")
+                self._compare_weights(name, plan)
+            except TrtKvCacheError as error:
+                failures.append(f"{name}: {error.message}")
+                if following:
+                    self._told(f"failed, {failures[-1]}; trying {following}")
+                continue
+            if failures:
+                self._told(f"the model is {name}'s")
+            _move_up(self._folder / name)
+            return Export(name, plan)
+        raise self._failed(failures)
+
+    def _export(self, name: str) -> None:
+        """Fill a folder by an exporter, which at the same time is compared with transformers on the twin.
 
         Raises:
-            UnsupportedModelError: it fails.
+            UnsupportedModelError: it fails, or writes another model.
         """
-        folder.mkdir()
-        command = EXPORTERS[name].command(str(self.checkpoint), str(folder), self.dtype, self.int4)
-        words = [self.python, *command]
-        self.told(f"running {name}: {shlex.join(words)}")
-        code, stderr = _run(words, f"exporting with {name}")
-        if code or next(folder.rglob("*.onnx"), None) is None:
-            raise UnsupportedModelError(failure_reason(stderr) or "it wrote no model")
-        shutil.rmtree(folder / ".cache", ignore_errors=True)
-        copy_texts(self.checkpoint, folder, missing_too=False)
+        judged = self._judge(name)
+        if free_memory() < 2 * self._size + _ROOM:
+            judged.result()  # one after the other
 
-    def failed(self, failures: Sequence[str]) -> UnsupportedModelError:
-        """The error that says what each exporter said."""
-        others = "leave out --int4, which no other exporter writes" if self.int4 else "try another --exporter"
-        return UnsupportedModelError(
-            f"{self.source} is not exported: {'; '.join(failures)}; {others}, or a later version of it"
-        )
+        def started(child: subprocess.Popen[str]) -> None:
+            judged.add_done_callback(lambda done: child.kill() if _is_wrong(done) else None)
 
-
-def _only(job: _Job, name: str, keep: Callable[[], None], capacity: int | None) -> Export:
-    """Export with one exporter; its model stays where the plan is refused."""
-    try:
-        job.export(name, job.folder / name)
-    except UnsupportedModelError as error:
-        raise job.failed([f"{name}: {error.message}"]) from None
-    _move_up(job.folder / name)
-    keep()
-    return Export(name, plan_model(job.folder, PlanOptions(capacity=capacity)))
-
-
-def _best(job: _Job, names: Sequence[str], capacity: int | None) -> Export:
-    """Return the first export that no other can beat; else that with the fewest shortfalls."""
-    failures: list[str] = []
-    exports: list[tuple[int, Export]] = []
-    for name in names:
         try:
-            job.export(name, job.folder / name)
-            export = Export(name, plan_model(job.folder / name, PlanOptions(capacity=capacity)))
-        except TrtKvCacheError as error:
-            failures.append(f"{name}: {error.message}")
-            if name != names[-1]:
-                job.told(f"failed, {failures[-1]}")
-            continue
-        short = shortfalls(job.folder / name, export.plan)
-        exports.append((len(short), export))
-        if not short:
-            break
-        job.told(f"{name} wrote a model that another exporter may write better: {'; '.join(short)}")
-    if not exports:
-        raise job.failed(failures)
-    _, best = min(exports, key=lambda each: each[0])
-    if len(exports) > 1 or failures:
-        job.told(f"the model is {best.exporter}'s")
-    _move_up(job.folder / best.exporter)
-    return best
+            self._run_exporter(name, self._checkpoint, self._folder / name, self._seconds, started)
+        except UnsupportedModelError:
+            if not _is_wrong(judged):
+                self._end(self._trials)
+                raise
+        with phase(f"comparing {name} with transformers"):
+            verdict = judged.result()
+        if verdict.is_right is None:
+            self._told(f"{name}'s model is not compared with the checkpoint: {verdict.said}")
+        if verdict.is_right is False:
+            left = self._twin.settings(name, verdict)
+            raise UnsupportedModelError(
+                f"it writes another model than the checkpoint: {verdict.said}; "
+                + (f"it leaves out {' or '.join(left)}" if left else "no single setting accounts for it")
+            )
+
+    def _judge(self, name: str) -> Future[Verdict]:
+        def export(checkpoint: Path, folder: Path, seconds: float) -> None:
+            self._run_exporter(name, checkpoint, folder, seconds, self._trials.add)
+
+        return self._beside.submit(self._twin.judge, name, export)
+
+    def _run(
+        self, words: Sequence[str], seconds: float, title: str = "comparing with transformers",
+        started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
+    ) -> tuple[int, str]:  # fmt: skip
+        """Run words of the exporters' interpreter."""
+
+        def begun(child: subprocess.Popen[str]) -> None:
+            self._running.add(child)
+            started(child)
+
+        return run_command([self._python, *words], title, seconds, begun)
+
+    @staticmethod
+    def _end(children: set[subprocess.Popen[str]]) -> None:
+        for child in list(children):
+            child.kill()
+
+    def _run_exporter(
+        self, name: str, checkpoint: Path, folder: Path, seconds: float,
+        started: Callable[[subprocess.Popen[str]], object],
+    ) -> None:  # fmt: skip
+        """Run an exporter, and tell what it warns of; of the twin, it warns of the same."""
+        command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
+        tell = self._told if checkpoint == self._checkpoint else lambda _: None
+        tell(f"running {name}: {shlex.join([self._python, *command])}")
+        for line in fill(checkpoint, folder, lambda: self._run(command, seconds, f"exporting with {name}", started)):
+            tell(f"{name} warns: {line}")
+
+    def _compare_weights(self, name: str, plan: CachePlan) -> None:
+        """Compare a few tokens of the checkpoint itself, if there is room; else say so.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        needed = 3 * self._size + _ROOM // 2
+        if self._int4:
+            self._told("the weights are not compared with the checkpoint's: 4 bits hold others")
+        elif needed > free_memory():
+            self._told(
+                f"the weights are not compared with the checkpoint's: that takes {needed / 1e9:.0f} GB of memory, and "
+                f"{free_memory() / 1e9:.0f} GB are free"
+            )
+        else:
+            with phase("comparing a few tokens with transformers"):
+                verdict = judge_weights(
+                    self._checkpoint, self._folder / name, plan, Path(self._temporary.name), self._run, self._seconds
+                )
+            if verdict.is_right is False:
+                raise UnsupportedModelError(f"{name} writes other weights than the checkpoint's: {verdict.said}")
+            if verdict.is_right is None:
+                self._told(f"the weights are not compared with the checkpoint's: {verdict.said}")
+
+    def _right_others(self, name: str) -> list[str]:
+        """Other exporters that fit, and are right about the twin."""
+        others = [other for other in _chosen("auto", self._dtype, self._python, int4=self._int4) if other != name]
+        with phase("trying other exporters on a small twin"):
+            verdicts = {other: self._judge(other).result() for other in others}
+        return [other for other, verdict in verdicts.items() if verdict.is_right]
+
+    def _failed(self, failures: Sequence[str], right: Sequence[str] = ()) -> UnsupportedModelError:
+        """The error that says what each exporter said."""
+        others = "leave out --int4, which no other exporter writes" if self._int4 else "try another --exporter"
+        advice = f"use {right[0]}, which is right" if right else f"{others}, or a later version of it"
+        return UnsupportedModelError(f"{self._source} is not exported: {'; '.join(failures)}; {advice}")
 
 
 def _move_up(folder: Path) -> None:
@@ -295,7 +420,7 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
     with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-", ignore_cleanup_errors=True) as temporary:
         words = [python, str(Path(from_gguf.__file__)), str(source), temporary, dtype]
         told(f"reading {source.name}: {shlex.join(words)}")
-        code, stderr = _run(words, f"reading {source.name}")
+        code, stderr = run_command(words, f"reading {source.name}")
         if code:
             raise InvalidModelError(
                 f"{source} is not read: {failure_reason(stderr)}; give the checkpoint that it was made of"
@@ -303,8 +428,17 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
         yield Path(temporary)
 
 
-def _run(words: Sequence[str], title: str) -> tuple[int, str]:
+def run_command(
+    words: Sequence[str], title: str, seconds: float | None = None,
+    started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
+) -> tuple[int, str]:  # fmt: skip
     """Run a command, whose last line on stdout is the phase that it is in; return its exit code and its stderr."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        child.kill()
+
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
         phase(title),
@@ -312,7 +446,11 @@ def _run(words: Sequence[str], title: str) -> tuple[int, str]:
             words, stdout=subprocess.PIPE, stderr=said, env=_environment(), encoding="utf-8", errors="replace"
         ) as child,
     ):
+        started(child)
+        timer = threading.Timer(seconds or 0, end)
         try:
+            if seconds is not None:
+                timer.start()
             assert child.stdout is not None
             with ExitStack() as step:
                 for line in child.stdout:
@@ -323,8 +461,14 @@ def _run(words: Sequence[str], title: str) -> tuple[int, str]:
         except BaseException:
             child.kill()
             raise
+        finally:
+            timer.cancel()
         said.seek(0)
-        return code, said.read()
+        return code, f"it took more than {seconds or 0:.0f} s, and was ended" if late.is_set() else said.read()
+
+
+def _is_wrong(judged: Future[Verdict]) -> bool:
+    return judged.done() and not judged.cancelled() and judged.exception() is None and judged.result().is_right is False
 
 
 def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[str]:

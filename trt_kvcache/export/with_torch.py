@@ -70,7 +70,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         tuple(t.clone() for t in caches),
     )
     torch.onnx.export(
-        Decoder(),
+        Decoder().eval(),  # torch warns of a module in training
         samples,
         str(path),
         dynamo=True,
@@ -90,9 +90,14 @@ def main() -> None:
     sys.stdout.write("reading the checkpoint\n")
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager" if capped else "sdpa"
-    )
+    how: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint, "dtype": getattr(torch, dtype)}
+    try:
+        how["attn_implementation"] = "eager" if capped else "sdpa"
+        model = transformers.AutoModelForCausalLM.from_pretrained(**how)
+    except ValueError as error:  # such as BLOOM, which adds slopes to the scores
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        model = transformers.AutoModelForCausalLM.from_pretrained(**how | {"attn_implementation": "eager"})
     folder.mkdir(parents=True, exist_ok=True)
     export_model(model.eval(), folder / "model.onnx", verbose=True)
 

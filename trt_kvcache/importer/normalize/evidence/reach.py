@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -52,6 +53,12 @@ class Reach:
 
 def deciding(*tensors: gs.Tensor) -> Reach:
     """The sources of the values of these tensors."""
+    inputs, searches, weights = _sources(tensors)
+    return Reach(inputs, tuple(n for n in searches if _sources(n.inputs)[0]), weights)
+
+
+def _sources(tensors: Iterable[gs.Tensor]) -> tuple[dict[str, gs.Tensor], list[gs.Node], bool]:
+    """Graph inputs, searches of anything, and whether a weight takes part."""
     inputs: dict[str, gs.Tensor] = {}
     searches: list[gs.Node] = []
     weights = False
@@ -70,7 +77,7 @@ def deciding(*tensors: gs.Tensor) -> Reach:
             weights = weights or is_op(node, *_PROJECTIONS)
             searches += [node] if is_op(node, *_SEARCHES) else []
             pending += node.inputs
-    return Reach(inputs, tuple(n for n in searches if deciding(*n.inputs).inputs), weights)
+    return inputs, searches, weights
 
 
 def _is_weight(constant: gs.Constant) -> bool:

@@ -1,0 +1,406 @@
+"""A small twin of a checkpoint: its own settings, small sizes, random weights; and transformers' logits of it.
+
+    python twin.py CHECKPOINT FOLDER
+    python twin.py explain FOLDER LOGITS.npz TOLERANCE
+
+This file needs torch and transformers, and nothing of this package but the file beside it: it runs in the interpreter
+of an exporter. It knows no family of models. Settings become small by their names alone: sizes and heads in proportion,
+each kind of layer twice, windows of a few tokens, thresholds of positions that a short text passes, the lists of rotary
+embeddings as long as the heads want them. Every parameter is drawn so that it matters, of numbers that float16,
+bfloat16 and int4 hold exactly, so that one twin serves exports of all types.
+
+`FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
+writes into `settings.json` which settings of the twin an exporter leaves out, whose model of it gives `LOGITS.npz`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DECODE", "THRESHOLD", "Sizes", "left_out", "small_config", "threshold"]
+
+HEADS, LAYERS, EXPERTS = 4, 4, 4
+VOCABULARY = 124
+"""Tokens: no other size is the same, since onnxruntime-genai takes any product of this width for the last one."""
+WINDOW, THRESHOLD, POSITIONS = 6, 16, 64
+"""Tokens of a window; a position from which a model computes otherwise; the longest text."""
+
+DECODE = {
+    "texts": [[3 + 41 * i * i % 97 for i in range(30)], [5 + 29 * i * i % 89 for i in range(12)]],
+    "cuts": [[20, 5, 1, 1, 1, 1, 1], [7, 3, 1, 1]],
+}
+"""Two texts: the first prompt passes every window and threshold, the other text no threshold."""
+
+_COUNT = re.compile(r"^(num_hidden|n|num|decoder|num_decoder)_layers?$|^num_blocks$")
+_HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|embedding_dim|emb_dim)$")
+_HEAD = re.compile(r"(^|_)(n|num)_(\w+_)?heads?(_kv)?$|attention_heads$|^num_query_groups$|^multi_query_group_num$")
+_HEAD_SIZE = re.compile(r"head_dim$|head_size$|headdim$|d_head$|dim_head$|^kv_channels$|^d_kv$|^rotary_dim$|_dim_head$")
+_SIZE = re.compile(r"(size|dim|width|rank|inner|embd|d_state|dff|d_ff|dim_ff|d_ssm)$|hidden_size_per_layer_input$")
+_LENGTH = re.compile(
+    r"max_position_embeddings$|n_positions$|n_ctx$|max_seq_len$|seq_length$|max_length$|context_length$"
+)
+_THRESHOLD = re.compile(r"^original_max_position|floor_scale$|scaling_n_floor$")
+_WINDOW = re.compile(r"window(_size|_len)?$|attention_chunk_size$|^local_attention|^index_topk$")
+_PERIOD = re.compile(r"(pattern|interval|period|step|every_n_layers|layer_group_size)$")
+_EXPERT = re.compile(r"(num|n)_(\w+_)?experts$|expert_num$")
+_CHOSEN = re.compile(r"experts?_per_tok(en)?$|topk$|top_k$|moe_k$")
+_SHARED = re.compile(r"shared_experts$")
+_GROUPS = re.compile(r"^n_group$|expert_group$")
+_LAYERED = re.compile(r"layer(?!.*size)|_k_dense_")
+_LISTED = re.compile(r"layer|idx|ids$")
+_TOKENIZER = re.compile(r"token|vocab|merges|\.model$")
+_NAMES = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id",
+          "initializer_range", "use_cache")  # fmt: skip
+_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a configuration says, and the small numbers that settings become.
+
+    Attributes:
+        layers, heads, hidden, positions, vocabulary: of the checkpoint.
+        width, head: small sizes of hidden states and heads, as parts of the checkpoint's.
+        kept: the layers that stay, by their numbers; a number may occur twice.
+        length: positions of the twin.
+        ids: the small number of each special token.
+    """
+
+    layers: int
+    heads: int
+    hidden: int
+    positions: int
+    vocabulary: int
+    width: float
+    head: float
+    kept: tuple[int, ...]
+    length: int
+    ids: dict[int, int]
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Sizes:
+        """Read a configuration with all its defaults, as `to_dict` gives it.
+
+        Raises:
+            ValueError: it does not say how many layers and heads there are, or how wide they are.
+        """
+        first = {name: next((v for k, v in config.items() if pattern.search(k) and _counts(v)), 0)
+                 for name, pattern in (("layers", _COUNT), ("heads", _HEAD), ("hidden", _HIDDEN))}  # fmt: skip
+        layers, heads, hidden = first["layers"], first["heads"], first["hidden"]
+        if missing := [name for name, value in first.items() if not value]:
+            raise ValueError(f"config.json does not say its number of {' and '.join(missing)}")
+        sizes = [v for k, v in config.items() if _HEAD_SIZE.search(k) and _counts(v) and k != "qk_head_dim"]
+        size = config.get("head_dim") or hidden // heads
+        largest = max([*sizes, size]) if config.get("qk_rope_head_dim") is None else max(sizes)
+        part = next((v for k, v in _all_items(config) if k in _PARTIAL and isinstance(v, float)), 1.0)
+        # onnxruntime-genai wants the part of a head that is rotated to be a multiple of 16.
+        wanted = next((n for n in (32, 40, 48, 64, 80, 96, 128) if n * part % 16 == 0), 64)
+        head = min(1.0, wanted / largest)
+        few = min(heads, HEADS)
+        inner = few * round(size * head)
+        wide = inner if heads * size == hidden else 2 * inner if heads * size < hidden else max(inner // 2, 32)
+        rope = dict(_all_items({k: v for k, v in config.items() if k.startswith("rope_")}))
+        positions = next((v for k, v in config.items() if _LENGTH.search(k) and _counts(v)), 0)
+        original = next((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), positions)
+        times = positions // original if original and positions > original else 1
+        grows = "dynamic" in (rope.get("rope_type"), rope.get("type"))
+        ids = sorted({v for k, value in config.items() if k.endswith("token_id") for v in _listed(value) if _counts(v)})
+        return Sizes(
+            layers, heads, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
+            min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
+            THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64)),
+            {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)},
+        )  # fmt: skip
+
+    def small(self, name: str, value: Any) -> Any:
+        """The value that a setting has in the twin."""
+        if isinstance(value, dict):
+            return {key: self.small(str(key), inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return self._list(name, value)
+        if isinstance(value, str) and len(value) == self.layers > 1 and "pattern" in name:
+            return "".join(value[i] for i in self.kept)
+        if not _counts(value):
+            return value
+        return self._number(name, value)
+
+    def _list(self, name: str, value: list[Any]) -> list[Any]:
+        if name.endswith("token_id"):
+            return [self.small(name, v) for v in value]
+        if _is_listing(name, value, self.layers):
+            return [place for place, layer in enumerate(self.kept) if layer in value]
+        if len(value) == self.layers:
+            return [value[i] if value[i] in (0, 1) else self.small(name, value[i]) for i in self.kept]
+        if value and isinstance(value[0], list):  # kinds of layers and how often: [[["global", "local"], 12]]
+            return [[kinds, max(1, len(self.kept) // len(kinds))] for kinds, _ in value[:1]]
+        if name == "mrope_section":
+            parts = [max(1, round(v * self.head)) for v in value]
+            return [*parts[:-1], round(sum(value) * self.head) - sum(parts[:-1])]
+        if name.endswith("factor"):  # of each pair of numbers that is rotated
+            count = max(1, round(len(value) * self.head))
+            return [value[i * len(value) // count] for i in range(count)]
+        return value
+
+    def _number(self, name: str, value: int) -> int:
+        few, layers = min(self.heads, HEADS), len(self.kept)
+        if name.endswith(("token_id", "token_index")):
+            return self.ids.get(value, min(value, VOCABULARY - 1))
+        if "vocab" in name:
+            return min(value, VOCABULARY)
+        if _COUNT.search(name):
+            return layers
+        if _THRESHOLD.search(name):
+            return THRESHOLD
+        if _LENGTH.search(name):
+            return self.length
+        if _WINDOW.search(name):
+            return WINDOW if not self.positions or value < self.positions else self.length
+        if name.endswith("chunk_size"):
+            return min(value, 8)
+        if _HEAD.search(name):
+            return (
+                few if value == self.heads else 2 * few if value > self.heads else 1 if value == 1 else max(1, few // 2)
+            )
+        if _HEAD_SIZE.search(name):
+            return max(1, round(value * self.head))
+        if _CHOSEN.search(name) or _SHARED.search(name) or _GROUPS.search(name):
+            return min(value, 2)
+        if name == "topk_group":
+            return 1
+        if _EXPERT.search(name):
+            return min(value, EXPERTS)
+        if _PERIOD.search(name):
+            return min(value, 2)
+        if _LAYERED.search(name):
+            return (
+                layers if value >= self.layers else layers - 1 if value == self.layers - 1 else min(value, layers // 2)
+            )
+        if name.endswith("offset"):
+            return min(value, 1)
+        if (_SIZE.search(name) or value == self.hidden) and value > 16:
+            return max(16, 16 * round(value * self.width / 16))
+        return value
+
+
+def threshold(config: Mapping[str, Any]) -> int | None:
+    """The position from which a model computes otherwise, such as with other rotary factors; None: none is named."""
+    return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _all_items(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    for key, value in config.items():
+        yield str(key), value
+        if isinstance(value, dict):
+            yield from _all_items(value)
+
+
+def _is_listing(name: str, value: Any, layers: int) -> bool:
+    """True for a list of the numbers of some layers."""
+    numbers = isinstance(value, list) and bool(value) and all(isinstance(v, int) and v < layers for v in value)
+    return numbers and bool(_LISTED.search(name)) and sorted(set(value)) == value
+
+
+def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Two layers of each kind: in turn, as most models have them; in their order, if those of a kind lie together."""
+
+    def kind(i: int) -> str:
+        return json.dumps([
+            i in v if _is_listing(k, v, layers) else v[i] for k, v in config.items()
+            if _is_listing(k, v, layers) or (isinstance(v, (list, str)) and len(v) == layers > 1 and k != "model_type")
+        ])  # fmt: skip
+
+    periods = any(_PERIOD.search(k) and _counts(v) and v > 1 for k, v in config.items())
+    inside = any(
+        _LAYERED.search(k) and not _COUNT.search(k) and _counts(v) and v < layers - 1 for k, v in config.items()
+    )
+    kinds: dict[str, list[int]] = {}
+    for i in range(layers):
+        kinds.setdefault(kind(i), []).append(i)
+    pairs = [(of[0], of[1] if len(of) > 1 else of[0]) for of in list(kinds.values())[:LAYERS]]
+    if len(pairs) == 1:
+        return [*range(min(layers, LAYERS if periods or inside else 2))]
+    runs = [of[-1] - of[0] + 1 == len(of) > 1 for of in kinds.values()]
+    return (
+        sorted(i for p in pairs for i in p) if any(runs) else [i for place in zip(*pairs, strict=True) for i in place]
+    )
+
+
+def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Sizes | None = None) -> dict[str, Any]:
+    """The twin's config.json.
+
+    Args:
+        stored: that of the checkpoint; what it does not say stays unsaid, but for sizes.
+        whole: the same with all defaults.
+        outer: sizes for a part that says none.
+
+    Raises:
+        ValueError: nothing says how many layers and heads there are, or how wide they are.
+    """
+    parts = [
+        k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v and isinstance(whole.get(k), dict)
+    ]
+    sizes = outer
+    try:
+        sizes = Sizes.of(whole)
+    except ValueError:
+        if outer is None and not parts:
+            raise
+    twin = {k: small_config(stored[k], whole[k], sizes) for k in parts}
+    for name, value in {**whole, **stored}.items():
+        changed = value if sizes is None else sizes.small(name, value)
+        if name not in parts and (name in stored or (_counts(value) and changed != value)):
+            twin[name] = changed
+    return {**stored, **twin}
+
+
+def draw(model: Any) -> None:
+    """Draw every parameter, and every number that is saved with them, each from its name."""
+    torch: Any = import_module("torch")
+    saved = set(model.state_dict())
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name not in saved or not tensor.is_floating_point():
+                continue
+            made = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            drawn = torch.randint(-8, 8, tensor.shape, generator=made)
+            if tensor.ndim < 2:  # around what the model begins with: norms at 1 or 0, biases at 0
+                tensor.copy_((tensor + drawn / 32).bfloat16())
+                continue
+            # The lowest of 16 values in each block, whose scale it gives.
+            lowest = torch.randint(0, 32, (*tensor.shape[:-1], -(-tensor.shape[-1] // 32)), generator=made)
+            drawn.scatter_(-1, (lowest + 32 * torch.arange(lowest.shape[-1])).clamp(max=tensor.shape[-1] - 1), -8)
+            exponent = (torch.tensor(float(tensor.shape[-1])).sqrt() * 3.0).log2().round()
+            tensor.copy_(drawn * 2.0**-exponent)
+
+
+def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The same configuration without one of its settings, or with another value of it; the name of the setting."""
+    for name, value in config.items():
+        if name in _NAMES or name.endswith(("token_id", "dropout")) or "vocab" in name:
+            continue
+        if isinstance(value, dict):
+            for inner, changed in left_out(value, length):
+                yield f"{name}.{inner}", {**config, name: changed}
+        others = _others(name, value, length)
+        if others == [None] and isinstance(value, int) and isinstance(config.get("head_dim"), int):
+            others.append(config["head_dim"])  # what scales follow where nothing is set
+        for other in others:
+            yield name, {**{k: v for k, v in config.items() if k != name}, **({} if other is None else {name: other})}
+
+
+def _others(name: str, value: Any, length: int) -> list[Any]:
+    """Other values of a setting; None: the default."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int) and _WINDOW.search(name):
+        return [length]
+    if isinstance(value, list):
+        return [[one] * len(value) for one in value if value.count(one) < len(value)][:LAYERS]
+    if isinstance(value, float):
+        return [None, 1.0]
+    sizes = (_COUNT, _HIDDEN, _HEAD, _HEAD_SIZE, _SIZE, _EXPERT, _CHOSEN, _LENGTH)
+    return [] if value is None or any(size.search(name) for size in sizes) else [None]
+
+
+def _model(config: Any) -> Any:
+    torch: Any = import_module("torch")
+    automatic = import_module("transformers").AutoModelForCausalLM
+    model = automatic.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    draw(model)
+    return model
+
+
+def make(checkpoint: Path, folder: Path) -> None:
+    """Write the twin of a checkpoint, and its logits."""
+    configs: Any = import_module("transformers").AutoConfig
+    stored = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(small_config(stored, configs.from_pretrained(checkpoint).to_dict()), indent=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    model = _model(configs.from_pretrained(folder))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(text, encoding="utf-8")  # as the checkpoint has it, not as transformers would
+    for file in checkpoint.iterdir():  # some exporters want a tokenizer
+        if _TOKENIZER.search(file.name):
+            shutil.copyfile(file, folder / file.name)
+    (folder / "decode.json").write_text(json.dumps(DECODE), encoding="utf-8")
+    _runner().save_logits(folder / "logits.npz", _runner().decode(model, **DECODE))
+
+
+def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
+    """The settings of a twin without which transformers computes what an exporter made of it.
+
+    Args:
+        folder: of the twin.
+        logits: what was made of it, a file as `make` writes it.
+        tolerance: as a part of the largest.
+
+    Returns:
+        Names, each of which explains it; else one text that names several, which do so together.
+    """
+    found = import_module("numpy").load(logits)
+    config, names = json.loads((folder / "config.json").read_text(encoding="utf-8")), list[str]()
+    nearest = float("inf")
+    while True:
+        tried = [(_distance(changed, found), name, changed) for name, changed in left_out(config)]
+        alone = [name for distance, name, _ in tried if distance <= tolerance]
+        if alone:
+            return [" and ".join([*names, name]) for name in dict.fromkeys(alone)]
+        distance, name, config = min(tried, key=lambda each: each[0], default=(nearest, "", config))
+        if distance > nearest / 3 or len(names) == 2:  # it is no nearer without another one
+            return []
+        nearest = distance
+        names.append(name)
+
+
+def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+    """How far logits are from those of a twin with this configuration; infinite where there is no such model."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            model = _model(import_module("transformers").AutoConfig.from_pretrained(folder))
+            rows = _runner().decode(model, **DECODE)
+            parts = [abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found]
+            return float(max(parts))
+        except Exception:  # noqa: BLE001 - whatever transformers says of settings that do not fit
+            return float("inf")
+
+
+def _runner() -> Any:
+    if str(Path(__file__).parent) not in sys.path:
+        sys.path.append(str(Path(__file__).parent))
+    return import_module("checkpoint")
+
+
+def main() -> None:
+    """Make a twin; or say which of its settings an exporter leaves out."""
+    torch: Any = import_module("torch")
+    torch.set_num_threads(1)
+    if len(sys.argv) == 3:
+        make(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        folder = Path(sys.argv[2])
+        names = explain(folder, Path(sys.argv[3]), float(sys.argv[4]))
+        (folder / "settings.json").write_text(json.dumps(names), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Exporters compared with transformers: on a small twin of a checkpoint, and with a few tokens of the checkpoint.
+
+The twin is made and decoded by `trt_kvcache.compare.twin`, in the interpreter of the exporters. An exporter gets it as
+it gets the checkpoint, and ONNX Runtime decodes what it makes of it, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.compare import checkpoint as checkpoint_script
+from trt_kvcache.compare import twin as twin_script
+from trt_kvcache.compare.exported import Exported
+from trt_kvcache.errors import TrtKvCacheError, UnsupportedModelError
+from trt_kvcache.export.reason import failure_reason
+from trt_kvcache.files import read_object
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.capacity import usual_capacity
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
+
+__all__ = ["TOLERANCE", "Twin", "Verdict", "decode_exported", "difference"]
+
+Array = npt.NDArray[Any]
+
+TOLERANCE = 0.01
+"""Of the largest logit. Right exports are up to 0.002 off, since float16 and bfloat16 round tables and scales; wrong
+ones 0.03 and more."""
+_WEIGHTS = 0.05  # the same for trained weights, which float16 rounds
+_SECONDS = 180.0  # for one command on a twin
+_READS = (OSError, ValueError, KeyError, zipfile.BadZipFile)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison says of an exporter.
+
+    Attributes:
+        is_right: None: nothing was compared.
+        said: how large the difference is; or why nothing was compared.
+        logits: what the exporter's model gives, by text.
+    """
+
+    is_right: bool | None
+    said: str
+    logits: tuple[Array, ...] = ()
+
+
+class Twin:
+    """The small twin of a checkpoint.
+
+    Args:
+        checkpoint: its folder.
+        folder: an empty one, for the twin and what is made of it.
+        run: runs words of the exporters' interpreter within some seconds; returns the exit code and stderr.
+        capacity: of the plan; None: the default. A threshold of positions that it does not reach, the twin's texts do
+            not pass.
+    """
+
+    def __init__(
+        self, checkpoint: Path, folder: Path, run: Callable[[Sequence[str], float], tuple[int, str]],
+        capacity: int | None = None,
+    ) -> None:  # fmt: skip
+        self._checkpoint, self._folder, self._run = checkpoint, folder / "checkpoint", run
+        self._failure: str | None = None
+        self._made = False
+        try:
+            threshold = twin_script.threshold(read_object(checkpoint / "config.json"))
+        except _READS:
+            threshold = None
+        reached = (capacity or usual_capacity(checkpoint)) > (threshold or 0)
+        self._first = 0 if reached else 1
+        self._capacity = None if reached else twin_script.THRESHOLD
+
+    def judge(self, name: str, export: Callable[[Path, Path, float], None]) -> Verdict:
+        """Compare what an exporter makes of the twin with what transformers computes.
+
+        Args:
+            name: of the exporter.
+            export: makes a model of a checkpoint, both folders, within some seconds, or raises UnsupportedModelError.
+        """
+        if not self._made:
+            self._made = True
+            code, stderr = self._run([twin_script.__file__, str(self._checkpoint), str(self._folder)], _SECONDS)
+            self._failure = f"it has no twin: {failure_reason(stderr) or code}" if code else None
+        if self._failure is not None:
+            return Verdict(None, self._failure)
+        made = self._folder.with_name(name)
+        try:
+            export(self._folder, made, _SECONDS)
+        except UnsupportedModelError as error:
+            return Verdict(None, f"it fails on a small twin: {error.message}")
+        try:
+            plan = plan_model(made, PlanOptions(capacity=self._capacity))
+        except TrtKvCacheError as error:
+            return Verdict(None, f"what it makes of a small twin is refused: {error.message}")
+        try:
+            asked = json.loads((self._folder / "decode.json").read_text(encoding="utf-8"))
+            texts, cuts = (asked[part][self._first :] for part in ("texts", "cuts"))
+            logits = decode_exported(Exported(made, plan, wide=True), texts, cuts)
+        except UnsupportedModelError as error:
+            return Verdict(False, f"of a small twin it writes a model that does not decode: {error.message}")
+        wrong = difference(logits, _read_logits(self._folder / "logits.npz")[self._first :])
+        if wrong is None:
+            return Verdict(True, "", tuple(logits))
+        return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
+
+    def settings(self, name: str, verdict: Verdict) -> list[str]:
+        """The settings that a wrong exporter leaves out: without each, transformers computes the same as it writes."""
+        if not verdict.logits:
+            return []
+        file = self._folder.with_name(f"{name}.npz")
+        checkpoint_script.save_logits(file, verdict.logits, self._first)
+        code, _ = self._run([twin_script.__file__, "explain", str(self._folder), str(file), str(TOLERANCE)], _SECONDS)
+        try:
+            found = json.loads((self._folder / "settings.json").read_text(encoding="utf-8"))
+        except _READS:
+            return []
+        return [] if code else [str(setting) for setting in found]
+
+
+def judge_weights(
+    checkpoint: Path, model: Path, plan: CachePlan, folder: Path,
+    run: Callable[[Sequence[str], float], tuple[int, str]], seconds: float,
+) -> Verdict:  # fmt: skip
+    """Compare a few tokens of the checkpoint itself.
+
+    Args:
+        checkpoint: its folder.
+        model: the folder of what an exporter made of it.
+        plan: of that.
+        folder: for files.
+        run: as of `Twin`.
+        seconds: for transformers.
+    """
+    runner = Exported(model, plan, wide=True)
+    rng = np.random.default_rng(0)
+    asked = {"texts": [rng.integers(0, runner.vocabulary or 100, 12).tolist()], "cuts": [[7, 3, 1, 1]]}
+    (folder / "tokens.json").write_text(json.dumps(asked), encoding="utf-8")
+    words = [checkpoint_script.__file__, str(checkpoint), str(folder / "tokens.json"), str(folder / "tokens.npz")]
+    code, stderr = run(words, seconds)
+    if code:
+        return Verdict(None, f"transformers does not run it: {failure_reason(stderr) or code}")
+    wrong = difference(decode_exported(runner, **asked), _read_logits(folder / "tokens.npz"), _WEIGHTS)
+    return Verdict(wrong is None, wrong or "")
+
+
+def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Array]:
+    """The logits of each text, ``[S, V]``, float64, decoded in steps, of which some texts have fewer."""
+    runner.start(texts)
+    rows: list[list[Array]] = [[] for _ in texts]
+    for number in range(max(map(len, cuts))):
+        ends = [(sum(steps[:number]), sum(steps[: number + 1])) for steps in cuts]
+        pieces = [text[a:b] for text, (a, b) in zip(texts, ends, strict=True)]
+        for text, logits in zip(rows, runner.step(pieces), strict=True):
+            text.append(logits)
+    return [np.concatenate([logits for logits in text if len(logits)]) for text in rows]
+
+
+def difference(found: Sequence[Array], wanted: Sequence[Array], tolerance: float = TOLERANCE) -> str | None:
+    """How two decodes of the same texts differ, in words; None: by no more than the tolerance."""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if ours.shape != theirs.shape:
+            return f"logits of text {number} have shape {list(ours.shape)}, and transformers' {list(theirs.shape)}"
+    parts = [np.abs(a - b).max(-1) / np.abs(b).max() for a, b in zip(found, wanted, strict=True)]
+    worst = max(parts, key=lambda part: float(part.max()) if np.isfinite(part).all() else np.inf)
+    if (worst <= tolerance).all():
+        return None
+    at, size = int(np.argmin(worst <= tolerance)), float(worst.max())
+    return f"logits differ from transformers' from token {at} of a text on, by up to {size:.2g} of the largest"
+
+
+def _read_logits(path: Path) -> list[Array]:
+    with np.load(path, allow_pickle=False) as file:
+        return [file[name] for name in sorted(file.files, key=int)]
