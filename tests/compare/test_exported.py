@@ -126,7 +126,7 @@ def test_a_text_rests_and_others_begin_anew(tmp_path: Path) -> None:
 def test_what_it_cannot_decode(tmp_path: Path) -> None:
     model = MODELS / "optimum" / "t5"
     plan = planned(model)
-    with pytest.raises(UnsupportedModelError, match=r"nothing says what input 'encoder_attention_mask' \[.*give its"):
+    with pytest.raises(UnsupportedModelError, match=r"nothing says what input '.*encoder.*' \[.*give its"):
         decoded(Exported(model, plan), [1], [[3]])
     write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, sequence=4))
     runner = Exported(tmp_path, plan_model(tmp_path))
