@@ -169,7 +169,8 @@ class Exported:
             values = self._given[name]
             if "batch" in axes[:1]:
                 values = np.repeat(values[:1] if len(values) == 1 else values[number, None], self._batch, 0)
-            return values[tuple(slice(size) for size in shape)].astype(dtype)
+            known = (slice(None if axis in ("", "?") else size) for size, axis in zip(shape, axes, strict=True))
+            return values[tuple(known)].astype(dtype)
         role = tensor.role.value
         match role:
             case "tokens" if dtype.kind == "f":
