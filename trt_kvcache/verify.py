@@ -341,9 +341,9 @@ class _Verification:
             reference = self._exported(edit)
             runner = self._runner(self.imported.plan, marked(model, taken), folder)
             reference.exported.also = tuple(taken)
+            kept = (*taken, output_of(self.imported.plan))  # caches hold garbage, each its own
             reference.exported.watch = lambda _, outputs: wanted.update({n: outputs[n] for n in kept if n in outputs})
             runner.watch = lambda _, outputs: had.update(outputs)
-            kept = (*taken, output_of(self.imported.plan))  # caches hold garbage, each its own
             reference.start(self.decode.rows)
             runner.start(self.decode.rows)
             pieces = self.decode.pieces[: found.piece + 1]
