@@ -24,11 +24,12 @@ from onnx import ModelProto
 from trt_kvcache.arguments import as_options
 from trt_kvcache.compare.decode import Decode, Difference, Piece, Runner, compare, plan_pieces
 from trt_kvcache.compare.exported import Exported
+from trt_kvcache.compare.first_layer import first_layer, inner_names, marked
 from trt_kvcache.compare.float32_copy import NARROW, Float32Copies
 from trt_kvcache.compare.inputs import check_values, load_inputs
 from trt_kvcache.compare.quantized import with_numbers, with_quantized_rows
 from trt_kvcache.compare.report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
-from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession
+from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession, output_of
 from trt_kvcache.compare.rounding import UNITS, rounding_dtype, with_rounding
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
@@ -65,6 +66,7 @@ _CHOSEN = 0.25  # of the positions of a model that chooses experts: where two ar
 _SMALLER = (GARBAGE, 100.0, 1.0)  # garbage that the model as exported hides, the largest first
 _NETWORK, _LARGE_NETWORK = 6, 4  # pieces that TensorRT's network runs: NumPy takes seconds for one of a large model
 _LARGE = 100 << 20  # bytes of weights of a large model: each run reads all of them
+_LAYER = 1e-4  # what a tensor inside of a model may differ by, as a share of its largest number
 _LAST = 4  # positions of a step whose logits are compared
 
 
@@ -323,7 +325,41 @@ class _Verification:
 
     def _rewritten(self) -> Station:
         runner = self._runner(self.imported.plan, *self.wide)
-        return self._compared("rewritten", runner, self.decode, _FLOOR, _WIDE, "the model as exported")
+        return self._compared(
+            "rewritten", runner, self.decode, _FLOOR, _WIDE, "the model as exported", self._first_layer
+        )
+
+    def _first_layer(self, found: Difference) -> str:
+        """The first layer of the rewritten model that differs in the piece and the text that differ."""
+        assert found.piece is not None
+        assert found.row is not None
+        model, folder = self.wide
+        inside, taken, row = {*inner_names(model)}, list[str](), found.row
+
+        def edit(original: ModelProto) -> ModelProto:
+            taken.extend(name for name in inner_names(original) if name in inside)
+            return marked(original, taken)
+
+        wanted, had = dict[str, Array](), dict[str, Array]()
+        try:
+            reference = self._exported(edit)
+            runner = self._runner(self.imported.plan, marked(model, taken), folder)
+            reference.exported.also = tuple(taken)
+            kept = (*taken, output_of(self.imported.plan))  # caches hold garbage, each its own
+            reference.exported.watch = lambda _, outputs: wanted.update({n: outputs[n] for n in kept if n in outputs})
+            runner.watch = lambda _, outputs: had.update(outputs)
+            reference.start(self.decode.rows)
+            runner.start(self.decode.rows)
+            pieces = self.decode.pieces[: found.piece + 1]
+            for piece, tokens in zip(pieces, self.decode.tokens, strict=False):
+                runner.step(piece, tokens)
+                if row in piece.rows:
+                    at = piece.rows.index(row)
+                    reference.step(replace(piece, rows=(row,)), tokens[at : at + 1])
+        except (RunError, TrtKvCacheError, MemoryError):
+            return ""  # what is inside of a model may be larger than the model
+        place = pieces[-1].rows.index(row), len(pieces[-1].rows)
+        return first_layer(model, wanted, had, place, reference.exported.batch, max(_LAYER, found.allowed))
 
     @cached_property
     def rounded(self) -> Decode:
@@ -404,7 +440,10 @@ class _Verification:
             passed=not result.finding, failure=result.finding,
         )  # fmt: skip
 
-    def _compared(self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str) -> Station:
+    def _compared(
+        self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str,
+        where: Callable[[Difference], str] = lambda _: "",
+    ) -> Station:  # fmt: skip
         """A station against what `decode` holds; rounding is measured only if it has to explain something."""
         given, outliers = self.verify.tolerance, _CHOSEN if self._chooses else 0.0
         found = self._last(compare(decode, runner, floor if given is None else given, stop=not outliers))
@@ -417,7 +456,7 @@ class _Verification:
         passed = _passes(found, outliers)
         return Station(
             name, runner.name, against, found.pieces, _finite(found.largest), found.allowed, found.agreement, passed,
-            "" if passed else self._where(found), note,
+            "" if passed else self._where(found) + where(found), note,
         )  # fmt: skip
 
     def _last(self, pieces: Iterator[Difference]) -> Difference:

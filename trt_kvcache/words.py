@@ -15,12 +15,13 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 """Control characters, line breaks, and marks that turn the direction of text."""
 
 FLAGS = (
-    "allow-origin", "backend", "cache-dtype", "cache-layout", "capacity", "check", "check-memory", "check-seconds",
-    "checkpoint", "chunks", "compute-capabilities", "config", "constants", "declare-aliases", "draft", "dtype",
-    "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "latent-attention", "logits", "lora-rank",
-    "lora-slots", "lora-targets", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes", "memory-check",
-    "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan",
-    "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers", "workspace",
+    "allow-origin", "backend", "bandwidth", "cache-dtype", "cache-layout", "capacity", "check", "check-memory",
+    "check-seconds", "checkpoint", "chunks", "compute-capabilities", "config", "constants", "declare-aliases",
+    "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "latent-attention", "logits",
+    "lora-rank", "lora-slots", "lora-targets", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes",
+    "memory-check", "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding",
+    "strip-plan", "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers",
+    "workspace",
 )  # fmt: skip
 """Flags that messages of the library name, without their dashes. A test compares them with the messages."""
 

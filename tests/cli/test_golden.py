@@ -28,12 +28,12 @@ GOLDEN = Path(__file__).parent / "golden"
 LAYERS = 28
 COMMANDS = {
     "plan": "plan model.onnx --max-batch 4",
-    "plan-all": "plan model.onnx --max-batch 4 --all",
+    "plan-all": "plan model.onnx --max-batch 4 --all --bandwidth 300",
     "odd": "plan odd.onnx --max-batch 4",
     "odd-all": "plan odd.onnx --max-batch 4 --all",
     "verify": "verify model.onnx",
     "build": "build model.onnx -o my-engine/model.engine",
-    "inspect": "inspect model.engine",
+    "inspect": "inspect model.engine --bandwidth H100",
     "plugins": "plugins model.engine",
     "doctor": "doctor",
 }
@@ -107,7 +107,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "driver_present", lambda: True)
     for name in ("model.onnx", "odd.onnx", "model.engine"):
         Path(name).touch()
-    plan = sample_plan(LAYERS)
+    plan = replace(sample_plan(LAYERS), weights=600 << 20)
     engine = FileIdentity("model.engine", 3 << 30, "5a" * 32)
     manifest = replace(sample_manifest(plan, engine), proof=FileIdentity("model.engine.proof", 1 << 20, "a5" * 32))
     monkeypatch.setattr(trt_kvcache, "plan_model", lambda path, *_: odd_plan() if path.stem == "odd" else plan)
@@ -130,7 +130,7 @@ def test_answers_are_the_golden_ones(name: str, width: int) -> None:
     assert (result.exit_code, result.stderr) == (0, ""), result.exception
     lines = [re.sub(r"built in [\d.]+ s", "built in T s", line.rstrip()) for line in result.stdout.splitlines()]
     assert max(len(line) for line in lines if not line.startswith("next ")) <= width
-    assert len(lines) <= {"doctor": 40, "plan-all": 60, "odd-all": 200}.get(name, 20)
+    assert len(lines) <= {"doctor": 40, "plan-all": 66, "odd-all": 200}.get(name, 20)
     text = "".join(f"{line}\n" for line in lines)
     file = GOLDEN / f"{name}-{width}.txt"
     if os.environ.get("GOLDEN") == "write":
@@ -148,3 +148,10 @@ def test_a_page_is_written_beside_the_answer(name: str) -> None:
     text = Path("page.html").read_text(encoding="utf-8").replace("<wbr>", "")
     assert text.startswith("<!doctype html>")
     assert ("rewritten" if name == "verify" else "key_cache.0..27") in text
+
+
+@pytest.mark.usefixtures("made")
+def test_a_bandwidth_that_is_none_is_refused() -> None:
+    result = CliRunner().invoke(app, ["plan", "model.onnx", "--bandwidth", "fast"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "--bandwidth 'fast' is neither a number of GB/s such as 3350 nor one of H200" in result.stderr

@@ -46,6 +46,10 @@ def test_json_decodes_as_the_plan() -> None:
     assert msgspec.json.decode(data, type=CachePlan) == plan
     counted = msgspec.json.decode(data)["cache_bytes"]
     assert counted == {"per_sequence": 131072, "batch": 4, "total": 524288}
+    assert msgspec.json.decode(data)["steps"] == []  # weights were not counted
+    steps = plan_data(replace(plan, weights=10**6), 4, 300.0)["steps"]
+    assert [(s["tokens"], s["batch"], s["weights"]) for s in steps] == [(256, 4, 10**6)]
+    assert steps[0]["tokens_per_second_limit"] == 4 * 300e9 / steps[0]["bytes"]
 
 
 @pytest.mark.parametrize(

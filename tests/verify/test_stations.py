@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from plain_graphs import plain_model
 from stored import MODELS
 from verify import mistakes as m
 
+from trt_kvcache.compare.first_layer import first_layer
 from trt_kvcache.compare.report import VerifyOptions, VerifyReport
+from trt_kvcache.compare.rewritten import output_of
 from trt_kvcache.errors import OptionError, UnsupportedModelError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import CacheDtype, PlanOptions, UpdateMode
@@ -233,6 +236,67 @@ def test_quantized_caches_are_compared_with_a_model_that_rounds(
     assert report.quality is not None
     assert 0 < report.quality.typical < 0.5
     assert report.passed is (fault == "none"), report.stations
+
+
+def wrong_scale(model: ModelProto) -> None:
+    m.set_attribute(m.nodes(model, "Attention")[-1], "scale", 0.9)
+
+
+@pytest.mark.parametrize("mistake", [wrong_scale, m.swap_keys_and_values])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["optimum/llama", "transformers/llama_static", "torch/gemma3_rolled_sdpa"])
+def test_the_first_layer_that_differs_is_named(name: str, mistake: m.Mistake) -> None:
+    """Both faults are in the attention of layer 1; layer 0 and what comes after are right."""
+    imported = import_model(MODELS / name / "model.onnx", PlanOptions(capacity=64 if name == "optimum/llama" else None))
+    failure = m.verify_with(imported, mistake).stations[0].failure
+    found = re.search(r"; the first layer that differs is '.*' \(\w+\), which gives '(.*)'$", failure)
+    assert found is not None, failure
+    names = [output for node in imported.model.graph.node for output in node.output]
+    attention = [names.index(n.output[0]) for n in imported.model.graph.node if n.op_type == "Attention"]
+    assert attention[-1] <= names.index(found[1]) <= attention[-1] + 3, failure
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "name", ["optimum/t5", "optimum/bloom", "mobius/gemma4_dynamic_f16", "ort-genai/gptoss_cpu_int4",
+             "plain-torch/index_copy_dynamo_op18", "torch/llama_static_wrap_op20"],
+)  # fmt: skip
+def test_no_right_layer_is_named(name: str) -> None:
+    """Only the last layer is wrong: neither caches with garbage of their own nor reused names come before it."""
+    imported = import_model(MODELS / name / "model.onnx", PlanOptions(capacity=None if "torch/" in name else 24))
+    output = output_of(imported.plan)
+
+    def scale(model: ModelProto) -> None:
+        node = next(n for n in model.graph.node if output in n.output)
+        node.output[0] = "right"
+        model.graph.node.append(helper.make_node("Mul", ["right", "factor"], [output], name="wrong"))
+        kind = next(t.dtype for t in imported.plan.tensors if t.name == output)
+        factor = np.asarray(1.1, np.float16 if kind == "float16" else np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(factor, "factor"))
+
+    failure = m.verify_with(imported, scale).stations[0].failure
+    assert "logits differ by 0.1" in failure
+    found = re.search(r"first layer that differs is '(.*)'", failure)
+    assert found is None or found[1] == f"wrong' (Mul), which gives '{output}", failure
+
+
+def test_a_name_with_other_contents_is_no_fault() -> None:
+    """The mask differs, and what reads it agrees; the sum differs, and so does all that reads it."""
+    nodes = [("Neg", "x", "mask"), ("Abs", "mask", "hidden"), ("Neg", "hidden", "layer0"), ("Abs", "layer0", "inside"),
+             ("Exp", "inside", "layer1"), ("Neg", "layer1", "layer2")]  # fmt: skip
+    model = helper.make_model(
+        helper.make_graph([helper.make_node(o, [i], [y], name=f"/{y}") for o, i, y in nodes], "g", [], [])
+    )
+    right = {
+        name: np.full((1, 3, 2), number, np.float32)
+        for number, name in enumerate(["mask", "layer0", "layer1", "layer2"])
+    }
+    wrong = {name: np.concatenate([values, values + 1]) for name, values in right.items()}
+    wrong["layer0"][1] = right["layer0"]
+    assert first_layer(model, right, wrong, (0, 2), 1, 1e-4) == ""
+    said = first_layer(model, right, wrong, (1, 2), 1, 1e-4)
+    assert said == "; the first layer that differs is '/layer1' (Exp), which gives 'layer1'"
+    assert first_layer(model, right, {"layer1": wrong["layer1"][:, :2]}, (1, 2), 1, 1e-4) == ""
 
 
 def test_external_weights_in_a_read_only_folder(tmp_path: Path) -> None:

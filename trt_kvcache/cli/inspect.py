@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from trt_kvcache.cli.options import EngineArgument, HtmlOption, JsonOption, TablesOption
+from trt_kvcache.cli.options import BandwidthOption, EngineArgument, HtmlOption, JsonOption, TablesOption
 
 
 def inspect(
     engine: EngineArgument,
+    bandwidth: BandwidthOption = None,
     tables: TablesOption = False,
     html: HtmlOption = None,
     json: JsonOption = False,
@@ -27,7 +28,8 @@ def inspect(
         checked += f"not opened: {report.not_opened}"
     else:
         checked += "opened: inputs, outputs, profiles and aliases are the manifest's"
-    lines = [*manifest_lines(manifest), *plan_lines(manifest.plan, batch, built=True), ("checked", checked)]
+    facts = plan_lines(manifest.plan, batch, built=True, bandwidth=bandwidth)
+    lines = [*manifest_lines(manifest), *facts, ("checked", checked)]
     if html is not None:
         from trt_kvcache.cli.pages import inspect_page, save_page
 
@@ -39,7 +41,7 @@ def inspect(
     if tables:
         print_manifest(out, manifest)
         out.print()
-        print_plan(out, "plan", manifest.plan, batch)
+        print_plan(out, "plan", manifest.plan, batch, bandwidth)
         out.print(f"\n{'checked':11}{checked}")
     else:
         print_lines(out, f"{engine.name}: {manifest.plan.in_place_text}", lines)

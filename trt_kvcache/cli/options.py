@@ -12,6 +12,7 @@ import typer
 
 from trt_kvcache.cli.command import PLANNED
 from trt_kvcache.cli.flags import Flags, flags_of
+from trt_kvcache.compare.costs import read_bandwidth
 from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.plan import PlanOptions, Sliding
 from trt_kvcache.names import engine_named, is_model, model_named, runnable_named
@@ -60,6 +61,14 @@ NameOption = Annotated[
 QueueOption = Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")]
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 TablesOption = Annotated[bool, typer.Option("--all", help="Every table, with a row for each group of layers.")]
+BandwidthOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GB/s|GPU",
+        parser=read_bandwidth,
+        help="Say the limit that a memory sets, in tokens per second: its GB/s, or the name of a GPU such as H100.",
+    ),
+]
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser, too.", readable=False)
 ]

@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import HtmlOption, JsonOption, ModelArgument, PlanFlags, TablesOption
+from trt_kvcache.cli.options import BandwidthOption, HtmlOption, JsonOption, ModelArgument, PlanFlags, TablesOption
 
 
 def plan(
     model: ModelArgument,
     flags: PlanFlags,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size for the memory estimate.")] = 1,
+    bandwidth: BandwidthOption = None,
     tables: TablesOption = False,
     html: HtmlOption = None,
     json: JsonOption = False,
@@ -49,11 +50,11 @@ def plan(
 
         save_page(html, plan_page(name, result, batch, command, chosen))
     if json:
-        print_json({**plan_data(result, batch), "no_session": no_session})
+        print_json({**plan_data(result, batch, bandwidth), "no_session": no_session})
     else:
         out = console()
         if tables:
-            print_plan(out, name, result, batch)
+            print_plan(out, name, result, batch, bandwidth)
             out.print()
             for text in filter(
                 None, (chosen and f"capacity: {chosen}", no_session and f"sessions: none, {no_session}")
@@ -61,7 +62,7 @@ def plan(
                 out.print(f"{text}\n")
         else:
             title = f"{name}: {result.in_place_text} (opset {result.opset}, target {result.options.target.value})"
-            lines = plan_lines(result, batch, chosen=chosen)
+            lines = plan_lines(result, batch, chosen=chosen, bandwidth=bandwidth)
             print_lines(out, title, [*lines, ("sessions", f"none: {no_session}")] if no_session else lines)
         if not reported:  # there is nothing to build of a report
             print_next(out, command)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.output import human_bytes, shape_text, table
+from trt_kvcache.compare.costs import StepCost, step_cost, usual_tokens
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateForm
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ def print_parts(out: Console, parts: Iterable[Part]) -> None:
             out.print(f"  {note}" if part.rows else note)
 
 
-def print_plan(out: Console, model: str, plan: CachePlan, batch: int) -> None:
+def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth: float | None = None) -> None:
     """Print a plan: changes for the caller, caches, states, attention, masks, spans, inputs, outputs and bytes.
 
     Args:
         out: the console.
         model: the model's name, for the first line.
         plan: the plan.
-        batch: batch size for the memory estimate.
+        batch: batch size for the memory estimate, and of a step.
+        bandwidth: see `cost_parts`.
     """
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {plan.in_place_text}")
     for note in (
@@ -54,7 +56,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int) -> None:
         *(f"note: {n}" for n in plan.notes),
     ):
         out.print(note)
-    print_parts(out, plan_parts(plan))
+    print_parts(out, [*plan_parts(plan), *cost_parts(plan, batch, bandwidth)])
     if plan.caches:
         sequence, total = bytes_of(plan, batch)
         out.print(f"\ncache memory: {human_bytes(sequence)} per sequence, {human_bytes(total)} for a batch of {batch}")
@@ -111,6 +113,47 @@ def plan_parts(plan: CachePlan) -> Iterator[Part]:
         yield from _part(title, columns, tensors, ("name", "found"))
 
 
+def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> Iterator[Part]:
+    """The bytes of a decode step, where they were counted.
+
+    Args:
+        plan: the plan.
+        batch: sequences of the step.
+        bandwidth: of a GPU's memory, in GB/s, for the limit that it sets; None: without.
+    """
+    costs = [cost for tokens in usual_tokens(plan) if (cost := step_cost(plan, tokens, batch)) is not None]
+    if not costs:
+        return
+    columns = ["tokens each", "weights", "caches", "in all", "weights' share"]
+    rows = [
+        [f"{c.tokens:,}", human_bytes(c.weights), human_bytes(c.total - c.weights), human_bytes(c.total),
+         f"{c.share:.1%}"] for c in costs
+    ]  # fmt: skip
+    notes = ["bytes read and written; what goes from layer to layer is left out"]
+    if bandwidth is not None:
+        columns.append("limit, tokens/s")
+        rows = [[*row, f"{cost.limit(bandwidth):,.0f}"] for row, cost in zip(rows, costs, strict=True)]
+        notes.append(limit_text(bandwidth))
+    yield Part(f"A decode step, batch {costs[0].batch}", columns, rows, notes)
+
+
+def limit_text(bandwidth: float) -> str:
+    """Say what a limit in tokens per second is."""
+    return (
+        f"limit: what a memory of {bandwidth:,.0f} GB/s allows; an engine is slower, unless it fits into the GPU's L2"
+    )
+
+
+def cost_line(plan: CachePlan, batch: int, bandwidth: float | None = None) -> str:
+    """The bytes of a decode step with full caches, in a line; empty where they were not counted."""
+    cost = step_cost(plan, usual_tokens(plan)[-1], batch)
+    if cost is None:
+        return ""
+    limit = "" if bandwidth is None else f"; limit at {bandwidth:,.0f} GB/s: {cost.limit(bandwidth):,.0f} tokens/s"
+    each = "" if cost.batch == 1 else f" for {cost.batch} sequences"
+    return f"{human_bytes(cost.total)} a step{each} at {cost.tokens} tokens, {cost.share:.1%} of it weights{limit}"
+
+
 def _part(
     title: str,
     columns: Mapping[str, str],
@@ -145,16 +188,28 @@ def _part(
     yield Part(title, list(columns), rows, [*notes, *more])
 
 
-def plan_data(plan: CachePlan, batch: int) -> dict[str, Any]:
-    """Return the plan as plain data (it decodes as `CachePlan`), with the cache bytes beside its fields."""
+def plan_data(plan: CachePlan, batch: int, bandwidth: float | None = None) -> dict[str, Any]:
+    """Return the plan as plain data (it decodes as `CachePlan`), with bytes of caches and steps beside its fields."""
     import msgspec
 
+    costs = [step_cost(plan, tokens, batch) for tokens in usual_tokens(plan)]
     sequence, total = bytes_of(plan, batch)
     return {
         **msgspec.to_builtins(plan),
         "cache_bytes": {"per_sequence": sequence, "batch": batch, "total": total},
         "adapter_bytes": plan.adapter_bytes(),
+        "steps": [_step_data(cost, bandwidth) for cost in costs if cost is not None],
     }
+
+
+def _step_data(cost: StepCost, bandwidth: float | None) -> dict[str, float]:
+    counted: dict[str, float] = {
+        "tokens": cost.tokens,
+        "batch": cost.batch,
+        "weights": cost.weights,
+        "bytes": cost.total,
+    }
+    return counted if bandwidth is None else {**counted, "tokens_per_second_limit": cost.limit(bandwidth)}
 
 
 def batch_of(plan: CachePlan, asked: int) -> int:

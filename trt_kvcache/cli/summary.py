@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
-from trt_kvcache.cli.plan_view import adapters_text, bytes_of, shared_caches
+from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, shared_caches
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, Target, UpdateForm, UpdateMode
 from trt_kvcache.names import is_model
@@ -154,7 +154,9 @@ def next_line(
     return command_line("build", model, "-o", f"{name}-engine/", *more, flags=flags, leave=planned)
 
 
-def plan_lines(plan: CachePlan, batch: int, *, built: bool = False, chosen: str = "") -> Lines:
+def plan_lines(
+    plan: CachePlan, batch: int, *, built: bool = False, chosen: str = "", bandwidth: float | None = None
+) -> Lines:
     """Return what a plan does: caches, attention, what a step reads, changes for the caller, memory, advice.
 
     Args:
@@ -162,6 +164,7 @@ def plan_lines(plan: CachePlan, batch: int, *, built: bool = False, chosen: str 
         batch: sequences of the memory estimate.
         built: there is an engine of it, and no advice on the export is of use.
         chosen: see `chosen_capacity`.
+        bandwidth: see `cost_line`, which stands here for an engine, and where this is given.
     """
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:
@@ -176,6 +179,8 @@ def plan_lines(plan: CachePlan, batch: int, *, built: bool = False, chosen: str 
         lines.append(("interface", f"{len(plan.changes)} inputs and outputs change for the caller (--all)"))
     if plan.caches:
         lines.append(("memory", _memory(plan, batch)))
+    if (built or bandwidth is not None) and (cost := cost_line(plan, batch, bandwidth)):
+        lines.append(("traffic", cost))
     if chosen:
         lines.append(("capacity", chosen))
     if plan.adapters is not None:

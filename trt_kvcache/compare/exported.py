@@ -54,7 +54,9 @@ class Exported:
 
     Attributes:
         vocabulary: last size of the logits; None: open.
+        batch: rows of the model's batch; all hold the same text.
         garbage: what caches of a fixed length hold before the first token.
+        also: further outputs of the model, of which `watch` gets to know.
         watch: called with inputs and outputs of each run.
         last: positions of a piece whose logits are returned, at most.
 
@@ -103,7 +105,7 @@ class Exported:
             )
         self._inputs = {name: inputs[name] for name in self._types}
         limits = read_limits(plan, 1)
-        self._batch, self._length = limits.batch, limits.length
+        self.batch, self._length = limits.batch, limits.length
         self._singly = any(isinstance(t, OriginalTensor) and t.singly for t in self._inputs.values())
         self._caches = {c.past: c for c in plan.caches}
         found = [t.name for t in tensors if t.io == "output" and t.role.value == "logits"]
@@ -116,6 +118,7 @@ class Exported:
         last = outputs[self._logits].shape[-1]
         self.vocabulary = last if isinstance(last, int) else None
         self.garbage, self.last = 0.0, 1 << 30
+        self.also: tuple[str, ...] = ()
         self.watch: Callable[[Mapping[str, Array], Mapping[str, Array]], None] | None = None
         self._texts: list[_Text] = []
 
@@ -150,18 +153,20 @@ class Exported:
         feeds = {n: text.carried[n] if n in text.carried else self._fill(n, number, text.length, piece)
                  for n in self._inputs}  # fmt: skip
         try:
-            logits, *presents = run_in_time(self._session, [self._logits, *self._carried.values()], feeds)
+            names = [self._logits, *self._carried.values(), *self.also]
+            outputs = dict(zip(names, run_in_time(self._session, names, feeds), strict=True))
         except RunError as error:
             raise UnsupportedModelError(
                 f"{self._path}: ONNX Runtime does not run {len(piece)} tokens after {text.length}: {error}"
                 f"{guessed(self._plan, self._given)}"
             ) from None
         if self.watch is not None:
-            self.watch(feeds, {self._logits: logits, **dict(zip(self._carried.values(), presents, strict=True))})
-        text.carried = dict(zip(self._carried, presents, strict=True))
+            self.watch(feeds, outputs)
+        text.carried = {past: outputs[present] for past, present in self._carried.items()}
         text.length += len(piece)
+        logits = outputs[self._logits]
         rows = logits.reshape(-1, logits.shape[-1])  # all rows of the batch are this text
-        return np.asarray(rows[: len(rows) // self._batch][-self.last :], np.float64)
+        return np.asarray(rows[: len(rows) // self.batch][-self.last :], np.float64)
 
     def _fill(self, name: str, number: int, past: int, piece: Sequence[int]) -> Array:
         """What an input holds in a step that has `past` tokens before it."""
@@ -171,8 +176,9 @@ class Exported:
         if name in self._given:
             values = self._given[name]
             if "batch" in axes[:1]:
-                values = np.repeat(values[:1] if len(values) == 1 else values[number, None], self._batch, 0)
-            return values[tuple(slice(size) for size in shape)].astype(dtype)
+                values = np.repeat(values[:1] if len(values) == 1 else values[number, None], self.batch, 0)
+            known = (slice(None if axis in ("", "?") else size) for size, axis in zip(shape, axes, strict=True))
+            return values[tuple(known)].astype(dtype)
         role = tensor.role.value
         match role:
             case "tokens" if dtype.kind == "f":
@@ -200,7 +206,7 @@ class Exported:
             case "switch":
                 values = np.asarray(not isinstance(tensor, OriginalTensor) or tensor.on)
             case "other":
-                values = numbers_of(name, np.asarray([piece] * self._batch), shape, axes, whole=dtype.kind != "f")
+                values = numbers_of(name, np.asarray([piece] * self.batch), shape, axes, whole=dtype.kind != "f")
             case "cache" | "fixed_cache":
                 values = np.full((), self.garbage if dtype.kind == "f" else min(self.garbage, 100))
             case "growing_cache" | "state" | "zeros":
@@ -223,8 +229,8 @@ class Exported:
         else:
             shape, axes = tensor.shape, tensor.axes or ("batch", *[""] * len(tensor.shape))[: len(tensor.shape)]
         sizes = {
-            "batch": self._batch, "sequence": new, "past": past, "total": past + new, "capacity": self._capacity(),
-            "keys": self._rows(tensor.name), "tokens": self._batch * new, "batch+1": self._batch + 1,
+            "batch": self.batch, "sequence": new, "past": past, "total": past + new, "capacity": self._capacity(),
+            "keys": self._rows(tensor.name), "tokens": self.batch * new, "batch+1": self.batch + 1,
             "encoder": ENCODER_TOKENS,
         }  # fmt: skip
         own = self._sizes[tensor.name]

@@ -168,7 +168,7 @@ def share_between(expected: Array, actual: Array) -> float:
     known = np.isfinite(one)
     if not np.array_equal(known, np.isfinite(other)) or not np.array_equal(one[~known], other[~known], equal_nan=True):
         return math.inf
-    difference = np.abs(one - other)[known]
+    difference = np.abs(one[known] - other[known])
     if not difference.size or not difference.max():
         return 0.0
     if expected.dtype.kind in "iub":

@@ -25,6 +25,7 @@ from trt_kvcache.importer.files.source import SourceModel, load_source, save_mod
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.interface.zeros import with_zeros
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.planning.weights_read import weights_read
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
 from trt_kvcache.importer.protos import copied, replace_field
 from trt_kvcache.importer.rewrite import rewrite_graph
@@ -251,7 +252,8 @@ def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> CachePlan:
-    """Let a rewritten model take adapters, where the options ask for them; edited in place."""
+    """Let a rewritten model take adapters, where the options ask for them; edited in place. Weights are counted."""
+    plan = replace(plan, weights=weights_read(rewritten))
     if plan.options.lora_rank is None:
         return plan
     weights, folder = prepared.weights, source.path.parent

@@ -310,6 +310,8 @@ class CachePlan:
         stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
         whole_prompts: tokens of one step depend on each other, so that a prompt must come in one step.
         adapters: what adapters (LoRA) change; None: the model takes none.
+        weights: bytes that a step of one token reads of them: a table that is looked up, such as that of embeddings,
+            counts with the rows that a token takes. 0: not counted.
     """
 
     options: PlanOptions
@@ -329,6 +331,7 @@ class CachePlan:
     stacks: tuple[Stack, ...] = ()
     whole_prompts: bool = False
     adapters: AdapterPlan | None = None
+    weights: int = 0
     schema_version: int = field(default=1)
 
     def __repr__(self) -> str:
