@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
 from trt_kvcache.arguments import as_options
 from trt_kvcache.compare.decode import Decode, Difference, Piece, Runner, compare, plan_pieces
@@ -30,7 +30,7 @@ from trt_kvcache.compare.inputs import check_values, load_inputs
 from trt_kvcache.compare.quantized import with_numbers, with_quantized_rows
 from trt_kvcache.compare.report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
 from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession, output_of
-from trt_kvcache.compare.rounding import UNITS, rounding_dtype, with_rounding
+from trt_kvcache.compare.rounding import UNITS, with_rounding
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
@@ -59,6 +59,8 @@ _TABLE = 256  # embeddings that stand for tokens
 _SIZE = 0.5  # of the numbers in them
 _WIDE = 2.0**-20  # rounding that is measured for what computes in float32: sixteen times its own
 _FLOOR = 5e-5  # the least that two computations in float32 may differ by (Gemma 3 270M: 2.5e-5)
+_FLOORS = {"float32": _FLOOR, "float16": 3e-4, "bfloat16": 1e-3}
+"""The same for models of these types: a rewrite rounds a constant, such as a scale, to the type of its model."""
 _TIMES = 5.0  # what a station may differ by, as a multiple of what rounding made
 _UNITS = 16.0  # at least so many units of rounding
 _SHOWS = 0.3  # of the logits: what allows more shows no fault
@@ -234,6 +236,12 @@ class _Verification:
         return Decode(pieces, limits.batch, vocabulary, self.verify.seed, goes_on=goes_on)
 
     @cached_property
+    def dtype(self) -> str:
+        """The narrowest floating-point type that the model as exported computes in."""
+        types = all_types(self.imported.source.proto)
+        return "bfloat16" if TensorProto.BFLOAT16 in types else "float16" if TensorProto.FLOAT16 in types else "float32"
+
+    @cached_property
     def rings(self) -> tuple[int, ...]:
         """Rows of the caches that the model as exported holds whole, and the rewritten model as rings."""
         plan, fixed = self.imported.plan, fixed_rows(self.imported.plan, self.imported.source.proto.graph.input)
@@ -326,7 +334,7 @@ class _Verification:
     def _rewritten(self) -> Station:
         runner = self._runner(self.imported.plan, *self.wide)
         return self._compared(
-            "rewritten", runner, self.decode, _FLOOR, _WIDE, "the model as exported", self._first_layer
+            "rewritten", runner, self.decode, _FLOORS[self.dtype], _WIDE, "the model as exported", self._first_layer
         )
 
     def _first_layer(self, found: Difference) -> str:
@@ -409,9 +417,8 @@ class _Verification:
             max_chunk=max(p.length for p in self.decode.pieces),
         )  # fmt: skip
         try:
-            name = rounding_dtype(self.imported.source.proto, twin=False)
-            has_half = name != "float32"
-            floor, unit = (_UNITS * UNITS[name], 2 * UNITS[name]) if has_half else (_FLOOR, _WIDE)
+            half = self.dtype == "float16"  # bfloat16 runs in float32
+            floor, unit = (_UNITS * UNITS["float16"], 2 * UNITS["float16"]) if half else (_FLOORS[self.dtype], _WIDE)
             session = _Session(runner, self.given, self.table)
             if self.quantized is None:
                 return self._compared("session", session, self.decode, floor, unit, "the model as exported")

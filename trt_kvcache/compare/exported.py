@@ -165,7 +165,7 @@ class Exported:
         text.carried = {past: outputs[present] for past, present in self._carried.items()}
         text.length += len(piece)
         logits = outputs[self._logits]
-        rows = logits.reshape(-1, logits.shape[-1])  # all rows of the batch are this text
+        rows = logits.reshape(-1, logits.shape[-1] if logits.ndim > 1 else 1)  # all rows of the batch are this text
         return np.asarray(rows[: len(rows) // self.batch][-self.last :], np.float64)
 
     def _fill(self, name: str, number: int, past: int, piece: Sequence[int]) -> Array:
@@ -260,7 +260,7 @@ class Exported:
         elif any(c.mode is UpdateMode.CIRCULAR and c.capacity == shape[-1] for c in self._caches.values()):
             keys = past + new - 1 - (past + new - 1 - keys) % shape[-1]
         seen = (keys >= 0) & (keys <= query)
-        return seen if "sequence" in axes or len(shape) > 2 else seen[-1]
+        return seen if "sequence" in axes or shape[-2:-1] == (new,) else seen[-1]
 
 
 def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:

@@ -60,7 +60,8 @@ def numbers_of(
         name: of the input.
         tokens: ``[R, S]``.
         shape: of the input in this step.
-        axes: what its axes are; without ``"sequence"``, a step gets the numbers of its last token.
+        axes: what its axes are; without ``"sequence"``, a text gets the numbers of its last token, and
+            without ``"batch"``, either, all get the same.
         whole: 0 and 1, for an input of integers.
     """
     rest = [n for n, axis in zip(shape, axes, strict=True) if axis not in ("batch", "sequence")]
@@ -68,8 +69,7 @@ def numbers_of(
     table: Array = rng.integers(0, 2, (_KINDS, *rest)) if whole else rng.normal(0, 0.5, (_KINDS, *rest))
     table = table if whole else table.astype(np.float32)
     if "sequence" not in axes:
-        last = table[tokens[:, -1] % _KINDS]
-        return np.broadcast_to(last if "batch" in axes[:1] else last[0], shape)
+        return np.broadcast_to(table[tokens[:, -1] % _KINDS] if "batch" in axes[:1] else table[0], shape)
     values, at = table[tokens % _KINDS], list(axes).index("sequence")
     if "batch" in axes:
         first = list(axes).index("batch")

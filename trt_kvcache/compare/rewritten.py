@@ -150,7 +150,7 @@ class Rewritten:
         self.watch(feeds, outputs)
         self._steps.accept(piece.length, piece.rows, outputs)
         logits = outputs[self._output]
-        return logits.reshape(len(piece.rows), -1, logits.shape[-1])
+        return logits.reshape(len(piece.rows), -1, logits.shape[-1] if logits.ndim > 1 else 1)
 
 
 def output_of(plan: CachePlan) -> str:
