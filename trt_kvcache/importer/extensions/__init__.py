@@ -11,7 +11,6 @@ with a function of that name for each.
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it     -> nothing
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
-    unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
 
 `folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route, and the
 pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. Five families have no
@@ -24,8 +23,7 @@ shifts the rows of one. Stations reach them as attributes of this package, which
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -48,7 +46,6 @@ __all__ = [
     "is_update_outside_onnx",
     "notes",
     "read",
-    "unround",
     "unstacked",
 ]
 
@@ -94,7 +91,7 @@ def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[An
     """The model after every extension that applies at a station, and what else these return, see above.
 
     Args:
-        station: "choose", "standardize", "define", "rewrite", "for_cpu" or "unround".
+        station: "choose", "standardize", "define", "rewrite" or "for_cpu".
         model: at the first two it may be changed.
     """
     more = []
@@ -139,12 +136,6 @@ def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """The model in operators that ONNX Runtime runs, and notes on what it does not do there."""
     model, notes = edit("for_cpu", model)
     return model, [*chain(*notes)]
-
-
-def unround(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Counter[Hashable]]:
-    """The model without rounding what it computes to few bits, and how it is rounded, and by how many nodes."""
-    model, steps = edit("unround", model)
-    return model, sum(steps, Counter())
 
 
 def unstacked(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
@@ -269,7 +260,6 @@ EXTENSIONS: dict[str, dict[str, Test]] = {
         "note": _rounds,
         "for_tensorrt": _rounds,
         "for_cpu": _only_on_tensorrt,
-        "unround": _rounds,
     },
     "plugin_route": {"define": _updates_outside_onnx},
     "kept_logits": {"rewrite": _keeps_logits},

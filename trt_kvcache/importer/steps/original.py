@@ -33,7 +33,6 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
 from trt_kvcache.importer.steps.inputs import arrange
-from trt_kvcache.importer.steps.sessions import ModelSession
 from trt_kvcache.importer.steps.single_tokens import SingleTokens
 from trt_kvcache.importer.steps.step import rows_together
 
@@ -271,33 +270,6 @@ class OriginalInterface(SingleTokens):
         first = 0 if tensor.kept is None and not tensor.rows_only else tokens - values.shape[axis]
         place = [rows, *[slice(None)] * (axis - 1), slice(first, first + values.shape[axis])]
         present[tuple(place)] = values
-
-
-class OriginalSession:
-    """Runs the original on the rewritten model's inputs.
-
-    Attributes:
-        backend: name and version of what runs the original.
-    """
-
-    def __init__(self, session: ModelSession, interface: OriginalInterface) -> None:
-        self.backend = session.backend
-        self._session = session
-        self._interface = interface
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The rewritten model's outputs by name, as the original makes them.
-
-        Raises:
-            RunError: the original does not run the step.
-        """
-        if self._interface.singles(feeds) > 1:
-            return self._interface.joined(self._interface.one_by_one(feeds, lambda _, inputs: self.run(inputs)))
-        ran = (
-            (rows, past, self._session.run(self._interface.feeds(feeds, rows, past)))
-            for rows, past in self._interface.groups(feeds)
-        )
-        return self._interface.outputs(feeds, ran)
 
 
 def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:

@@ -3,7 +3,6 @@
 NVIDIA ModelOpt, FP8, NVFP4, MXFP8          modelopt, blocks_on_cpu
 onnxruntime's quantize_dynamic              dynamic
 onnxruntime's quantize_static               static
-what is rounded to 8 bits, not rounded      unrounded
 
 See `trt_kvcache.importer.extensions` for when each function is called.
 """
@@ -18,10 +17,9 @@ from trt_kvcache.importer.extensions.quantizers.modelopt import is_block_operato
 from trt_kvcache.importer.extensions.quantizers.static import note_roundings as note
 from trt_kvcache.importer.extensions.quantizers.static import spell_biases
 from trt_kvcache.importer.extensions.quantizers.static import spell_roundings as for_tensorrt
-from trt_kvcache.importer.extensions.quantizers.unrounded import unround as unround
 from trt_kvcache.importer.protos import copied, iter_scopes
 
-__all__ = ["for_cpu", "for_tensorrt", "note", "read", "standardize", "unround"]
+__all__ = ["for_cpu", "for_tensorrt", "note", "read", "standardize"]
 
 
 def read(model: ModelProto) -> bool:
