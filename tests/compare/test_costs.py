@@ -21,11 +21,11 @@ from trt_kvcache.importer.planning.weights_read import weights_read
 TOKENS = 10
 EXPORTS = [
     "mobius/llama_dynamic_f32", "optimum/bloom", "mobius/gemma4_dynamic_f16", "optimum/llama_fp16",
-    "optimum/llama", "ort-genai/qwen3vl_cpu_fp32", "torch/deepseek_v3_dynamic_eager",
+    "optimum/llama", "optimum/t5", "ort-genai/qwen3vl_cpu_fp32", "torch/deepseek_v3_dynamic_eager",
     "torch/llama_dynamic_float16_sdpa_op24", "torch/qwen25vl_dynamic_float16_eager", "transformers/llama_dyn",
     "transformers/llama_dyn_op24",
 ]  # fmt: skip
-"""Those that take any capacity, without T5: a bias by distance is computed for all rows that its caches could hold."""
+"""Those that take any capacity."""
 _BITS = {"FLOAT": 32, "HALF": 16, "BF16": 16, "INT64": 64, "INT32": 32, "INT8": 8, "UINT8": 8, "BOOL": 8, "INT4": 4}
 _PARTS = ("SLICE", "GATHER", "SHAPE")  # read no more than they give
 
@@ -36,11 +36,14 @@ class _Traffic:
     network: Any
     written: dict[str, int]
     """Bytes that each layer writes, by what it gives."""
+    given: dict[str, int]
+    """Bytes of the inputs."""
 
     def read(self) -> int:
         """Bytes that all layers but updates read, and those that take parts of a tensor."""
         nodes = [n for n in self.network.nodes if n.kind not in ("KV_CACHE_UPDATE", *_PARTS)]
-        return sum(self.written.get(name or "", 0) for node in nodes for name in node.inputs)
+        sizes = self.given | self.written
+        return sum(sizes[name] for node in nodes for name in node.inputs if name is not None)
 
     def taken(self, kind: str) -> dict[str, int]:
         """Bytes that their readers take of what layers of a kind give, by its name: the most that one takes."""
@@ -73,8 +76,9 @@ def _traffic(name: str, capacity: int) -> _Traffic:
 
     steps = RewrittenSteps(imported.plan, index_limits(imported.model, imported.plan), 1)
     steps.ends[0] = TOKENS - 1
-    network.run(steps.feeds(1, (0,)), watch)
-    return _Traffic(imported.plan, network, written)
+    feeds = steps.feeds(1, (0,))
+    network.run(feeds, watch)
+    return _Traffic(imported.plan, network, written, {name: values.nbytes for name, values in feeds.items()})
 
 
 @pytest.mark.few(2)
@@ -85,8 +89,9 @@ def test_nothing_but_the_updates_grows_with_the_capacity(name: str) -> None:
     updates = {n.outputs[0] for n in small.network.nodes if n.kind == "KV_CACHE_UPDATE"}
     assert len(updates) == sum(cache.in_place for cache in small.plan.caches) > 0
     assert [n.outputs for n in small.network.nodes] == [n.outputs for n in large.network.nodes]
-    grown = {name for name, size in large.written.items() if size != small.written[name]}
-    assert grown == updates
+    constants = small.taken("CONSTANT")
+    assert constants == large.taken("CONSTANT")  # a table of all rows is no cost, of which those in use are taken
+    assert {n for n, size in large.written.items() if size != small.written[n]} - constants.keys() == updates
     assert small.read() == large.read()
     assert step_cost(small.plan, TOKENS) == step_cost(large.plan, TOKENS)
 
@@ -136,6 +141,8 @@ node = helper.make_node
                 k=(1,), w=(8, 64, 32)), 2 * 64 * 32 * 2 + 8),
         (_model([node("TopK", ["x", "n"], ["v", "i"]), node("Gather", ["w", "i"], ["y"])], w=(8, 64)), 8 * 64 * 2),
         (_model([node("Gather", ["x", "w"], ["y"])], w=(64,)), 64 * 2),
+        (_model([node("Slice", ["w", "k", "end"], ["y"])], k=(1,), w=(64,)), 8),
+        (_model([node("Slice", ["w", "k", "k1"], ["y"])], k=(1,), k1=(1,), w=(64,)), 64 * 2 + 2 * 8),
     ],
 )  # fmt: skip
 def test_of_a_table_the_rows_count_that_a_token_takes(model: onnx.ModelProto, count: int) -> None:

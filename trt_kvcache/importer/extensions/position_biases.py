@@ -4,7 +4,7 @@ T5: a learned number per head and bucket of distance, added to the scores.
 
     bucket[i, j] = f(j - (P + i));  bias = Transpose(Gather(table [buckets, H], bucket))  [1, H, S, P + S]
 
-    becomes, over the rows of the cache
+    becomes, over the rows of the cache that are in use
 
     buckets  = f(-(L - 1)), ..., f(0)                     [L], a constant
     distance = Clip(j - position[b, i] + L - 1, 0, L - 1)  [B, S, L]
@@ -35,6 +35,7 @@ from trt_kvcache.importer.graph import FLOATS, INT64, Emitter, is_constant, is_o
 from trt_kvcache.importer.normalize.attention.masks import Masks
 from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
 
 __all__ = ["RelativeBias", "emit_bias", "take_off"]
 
@@ -55,11 +56,15 @@ class RelativeBias:
 
 
 def emit_bias(emit: Emitter, bias: RelativeBias, positions: gs.Tensor, capacity: int) -> gs.Variable:
-    """The bias over all rows of the caches, ``[B, H, S, L]``; emitted once for all layers that share it."""
+    """The bias over all rows of the caches, ``[B, H, S, L]``; emitted once for all layers that share it.
+
+    The rewrite cuts the rows where it begins: see `rows_in_use`.
+    """
 
     def make() -> gs.Variable:
         query = emit.op("Unsqueeze", [positions, emit.ints([2])], "bias_query", INT64)
-        rows = emit.constant(np.arange(capacity, dtype=np.int64) + capacity - 1)
+        rows = emit_row_slice(emit, emit.constant(np.arange(capacity, dtype=np.int64) + capacity - 1), 0, capacity)
+        rows.dtype = np.int64
         distance = emit.op("Sub", [rows, query], "bias_distance", INT64)
         known = emit.op("Clip", [distance, emit.ints(0), emit.ints(capacity - 1)], "bias_index", INT64)
         bucket = emit.op("Gather", [emit.constant(bias.buckets), known], "bias_bucket", INT64, axis=0)

@@ -3,7 +3,8 @@
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
 Normalization puts such a Slice after a cache, which takes all rows, where everything from there to the attention
-works on each row by itself. The rewrite lets it end with the span: then only the rows in use are computed.
+works on each row by itself; and after the numbers of rows that a bias is computed from. The rewrite lets it end with
+the span: then only the rows in use are computed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,22 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
         else:
             pending += reversed(node.inputs)
     return list(slices.values())
+
+
+def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
+    """Let a tensor be computed of the first `end` rows of a constant; False: it is not computed from such a Slice."""
+    pending, seen, found = [tensor], set[int](), False
+    while pending:
+        node = producer(pending.pop())
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if is_row_slice(node, end) and isinstance(node.inputs[0], gs.Constant):
+            end_with(node, end)
+            found = True
+        else:
+            pending += node.inputs
+    return found
 
 
 def end_with(node: gs.Node, end: gs.Tensor) -> None:

@@ -42,6 +42,8 @@ def _share(
         elif node.op_type in ("Gather", "GatherND") and node.input[0] == name and shape:
             axis = int_attribute(node, "axis") if node.op_type == "Gather" else 0
             shares.append(min(1.0, _rows(node.input[1], makers, constants) / max(shape[axis], 1)))
+        elif node.op_type == "Slice" and node.input[0] == name and not {*node.input[1:3]} <= constants.keys():
+            shares.append(0.0)  # numbers of rows, masks: as many as are in use
         elif node.op_type == "RotaryEmbedding" and name != node.input[0] and len(shape) == 2:
             shares.append(1 / max(shape[0], 1))
         else:

@@ -21,6 +21,7 @@ from trt_kvcache.importer.graph import BOOL, FLOAT, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
 from trt_kvcache.importer.planning.attention import sequence_source
 from trt_kvcache.importer.planning.attention_facts import AttentionFacts
+from trt_kvcache.importer.planning.rows_in_use import cut_rows
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,9 @@ class _Builder:
         emitter = self.emitter
         rank = len(dims(mask) or (0,) * 4)
         dtype = self.facts.dtype if self.geometry.additive else BOOL
-        if self.span is not None:
+        if self.end is not None and cut_rows(mask, self.end):
+            mask.shape = None
+        elif self.span is not None:
             mask = emitter.op("Slice", [mask, emitter.ints([0]), self.end, emitter.ints([-1])], "own_mask_cut", dtype)
         if rank < 4:
             mask = emitter.op("Unsqueeze", [mask, emitter.ints(list(range(4 - rank)))], "own_mask", dtype)
