@@ -37,9 +37,9 @@ from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
 
-_NEAR = 0.02  # as a share of the largest number, which is rounded in float16
-
 __all__ = ["RelativeBias", "emit_bias", "take_off"]
+
+_NEAR = 0.02  # as a share of the largest number, which is rounded in float16
 
 
 @dataclass(frozen=True, eq=False)
