@@ -201,7 +201,7 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
         if faults := [*_faults(facts), *_unfit(proof)]:
             raise ValueError(f"contradicting itself ({'; '.join(faults[:3])})")
         return proof, str(header["engine"])
-    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not readable as one ({' '.join(str(error).split())})") from None
 
 

@@ -68,7 +68,7 @@ def read_receipt(path: Path, now: Receipt) -> str:
         receipt = msgspec.json.decode(path.read_bytes(), type=Receipt)
     except FileNotFoundError:
         return "no receipt lies here"
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return f"the receipt {path} cannot be read"
     differs = replace(receipt, largest=now.largest).differs(now)
     return f"the receipt {path} does not count here: {differs}" if differs else ""

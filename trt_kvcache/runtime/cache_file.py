@@ -223,7 +223,7 @@ def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[
     try:
         lengths = msgspec.json.decode(metadata.get("slots", ""), type=dict[str, tuple[int, int]])
         names = {int(name): pair for name, pair in lengths.items()}
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CacheFileError(f"{path}: its list of slots cannot be read: {error}") from error
     slots = {}
     rows = [c.capacity for c in runner.plan.caches if c.mode is UpdateMode.LINEAR]
@@ -247,7 +247,7 @@ def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[
 def _adapters(path: Path, metadata: Mapping[str, str]) -> dict[int, str]:
     try:
         return msgspec.json.decode(metadata.get("adapters", "{}"), type=dict[int, str])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CacheFileError(f"{path}: its list of adapters cannot be read: {error}") from error
 
 
