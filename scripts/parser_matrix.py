@@ -36,7 +36,7 @@ def verdict(model: Path) -> tuple[str, str]:
         return "not judged", f"refused here, too: {error.message}"
     text = text.replace(f"{model}: ", "")
     if text.startswith("refused"):
-        first = text.split("; ")[0].split("(", 1)[-1]
+        first = text.split("; ")[0].rsplit(" (", 1)[-1].replace("): ", ": ", 1)
         return ("refused" if "cannot parse" in text else "the parser dies", first.replace("Assertion failed: ", ""))
     if "WRONG" in text:
         return "silently wrong", text.split("WRONG: ")[1]

@@ -59,7 +59,7 @@ _TABLE = 256  # embeddings that stand for tokens
 _SIZE = 0.5  # of the numbers in them
 _WIDE = 2.0**-20  # rounding that is measured for what computes in float32: sixteen times its own
 _FLOOR = 5e-5  # the least that two computations in float32 may differ by (Gemma 3 270M: 2.5e-5)
-_FLOORS = {"float32": _FLOOR, "float16": 3e-4, "bfloat16": 1e-3}
+_FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
 """The same for models of these types: a rewrite rounds a constant, such as a scale, to the type of its model."""
 _TIMES = 5.0  # what a station may differ by, as a multiple of what rounding made
 _UNITS = 16.0  # at least so many units of rounding
@@ -165,6 +165,11 @@ def verify_import(
         raise UnsupportedModelError(
             f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"
         ) from None
+    except ValueError as error:  # of NumPy, where sizes do not fit
+        raise UnsupportedModelError(
+            f"{imported.source.path}: an input or output has axes that verify does not know ({error}); 'plan --all' says "
+            "what is known of them"
+        ) from error
 
 
 @dataclass
@@ -222,8 +227,10 @@ class _Verification:
     def decode(self) -> Decode:
         plan = self.imported.plan
         limits = read_limits(plan, self.verify.batch)
-        ends = [rows for rows in (limits.linear, *self.rings) if rows is not None]
-        limits = replace(limits, linear=min(ends, default=None))
+        ends = [n for n in (limits.linear, *self.rings, *self.limits.positions.values()) if n is not None]
+        shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
+        apart = all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
+        limits = replace(limits, linear=min(ends, default=None), ragged=limits.ragged and apart)
         pieces = plan_pieces(
             limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.whole_prompts, large=self.large
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ pytest.importorskip("tensorrt_rtx")
 
 from cases import decoder_attention
 from compare.network_faults import LOGGER, TRT, parsed, plant, read
+from decoders import DecoderConfig, make_decoder
 
+from trt_kvcache.cli.verify import parsed_as_exported
 from trt_kvcache.compare import parsed as comparing
 from trt_kvcache.compare.network import Network, UnknownLayerError
 from trt_kvcache.compare.parsed import LIMIT, share_between
 from trt_kvcache.cpu import UnfusedSession
 from trt_kvcache.errors import BuildError
+from trt_kvcache.importer.plan import PlanOptions
 
 MODELS = Path(__file__).parents[1] / "models"
 EXPORTS = {
@@ -217,3 +221,31 @@ def test_shares() -> None:
     moved[0] = 1
     assert share_between(codes, moved) == 0
     assert share_between(codes, moved * 2) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "optimum/llama",
+            r"TensorRT for RTX \S+ takes it, and is right within \de-07; it copies each cache in each step",
+        ),
+        ("mobius/llama_dynamic_f32", r"refused: TensorRT for RTX \S+ cannot parse .* Attention nodes with one output"),
+    ],
+)
+def test_what_the_parser_makes_of_an_export_as_it_is(name: str, words: str) -> None:
+    text = parsed_as_exported(MODELS / name / "model.onnx", PlanOptions(capacity=64))
+    assert re.match(words, text), text
+
+
+def test_a_network_that_is_wrong_as_exported_is_said(tmp_path: Path) -> None:
+    """Attention with valid lengths and one output: the parser takes it, and drops the lengths."""
+    model = make_decoder(DecoderConfig(form="heads-major", sequence=1))
+    for attention in (n for n in model.graph.node if n.op_type == "Attention"):
+        del attention.output[1:]
+        kept = [a for a in attention.attribute if a.name != "is_causal"]  # a single query sees all valid keys
+        del attention.attribute[:]
+        attention.attribute.extend(kept)
+    onnx.save(model, tmp_path / "model.onnx")
+    text = parsed_as_exported(tmp_path / "model.onnx", PlanOptions())
+    assert re.search(r"takes it, and is WRONG: outputs are \S+ off", text), text

@@ -17,7 +17,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from trt_kvcache.compare.float32_copy import Float32Copies
-from trt_kvcache.compare.inputs import guessed, numbers_of
+from trt_kvcache.compare.inputs import by_position, guessed, numbers_of
 from trt_kvcache.cpu import RunError, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
@@ -115,6 +115,7 @@ class Exported:
                 f"{source.path}: the model has no output but its caches: there is nothing to compare"
             )
         self._logits = found[0]
+        self._axes = next((t.axes for t in tensors if t.io == "output" and t.name == self._logits), ())
         last = outputs[self._logits].shape[-1]
         self.vocabulary = last if isinstance(last, int) else None
         self.garbage, self.last = 0.0, 1 << 30
@@ -164,8 +165,7 @@ class Exported:
             self.watch(feeds, outputs)
         text.carried = {past: outputs[present] for past, present in self._carried.items()}
         text.length += len(piece)
-        logits = outputs[self._logits]
-        rows = logits.reshape(-1, logits.shape[-1] if logits.ndim > 1 else 1)  # all rows of the batch are this text
+        rows = by_position(outputs[self._logits], self._axes, 1)[0]  # all rows of the batch are this text
         return np.asarray(rows[: len(rows) // self.batch][-self.last :], np.float64)
 
     def _fill(self, name: str, number: int, past: int, piece: Sequence[int]) -> Array:

@@ -64,19 +64,35 @@ def numbers_of(
             without ``"batch"``, either, all get the same.
         whole: 0 and 1, for an input of integers.
     """
+    axes = list(axes)
+    if "batch" not in axes and len(tokens) > 1 and shape[:1] == (len(tokens),):  # a batch that is fixed
+        axes[0] = "batch"
     rest = [n for n, axis in zip(shape, axes, strict=True) if axis not in ("batch", "sequence")]
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     table: Array = rng.integers(0, 2, (_KINDS, *rest)) if whole else rng.normal(0, 0.5, (_KINDS, *rest))
     table = table if whole else table.astype(np.float32)
     if "sequence" not in axes:
         return np.broadcast_to(table[tokens[:, -1] % _KINDS] if "batch" in axes[:1] else table[0], shape)
-    values, at = table[tokens % _KINDS], list(axes).index("sequence")
+    values, at = table[tokens % _KINDS], axes.index("sequence")
     if "batch" in axes:
-        first = list(axes).index("batch")
-        values = np.moveaxis(values, (0, 1), (first, at))
+        values = np.moveaxis(values, (0, 1), (axes.index("batch"), at))
     else:
         values = np.moveaxis(values[0], 0, at)
     return np.asarray(values.reshape(shape))
+
+
+def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
+    """An output as ``[R, S, ...]``, flat from there on: one entry for each position, or one for each text.
+
+    Args:
+        values: of the output.
+        axes: what its axes are, as the plan says.
+        rows: texts.
+    """
+    order = [name for name in ("batch", "sequence") if name in axes]
+    if len(order) == 2 and list(axes[:2]) != order and len(axes) == values.ndim:
+        values = np.moveaxis(values, [list(axes).index(name) for name in order], (0, 1))
+    return values.reshape(rows, -1, values.shape[-1] if values.ndim > 1 else 1)
 
 
 def guessed(plan: CachePlan, given: Collection[str]) -> str:

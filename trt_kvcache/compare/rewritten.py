@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from trt_kvcache.compare.decode import Piece
-from trt_kvcache.compare.inputs import numbers_of
+from trt_kvcache.compare.inputs import by_position, numbers_of
 from trt_kvcache.cpu import open_in_time, run_in_time
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.files.links import for_session
@@ -133,6 +133,7 @@ class Rewritten:
         self._plan, self._limits, self._run = plan, limits, run
         self._given, self._table, self._garbage, self._rings = given or {}, table, garbage, rings
         self._output = output_of(plan)
+        self._axes = next(t.axes for t in plan.tensors if t.io == "output" and t.name == self._output)
         self._steps: RewrittenSteps | None = None
 
     def start(self, rows: int) -> None:
@@ -149,8 +150,7 @@ class Rewritten:
         outputs = self._run(feeds)
         self.watch(feeds, outputs)
         self._steps.accept(piece.length, piece.rows, outputs)
-        logits = outputs[self._output]
-        return logits.reshape(len(piece.rows), -1, logits.shape[-1] if logits.ndim > 1 else 1)
+        return by_position(outputs[self._output], self._axes, len(piece.rows))
 
 
 def output_of(plan: CachePlan) -> str:
