@@ -48,8 +48,10 @@ def check_recorded(entry: Entry) -> None:
 
 
 def test_nearly_all_verdicts_are_equal() -> None:
+    """The others give nothing but caches, or hold several in one tensor, and so do not decode by themselves."""
     verdicts = [verdict for key, (_, verdict) in RECORD.items() if verdict and not key.startswith(ELSEWHERE)]
-    assert verdicts.count("equal") > 0.98 * len(verdicts)
+    assert verdicts.count("equal") > 0.85 * len(verdicts)
+    assert not [verdict for verdict in verdicts if verdict.startswith("VerificationError")]
 
 
 TAKEN = [e for e in ENTRIES if not net.is_error(RECORD[e[0]][0])]
