@@ -73,7 +73,8 @@ def numbers_of(
     table = table if whole else table.astype(np.float32)
     if "sequence" not in axes:
         return np.broadcast_to(table[tokens[:, -1] % _KINDS] if "batch" in axes[:1] else table[0], shape)
-    values, at = table[tokens % _KINDS], axes.index("sequence")
+    at = axes.index("sequence")
+    values = table[tokens % _KINDS] if "batch" in axes else table[None, : tokens.shape[1]]  # all texts share those
     if "batch" in axes:
         values = np.moveaxis(values, (0, 1), (axes.index("batch"), at))
     else:
