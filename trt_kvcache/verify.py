@@ -167,8 +167,7 @@ def verify_import(
         ) from None
     except ValueError as error:  # of NumPy, where sizes do not fit
         raise UnsupportedModelError(
-            f"{imported.source.path}: an input or output has axes that verify does not know ({error}); 'plan --all' "
-            "says what is known of them"
+            f"{imported.source.path}: an input or output has axes that verify does not know ({error})"
         ) from error
 
 

@@ -322,7 +322,7 @@ def test_a_manifest_whose_adapters_fit_nothing_is_refused(tmp_path: Path) -> Non
     product = plan.adapters.products[0]
     part = replace(product.parts[0], stop=1000)
     for adapters, words in (
-        (replace(plan.adapters, slots=3), r"'lora.*a' is no input \[4, 64, 4\]"),
+        (replace(plan.adapters, slots=3), r"'lora.*a' is no input float \[4, 64, 4\]"),
         (replace(plan.adapters, index="x"), "chosen by 'x'"),
         (replace(plan.adapters, products=(replace(product, parts=(part,)),)), "has modules outside of its 64 columns"),
     ):

@@ -60,7 +60,7 @@ def test_linear_decoders(tmp_path: Path, form: str, dtype: str) -> None:
     rewritten, session, network = report.stations
     assert rewritten.difference is not None
     assert rewritten.difference < 1e-5
-    assert session.allowed > 5e-3 if dtype == "float16" else session.allowed <= 1e-3  # bfloat16 runs in float32 here
+    assert session.allowed > 5e-3 if dtype == "float16" else session.allowed <= 4e-3  # bfloat16 runs in float32 here
     assert network.against == "the rewritten model"
     assert msgspec.json.decode(msgspec.json.encode(report), type=VerifyReport) == report
 

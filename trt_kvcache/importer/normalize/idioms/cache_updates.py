@@ -27,6 +27,7 @@ from trt_kvcache.importer.graph import FLOATS, consumers, contains, dims, dtype_
 from trt_kvcache.importer.normalize.candidate import Candidate, may_be_cache
 from trt_kvcache.importer.normalize.evidence.reach import data_dependent, deciding
 from trt_kvcache.importer.normalize.views import trace_back
+from trt_kvcache.plugins.operators import NAMESPACE
 
 __all__ = ["find_candidates"]
 
@@ -89,7 +90,7 @@ class _Flow:
         Raises:
             UnsupportedModelError: naming its type.
         """
-        option = _FEW_BITS.get(elem_type(past) or 0)
+        option = None if any(n.domain == NAMESPACE for n in region) else _FEW_BITS.get(elem_type(past) or 0)
         bit = self._reached[id(past)]
         others = (t for n in region for t in n.inputs if not self._reached.get(id(t), 0) & bit)
         if option and elem_type(present) == elem_type(past) and any(id(t) in self._dependent for t in others):
