@@ -36,7 +36,7 @@ from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelErr
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role, UpdateMode
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
@@ -289,6 +289,9 @@ class _Verification:
 
     def _hidden(self, reference: _Reference) -> float:
         """The largest garbage in caches of a fixed length that the model as exported hides itself."""
+        original = self.imported.plan.original
+        if original and not any(t.role is OriginalRole.FIXED_CACHE for t in original):
+            return GARBAGE  # caches that grow hold no rows without a token
         first = replace(self.decode, pieces=self.decode.pieces[:2])
         for garbage in _SMALLER:
             reference.exported.garbage = garbage
