@@ -37,6 +37,7 @@ class Speech:
         index_columns: numbers of an index: of batch and row, or of the numbers of a row as well.
         room: rows of a cache.
         scrambled: rows are put back where others were.
+        hears: there is an encoder.
     """
 
     write: str = "front"
@@ -48,6 +49,7 @@ class Speech:
     index_columns: int = 3
     room: int = 6
     scrambled: bool = False
+    hears: bool = True
 
 
 def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
@@ -55,7 +57,7 @@ def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
     g, rng = Graph(), np.random.default_rng(5)
     tokens = g.input("tokens", _INT, ["n_audio", "n_tokens"])
     caches = [g.input(f"in_n_layer_self_{kind}_cache", _FLOAT, [LAYERS, "n_audio", how.room, WIDTH]) for kind in "kv"]
-    cross = [g.input(f"n_layer_cross_{kind}", _FLOAT, [LAYERS, "n_audio", HEARD, WIDTH]) for kind in "kv"]
+    cross = [g.input(f"n_layer_cross_{kind}", _FLOAT, [LAYERS, "n_audio", HEARD, WIDTH]) for kind in "kv" if how.hears]
     offset = g.input("offset", _INT, [1])
     length = g.Shape(tokens, start=1, end=2)
     end = g.Add(offset, length)
@@ -76,6 +78,8 @@ def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
             read.append(front)
         query = g.MatMul(normed, _weight(g, rng, WIDTH, WIDTH))
         x = g.Add(x, _attention(g, rng, query, *read, mask))
+        if not how.hears:
+            continue
         query = g.MatMul(_norm(g, x), _weight(g, rng, WIDTH, WIDTH))
         heard = [g.Gather(t, layer, axis=0) for t in cross]
         x = g.Add(x, _attention(g, rng, query, *heard))
@@ -190,7 +194,7 @@ def entries() -> Iterator[Entry]:
     how: tuple[dict[str, Any], ...] = (
         {}, {"write": "rows"}, {"mask": "all"}, {"first": 1}, {"back": 1}, {"scrambled": True}, {"later": 0.0},
         {"mask": "all", "index_columns": 2}, {"write": "rows", "mask": "all"}, {"room": 24}, {"room": 33},
-        {"single": -1.0, "room": 9},
+        {"single": -1.0, "room": 9}, {"write": "rows", "hears": False},
     )  # fmt: skip
     yield from built("speech", {str(h): (lambda h=h: make_decoder(Speech(**h))) for h in how})
     yield from built("speech", {"rows_added": rows_added})

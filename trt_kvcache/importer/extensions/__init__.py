@@ -151,7 +151,7 @@ def _stacks_caches(model: onnx.ModelProto) -> bool:
     shapes = {v.name: shape_of(v) or () for v in model.graph.input if elem_type_of(v) in FLOATS}
     stacked = {n for n, shape in shapes.items() if len(shape) > 4 or (len(shape) == 4 and isinstance(shape[0], int))}
     for node in model.graph.node:
-        if node.op_type in ("Identity", "Cast") and node.input[0] in stacked:
+        if node.op_type in ("Identity", "Cast", "ScatterND") and node.input[0] in stacked:
             stacked.update(node.output)
         if node.op_type in ("Gather", "Slice", "Split") and node.input[0] in stacked:
             return True

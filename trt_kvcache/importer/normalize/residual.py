@@ -42,7 +42,7 @@ from trt_kvcache.importer.graph import (
     tidy,
 )
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.unlike import why_unlike
+from trt_kvcache.importer.normalize.attention.unlike import why_lost, why_unlike
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -142,9 +142,13 @@ def check_readers(graph: gs.Graph, reasons: Mapping[str, str], samples: Samples)
                     why_unfit(graph, samples) or why_unlike(graph, update, samples) or _beside_constants(reader, update)
                 ):
                     raise UnsupportedModelError(why)
-                reason = reasons.get(update.inputs[0].name)
+                past = update.inputs[0].name
+                if why := why_lost(graph, reader, samples):
+                    raise UnsupportedModelError(f"no attention over the cache '{past}' could be proved: {why}")
+                early = "as it is before the new rows are written" if tensor is update.inputs[0] else ""
+                reason = reasons.get(past) or early
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that "
+                    f"{reader.op} '{reader.name}' reads the cache '{past}' and is no attention that "
                     f"the importer can prove{f' ({reason})' if reason else ''}; supported are caches that only "
                     "attention reads, as they are or computed row by row with constants"
                 )

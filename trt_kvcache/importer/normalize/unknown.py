@@ -11,7 +11,7 @@ from trt_kvcache.importer.normalize.evidence.probe import Shape
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.planning.experts import EXPERTS
 
-__all__ = ["why_unfit", "why_unknown"]
+__all__ = ["why_apart", "why_unfit", "why_unknown"]
 
 _SIZES = (
     f"export sizes that follow from the number of tokens: {EXPERTS}; with transformers, give caches to "
@@ -22,6 +22,7 @@ _ONE = (
     "past of the first step"
 )
 _BROADCAST = ("Add", "And", "Mul", "Sub", "Where")  # what a mask meets scores by
+_FITTED = ("Add", "Div", "Expand", "MatMul", "Mul", "Sub", "Unsqueeze", "Where")  # operators whose inputs have to fit
 _ANY = "export with a past of any length P, and masks of P + S keys"
 
 
@@ -45,17 +46,12 @@ def why_unknown(tensor: gs.Tensor, sample: Sample) -> tuple[str, str]:
 
     Nothing says how long the result is, although it is the number of tokens in the end.
     """
-    node, name = producer(tensor), tensor.name
-    unknown = [tensor]
-    while unknown and (before := producer(unknown[0])) is not None:
-        node = before
-        unknown = [t for t in node.inputs if not t.is_empty() and sample.probe.shape(t.name) is None]
-    step = f"nothing says the shape of '{name}' with {sample.past} tokens before {sample.length} new ones"
+    node = _first_unknown(tensor, sample)
+    step = f"nothing says the shape of '{tensor.name}' with {sample.past} tokens before {sample.length} new ones"
     if node is None:
         return step, _SIZES
     known = [(t.name, sample.probe.shape(t.name)) for t in node.inputs if not t.is_empty()]
-    shapes = " and ".join(f"'{n}' {'' if shape is None else list(shape)}" for n, shape in known)
-    said = f"{step}: {node.op} '{node.name}' combines {shapes}, which do not fit each other"
+    said = f"{step}: {_combined(node, sample)}"
     differing = _differing_sizes([shape for _, shape in known if shape])
     if is_op(node, "Concat") and {1, sample.batch} in differing:
         return f"{said}: it joins what is there once to {sample.batch} sequences", _ONE
@@ -68,6 +64,29 @@ def why_unknown(tensor: gs.Tensor, sample: Sample) -> tuple[str, str]:
         "as where an exporter chose one side of a condition for good, or tokens or weights decide how much it gives"
     )
     return f"{said}, {chosen}", _SIZES
+
+
+def why_apart(tensor: gs.Tensor, sample: Sample) -> str:
+    """Words on the operator whose inputs do not fit each other, so that a tensor has no shape; empty: none is known."""
+    node = _first_unknown(tensor, sample)
+    if node is None or not is_op(node, *_FITTED) or any(sample.probe.shape(t.name) is None for t in node.inputs):
+        return ""
+    return f"{_combined(node, sample)}, with {sample.past} tokens before {sample.length} new ones"
+
+
+def _first_unknown(tensor: gs.Tensor, sample: Sample) -> gs.Node | None:
+    """The first operator on the way to a tensor without a shape that makes one of shapes that are known."""
+    node, unknown = producer(tensor), [tensor]
+    while unknown and (before := producer(unknown[0])) is not None:
+        node = before
+        unknown = [t for t in node.inputs if not t.is_empty() and sample.probe.shape(t.name) is None]
+    return node
+
+
+def _combined(node: gs.Node, sample: Sample) -> str:
+    known = [(t.name, sample.probe.shape(t.name)) for t in node.inputs if not t.is_empty()]
+    shapes = " and ".join(f"'{n}' {'' if shape is None else list(shape)}" for n, shape in known)
+    return f"{node.op} '{node.name}' combines {shapes}, which do not fit each other"
 
 
 def _differing_sizes(shapes: Sequence[Shape]) -> list[set[int]]:

@@ -151,6 +151,12 @@ class _Finder:
                 f"the probabilities of '{softmax.name}', made of cache '{keys[0].past.name}', do not go to one MatMul "
                 "with a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
+        axis = int(softmax.attrs.get("axis", -1))
+        if axis % len(shape) != len(shape) - 1:
+            raise UnsupportedModelError(
+                f"Softmax '{softmax.name}' is over axis {axis} of scores {list(shape)}, made of the cache "
+                f"'{keys[0].past.name}'; supported is the last axis, that of the keys"
+            )
         scale, softcap, rounding = self._scale(between, keys[1])
         self._check_order(product.inputs[0], product.inputs[1], keys)
         self._check_order(after[-1].outputs[0], after[-1].inputs[1], values)

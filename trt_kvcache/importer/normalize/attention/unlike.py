@@ -15,9 +15,10 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import consumers, is_op, producer
+from trt_kvcache.importer.graph import consumers, contains, is_op, producer
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.unknown import why_apart
 from trt_kvcache.importer.normalize.views import MOVES
 
 _PLAIN = (*MOVES, "Cast", "Add", "Sub", "Mul", "Div", "Where")  # scales and masks
@@ -53,6 +54,43 @@ def why_unlike(graph: gs.Graph, update: gs.Node, samples: Samples) -> str:
             f"attention over the cache '{past}' has no Softmax: the weights of its values are "
             f"{f'made by {ops[0]}' if ops else 'the scores'}; supported are weights that are a softmax of the scores"
         )
+    return ""
+
+
+def why_lost(graph: gs.Graph, reader: gs.Node, samples: Samples) -> str:
+    """Words on the first operator, from what reads a cache to the result of attention, that is not as expected.
+
+    Args:
+        graph: canonical.
+        reader: of the cache, and no attention.
+        samples: of the model as exported.
+
+    Returns:
+        Empty if all that is on the way may be attention, or the way ends before a product.
+    """
+    pending: deque[tuple[gs.Node, bool, bool]] = deque([(reader, False, False)])
+    seen: set[int] = set()
+    while pending:
+        node, after_product, weighted = pending.popleft()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        for output in node.outputs:
+            if samples.twins[0].probe.shape(output.name) is None and (why := why_apart(output, samples.twins[0])):
+                return why
+        if is_op(node, "Softmax"):
+            weighted = after_product
+        elif is_op(node, "MatMul") and not after_product:
+            counts = _counts(node.outputs[0], samples)
+            after_product, weighted = True, counts is not None and len(set(counts)) > 1
+        elif not is_op(node, *_PLAIN):
+            continue
+        if weighted and (shown := [t.name for t in node.outputs if contains(graph.outputs, t)]):
+            return (
+                f"{node.op} '{node.name}' gives '{shown[0]}' as an output, which has a column for each key of the "
+                "text; the rewritten attention has other columns: leave that output out"
+            )
+        pending += [(reads, after_product, weighted) for t in node.outputs for reads in consumers(t)]
     return ""
 
 
