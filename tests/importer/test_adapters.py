@@ -324,7 +324,10 @@ def test_a_manifest_whose_adapters_fit_nothing_is_refused(tmp_path: Path) -> Non
     for adapters, words in (
         (replace(plan.adapters, slots=3), r"'lora.*a' is no input float \[4, 64, 4\]"),
         (replace(plan.adapters, index="x"), "chosen by 'x'"),
-        (replace(plan.adapters, products=(replace(product, parts=(part,)),)), r"contradicts itself: adapter_weights 'lora"),
+        (
+            replace(plan.adapters, products=(replace(product, parts=(part,)),)),
+            r"contradicts itself: adapter_weights 'lora",
+        ),
     ):
         save_manifest(replace(manifest, plan=replace(plan, adapters=adapters)), manifest_path(engine))
         with pytest.raises(ManifestError, match=words):
