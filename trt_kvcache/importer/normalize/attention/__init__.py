@@ -1,1 +1,0 @@
-"""Attention over caches: scores, masks, biases, reads of keys and values."""

@@ -1,1 +1,0 @@
-"""Samples of a model's steps, and the values of its tensors in them."""

@@ -1,1 +1,0 @@
-"""The ways in which exporters write caches and states."""
