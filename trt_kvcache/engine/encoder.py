@@ -88,7 +88,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     if path is None:
         return None
     first_step = find_first_step(path) or find_first_step(model)
-    encoder = import_encoder(path, first_step, _constants(plan), plan.options, plan.stacks)
+    encoder = import_encoder(path, first_step, _constants(plan), plan.options)
     profile = make_encoder_profile(encoder.plan, build)
     fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
     largest = {name: range_.max for name, range_ in profile.shapes.items()}

@@ -12,7 +12,7 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
 from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.idioms.states import find_states
+from trt_kvcache.importer.recognize.states import find_states
 from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,

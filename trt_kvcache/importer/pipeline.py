@@ -194,7 +194,7 @@ def _plan_and_rewrite(
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     refuse_rewritten(source.proto, source.path)
     start_process(options)
-    prepared = prepare(source.proto, options, usual)
+    prepared = prepare(source.proto, options, usual, source.path.parent)
     options = prepared.options
     try:
         graph = gs.import_onnx(prepared.model)
@@ -238,8 +238,6 @@ def _check(
             )
     except UnsupportedModelError:
         source.check_unchanged()  # weights that changed meanwhile differ, too
-        if prepared.refusal is not None:
-            raise prepared.refusal from None
         raise
 
 

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 import onnx
 
-from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.interface.changes import PASSED_ON
@@ -41,7 +42,6 @@ class Prepared:
         inlined: names of functions and control-flow nodes that were inlined.
         findings: what normalization did; nothing where the caches were canonical already.
         finishes: what extensions add to the plan.
-        refusal: of the recognizers, where the model was described all the same: it says more than the check's.
     """
 
     reference: onnx.ModelProto
@@ -51,16 +51,18 @@ class Prepared:
     inlined: tuple[str, ...]
     findings: Findings
     finishes: tuple[Callable[[CachePlan], CachePlan], ...]
-    refusal: UnsupportedModelError | None = None
 
 
-def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -> Prepared:
+def prepare(
+    source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None
+) -> Prepared:
     """Copy `source`, fix digit-string dimensions, inline what hides a cache, normalize, bind the capacity and shapes.
 
     Args:
         source: not changed.
         options: of the plan.
         usual: the capacity where neither options nor model say it.
+        folder: of external data.
 
     Raises:
         UnsupportedModelError: a cache update sits in a body that cannot be inlined, or cannot be normalized.
@@ -82,7 +84,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -
     notes += _doubles(model.graph)
     inlined = (*functions, *branches)
     model, finishes = extensions.edit("rewrite", model)
-    model, recognized, turned, refusal = _normalized(model, weights, options, usual)
+    model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
@@ -92,36 +94,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL) -
     changes = (*findings.changes, *_without_passed_on(model.graph))
     findings = replace(findings, notes=(*notes, *findings.notes), changes=changes)
     return Prepared(
-        reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *turned, *chosen), refusal
+        reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen)
     )
-
-
-def _normalized(
-    model: onnx.ModelProto, weights: dict[str, onnx.TensorProto], options: PlanOptions, usual: int
-) -> tuple[
-    onnx.ModelProto, Findings | None, tuple[Callable[[CachePlan], CachePlan], ...], UnsupportedModelError | None
-]:
-    """The model in canonical form: by what is known of exporters, or else by what its attention computes."""
-    refusal: UnsupportedModelError | None = None
-    try:
-        canonical, findings = normalize(model, weights, options, usual)
-        if findings is not None or any(n.op_type in ("TensorScatter", TENSORRT_UPDATE) for n in model.graph.node):
-            return canonical, findings, (), None
-    except UnsupportedModelError as error:
-        refusal = error
-    from trt_kvcache.importer.sites import find_sites  # most models do not need it
-
-    try:
-        described = find_sites(model, weights, options, usual)
-    except (InvalidModelError, UnsupportedModelError):
-        if refusal is None:
-            raise
-        described = None
-    if described is not None:
-        return *described, refusal
-    if refusal is not None:
-        raise refusal
-    return canonical, findings, (), None
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:

@@ -61,13 +61,8 @@ def _module(name: str) -> Any:
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.extensions import adapters as adapters
-    from trt_kvcache.importer.extensions import latent_attention as latent_attention
     from trt_kvcache.importer.extensions import plugin_route as plugin_route
-    from trt_kvcache.importer.extensions import position_biases as position_biases
     from trt_kvcache.importer.extensions import quantized_caches as quantized_caches
-    from trt_kvcache.importer.extensions import ring_windows as ring_windows
-    from trt_kvcache.importer.extensions import rounded_attention as rounded_attention
-    from trt_kvcache.importer.extensions import stacked_caches as stacked_caches
 else:
 
     def __getattr__(name: str) -> Any:
@@ -140,22 +135,7 @@ def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
 
 def unstacked(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
     """The model as exported with the inputs and outputs that the plan knows (`CachePlan.original`)."""
-    if not plan.stacks:
-        return model
-    edited: onnx.ModelProto = _module("stacked_caches").unstacked(model, plan.stacks)
-    return edited
-
-
-def _stacks_caches(model: onnx.ModelProto) -> bool:
-    """Places are chosen of an input of five axes, or of four, the first of which is fixed and so is no batch."""
-    shapes = {v.name: shape_of(v) or () for v in model.graph.input if elem_type_of(v) in FLOATS}
-    stacked = {n for n, shape in shapes.items() if len(shape) > 4 or (len(shape) == 4 and isinstance(shape[0], int))}
-    for node in model.graph.node:
-        if node.op_type in ("Identity", "Cast", "ScatterND") and node.input[0] in stacked:
-            stacked.update(node.output)
-        if node.op_type in ("Gather", "Slice", "Split") and node.input[0] in stacked:
-            return True
-    return False
+    return model
 
 
 _LISTED = {"Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split", "Slice", "Pad", "Concat", "ConstantOfShape"}
@@ -263,6 +243,5 @@ EXTENSIONS: dict[str, dict[str, Test]] = {
     },
     "plugin_route": {"define": _updates_outside_onnx},
     "kept_logits": {"rewrite": _keeps_logits},
-    "stacked_caches": {"rewrite": _stacks_caches},
 }
 """By the name of a module, tests by station."""

@@ -13,7 +13,7 @@ from trt_kvcache.importer.interface import Known, find_roles
 from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.normalize.candidate import ExportedUpdate
+    from trt_kvcache.importer.recognize.records import Cache
 
 _FLOATS = ("float", "float16", "bfloat16", "double")
 _INTEGERS = ("int64", "int32")
@@ -44,7 +44,7 @@ class Interface:
     def __init__(
         self,
         model: onnx.ModelProto,
-        updates: Sequence[ExportedUpdate],
+        updates: Sequence[Cache],
         config: str | None,
         states: Sequence[StateUpdate] = (),
     ) -> None:

@@ -115,6 +115,13 @@ class Call:
             if value.name == self.output(output):
                 value.type.tensor_type.ClearField("shape")
 
+    def state_size(self, name: str, axis: int, size: int) -> None:
+        """Write, in place, a size into the shape of an input of the model that leaves it open."""
+        for value in self._tensors.graph.input:
+            dims = value.type.tensor_type.shape.dim
+            if value.name == self._names.get(name) and axis < len(dims) and not dims[axis].HasField("dim_value"):
+                dims[axis].dim_value = size
+
     def integer(self, name: str, default: int = 0) -> int:
         """An integer attribute."""
         return int(self.attributes.get(name, default))

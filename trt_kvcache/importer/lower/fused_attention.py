@@ -20,17 +20,14 @@
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
         heads split, whatever the rest; without a past, presents are the keys and values
 
-Attention with a past is a cache idiom, see `normalize.idioms.attention_past`. It may have a private input and private
-attributes here, which that idiom reads: `SINKS`, ``operator`` (as exported) and ``ring`` (the buffer drops old rows).
-An Attention over the cache of another layer has ``operator``, too.
+Windows become masks, and attention with sinks becomes plain operators: ONNX Runtime runs what is left.
 
 Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to ``seqlens_k + 1 - S``, per row of the batch,
 which is also the first position; a local window of W lets a query see itself and W - 1 keys before; the soft cap comes
 before bias and masks, and leaves the sinks alone; head_sink counts beside smooth_softmax=1, too, which does nothing
 then; with position_ids, a first prompt counts on from its first one and later steps take them as they are, so that only
 contiguous ones mean the same in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is that of
-the operator's page. With sliding_window_cache, the buffers drop rows that left the window; the numbers are those of a
-linear cache. With keys and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already, and its
+the operator's page. With keys and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already, and its
 presents are copies; mobius-onnx writes layers so that share the cache of another one. Without key and value it takes
 the query for packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal
 does; masks are added.
@@ -41,7 +38,6 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from trt_kvcache.importer.graph import SINKS
 from trt_kvcache.importer.lower.body import AGAIN, Call
 
 _WITHOUT = "export without it"
@@ -72,12 +68,20 @@ def group_query_attention(call: Call) -> str:
     attributes |= {"left_window_size": window - 1} if window > 0 else {}
     if call.integer("smooth_softmax") == 1 and not call.has("sinks"):
         call.constant("sinks", np.zeros(heads, np.float32))
+    ring = bool(call.integer("sliding_window_cache"))
+    plain = ring or call.has("sinks")
+    if plain and not size:
+        size = call.width("query") // heads
+    for name in ("past_key", "past_value") if plain else ():
+        call.state_size(name, 3, size)
+    if ring and not call.integer("causal", 1):
+        call.refuse("has sliding_window_cache and causal=0; supported is causal attention", _WITHOUT)
     own_keys = f"""
         {_split("key", kv_heads)}
         {_split("value", kv_heads)}
         {call.when("key_norm", f"key = {norm} (key, key_norm)")}
         {_rotated(call, "key", size) if rotates else ""}
-        {_attend(call, "bias", attributes)}
+        {_attend_with_sinks(call, heads, kv_heads, attributes, ring=ring) if plain else _attend(call, "bias", attributes)}
     """
     return f"""
         {_counted("positions") if rotates and not call.has("positions") else ""}
@@ -146,7 +150,7 @@ def _seen_of_shared(call: Call, window: int) -> str:
 
 def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
     """Lines for attention over the cache of another layer."""
-    settings = [*(f"{name} = {value!r}" for name, value in attributes.items()), f'operator = "{call.node.op_type}"']
+    settings = [f"{name} = {value!r}" for name, value in attributes.items()]
     return f"""
         {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
         {"present_value = Identity (past_value)" if call.is_read("present_value") else ""}
@@ -329,16 +333,147 @@ def onnx_attention(call: Call) -> str | None:
 
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
-    """The line of the attention. `mask` names what is added to the scores, or hides; empty: nothing does."""
-    settings = [f"{name} = {value!r}" for name, value in attributes.items()]
-    if not (call.has("past_key") or call.has("past")):
-        return f"y = Attention {_stated(settings)} (query, key, value, {mask})"
-    settings += [f'operator = "{call.node.op_type}"'] if call.node.domain else []
-    settings += ["ring = 1"] if call.integer("sliding_window_cache") else []
-    operands = f"query, key, value, {mask}, past_key, past_value"
-    if call.has("sinks"):
-        operands += ", " * (SINKS - 5) + "sinks"
-    return f"y, present_key, present_value = Attention {_stated(settings)} ({operands})"
+    """The lines of the attention. `mask` names what is added to the scores, or hides; empty: nothing does."""
+    past = call.has("past_key") or call.has("past")
+    settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
+    window = int(attributes.get("left_window_size", -1))
+    stated = _stated([f"{name} = {value!r}" for name, value in settings.items()])
+    if not past:
+        stated = _stated([f"{name} = {value!r}" for name, value in attributes.items()])
+        return f"y = Attention {stated} (query, key, value, {mask})"
+    lines = ""
+    if window >= 0:
+        lines = _seen("keys_near", window)
+        if mask and call.has(mask):
+            masked = f"And ({mask}, keys_near)"
+            if call.dtype(mask) != TensorProto.BOOL:
+                lines += f"""
+                    hidden = CastLike ({float(np.finfo(np.float16).min)}, {mask})
+                """
+                masked = f"Where (keys_near, {mask}, hidden)"
+            lines += f"""
+                keys_near = {masked}
+            """
+        mask = "keys_near"
+    return f"""
+        {lines}
+        y, present_key, present_value = Attention {stated} (query, key, value, {mask}, past_key, past_value)
+    """
+
+
+def _seen(name: str, window: int, *, causal: bool = False) -> str:
+    """Lines for the keys ``[S, P + S]`` that queries see: `window` before their own, if it is no less than 0."""
+    return f"""
+        rows_past = Shape <start = 2, end = 3> (past_key)
+        rows_new = Shape <start = 2, end = 3> (key)
+        rows_total = Add (rows_past, rows_new)
+        rows_first = Squeeze (rows_past, [0])
+        rows_last = Squeeze (rows_total, [0])
+        rows_keys = Range (0, rows_last, 1)
+        rows_own = Range (rows_first, rows_last, 1)
+        rows_own = Unsqueeze (rows_own, [1])
+        {f"rows_far = Sub (rows_own, {window})" if window >= 0 else ""}
+        {f"{name} = GreaterOrEqual (rows_keys, rows_far)" if window >= 0 else ""}
+        {f"rows_causal = LessOrEqual (rows_keys, rows_own)" if causal else ""}
+        {f"{name} = {f'And ({name}, rows_causal)' if window >= 0 else 'Identity (rows_causal)'}" if causal else ""}
+    """
+
+
+def _attend_with_sinks(
+    call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool
+) -> str:
+    """Lines for attention in plain operators, with a logit beside the scores of each head if there are sinks.
+
+    `ring`: past and present are buffers of one length, in which new rows go after those of tokens.
+    """
+    repeated = [head * kv_heads // heads for head in range(heads)]
+    cap = attributes.get("softcap", 0.0)
+    causal, window = bool(attributes["is_causal"]), int(attributes.get("left_window_size", -1))
+    scale = f"factor = CastLike ({float(attributes.get('scale', 0.0))!r}, query)"
+    if not attributes.get("scale"):
+        scale = """
+            factor = Shape <start = 3, end = 4> (query)
+            factor = Cast <to = 1> (factor)
+            factor = Sqrt (factor)
+            factor = Reciprocal (factor)
+            factor = CastLike (factor, query)
+        """
+    capped = f"""
+        cap = CastLike ({float(cap)!r}, query)
+        scores = Div (scores, cap)
+        scores = Tanh (scores)
+        scores = Mul (scores, cap)
+    """
+    hidden = f"""
+        hidden = CastLike ({float(np.finfo(np.float16).min)}, query)
+        scores = Where (mask, scores, hidden)
+    """
+    grown = f"""
+        present_key = Concat <axis = 2> (past_key, key)
+        present_value = Concat <axis = 2> (past_value, value)
+        {_seen("mask", window, causal=causal) if causal or window >= 0 else ""}
+    """
+    written = f"""
+        count = Shape <start = 2, end = 3> (past_key)
+        count = Squeeze (count, [0])
+        rows = Range (0, count, 1)
+        rows_new = Shape <start = 2, end = 3> (key)
+        last = Cast <to = 7> (seqlens)
+        last = Reshape (last, [-1, 1])
+        first = Sub (last, rows_new)
+        first = Add (first, [1])
+        place = Sub (rows, first)
+        early = GreaterOrEqual (place, 0)
+        late = Less (place, rows_new)
+        inside = And (early, late)
+        inside = Unsqueeze (inside, [1, 3])
+        place = Max (place, [0])
+        bound = Sub (rows_new, [1])
+        place = Min (place, bound)
+        place = Unsqueeze (place, [1, 3])
+        whole = Shape (past_key)
+        place = Expand (place, whole)
+        rows_key = GatherElements <axis = 2> (key, place)
+        rows_value = GatherElements <axis = 2> (value, place)
+        present_key = Where (inside, rows_key, past_key)
+        present_value = Where (inside, rows_value, past_value)
+        rows_length = Squeeze (rows_new, [0])
+        steps = Range (0, rows_length, 1)
+        own = Add (first, steps)
+        own = Unsqueeze (own, [1, 3])
+        mask = LessOrEqual (rows, own)
+        {f"far = Sub (own, {window})" if window >= 0 else ""}
+        {"near = GreaterOrEqual (rows, far)" if window >= 0 else ""}
+        {"mask = And (mask, near)" if window >= 0 else ""}
+    """
+    sinks = """
+        sizes = Shape <start = 0, end = 3> (scores)
+        column = Concat <axis = 0> (sizes, [1])
+        logits = Reshape (sinks, [1, -1, 1, 1])
+        logits = CastLike (logits, scores)
+        logits = Expand (logits, column)
+        scores = Concat <axis = -1> (scores, logits)
+    """
+    cut = """
+        keys = Shape <start = 2, end = 3> (present_key)
+        weights = Slice (weights, [0], keys, [3])
+    """
+    return f"""
+        {written if ring else grown}
+        all_keys = Gather <axis = 1> (present_key, {repeated})
+        all_values = Gather <axis = 1> (present_value, {repeated})
+        all_keys = Transpose <perm = [0, 1, 3, 2]> (all_keys)
+        {scale}
+        query = Mul (query, factor)
+        scores = MatMul (query, all_keys)
+        {capped if cap else ""}
+        {call.when("bias", "scores = Add (scores, bias)")}
+        {hidden if ring or causal or window >= 0 else ""}
+        {call.when("sinks", sinks)}
+        weights = Softmax <axis = -1> (scores)
+        {call.when("sinks", cut)}
+        y = MatMul (weights, all_values)
+    """
 
 
 def _stated(attributes: list[str]) -> str:

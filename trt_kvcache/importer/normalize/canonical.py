@@ -12,17 +12,15 @@ more, or two, that an Attention may have here: `SINKS` and `SLOPES`, of which th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import FLOAT, SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
-from trt_kvcache.importer.normalize.findings import AttentionSite, Write
+from trt_kvcache.importer.normalize.layouts import PLAIN, is_plain, relaid
+from trt_kvcache.importer.normalize.masks import emit_bias, emit_by_position, emit_visible
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
-from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS
+from trt_kvcache.importer.recognize.records import Attention, Cache
 
 _INT64 = int(onnx.TensorProto.INT64)
 _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -78,21 +76,14 @@ class Canonical:
         positions: gs.Variable = emit.once("positions", make)
         return positions
 
-    def write(self, write: Write) -> None:
-        """Make `write.present` by TensorScatter from `write.past`, whatever made it before."""
-        update, perm, axis = write.update, write.perm or tuple(range(len(write.past.shape))), write.axis
-        present = write.present  # as the model reads it
-        if write.relaid is not None:
-            axis, perm = 2, tuple(perm[a] for a in write.relaid)
-            write.past.shape = [write.past.shape[a] for a in write.relaid]
-            present = self._as_exported(write.present, write.relaid)
-            self._as_exported(write.past, write.relaid)
+    def write(self, cache: Cache) -> None:
+        """Make `cache.present` by TensorScatter from `cache.past`, whatever made it before."""
+        update, perm, axis = cache.update, cache.perm, cache.axis
+        assert update is not None
         if perm != tuple(range(len(perm))):
             update = self.emit.op("Transpose", [update], "update", perm=list(perm))
-        mode = "circular" if write.circular else "linear"
-        if write.fixed_rows is not None:
-            write.past.shape = [self.capacity if i == axis else d for i, d in enumerate(write.past.shape)]
-        past, present = write.past, write.present
+        mode = "circular" if cache.circular or cache.shifted else "linear"
+        past, present = cache.past, cache.present
         present.inputs.clear()
         if elem_type(update) not in (None, 0, elem_type(past)):  # converters leave caches in a wider type
             past.dtype = update.dtype
@@ -103,86 +94,59 @@ class Canonical:
         present.shape, present.dtype = past.shape, past.dtype
         name, attrs = self.emit.name(f"{past.name}:update"), {"axis": axis, "mode": mode}
         self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [present]))
-        self.idioms[past.name] = write.idiom
-        if write.growing and write.kept is None:
-            for whole in write.aliases:
-                replace_uses(whole, present)
-            for whole, order in write.turned:
-                replace_uses(whole, self.emit.op("Transpose", [present], "turned", perm=list(order)))
+        self.idioms[past.name] = cache.idiom
 
-    def _as_exported(self, cache: gs.Tensor, perm: tuple[int, ...]) -> gs.Tensor:
-        """A cache in the order of axes that its readers, but for attention, know."""
-        turned = self.emit.op("Transpose", [cache], "as_exported", elem_type(cache), perm=list(perm))
-        replace_uses(cache, turned, keep=turned.inputs)
-        return turned
-
-    def with_heads(self, site: AttentionSite) -> AttentionSite:
-        """The attention over queries and results ``[B, H, S, D]``, with Reshapes where the model has other shapes."""
-        emit, query, output = self.emit, site.query, site.output
-        if site.query_is_flat:
-            shape = emit_sizes(emit, self.tokens, ("batch", site.heads, "?", site.head_size))
-            query = emit.op("Reshape", [query, shape], "query_heads", site.query_type)
-        if site.output_shape is not None:
-            output = gs.Variable(emit.name("result_heads"), dtype=site.output_type)
-            shape = emit_sizes(emit, self.tokens, site.output_shape)
-            site.output.inputs.clear()
-            self.graph.nodes.append(gs.Node("Reshape", emit.name("result"), {}, [output, shape], [site.output]))
-        return replace(site, query=query, output=output, query_is_flat=False, output_shape=None)
-
-    def attend(self, site: AttentionSite) -> None:
-        """Make `site.output` by Attention over caches, whatever made it before."""
-        emit, seen = self.emit, site.visibility
-        kind = elem_type(site.key.past) or site.query_type
-        kind = FLOAT if site.wide and kind in _HALVES else kind
-        query, output = site.query, site.output
+    def attend(self, attention: Attention) -> None:
+        """Make `attention.result` by Attention over caches, whatever made it before."""
+        emit, mask, sizes = self.emit, attention.mask, attention.sizes
+        kind = elem_type(attention.key.past) or attention.query_type
+        kind = FLOAT if attention.wide and kind in _HALVES else kind
+        query, output = attention.query, attention.result
         output.inputs.clear()
-        if site.query_type != kind:
+        if not is_plain(attention.query_layout):
+            query = relaid(emit, self.tokens, query, attention.query_layout, PLAIN, {**sizes, "d": sizes["d"]})
+        if not is_plain(attention.result_layout):
+            heads = gs.Variable(emit.name("result_heads"), dtype=output.dtype)
+            last = relaid(emit, self.tokens, heads, PLAIN, attention.result_layout, {**sizes, "d": sizes["v"]})
+            last.inputs[0].outputs = [output]
+            output = heads
+        if attention.query_type != kind:
             query = emit.op("Cast", [query], "query", kind, to=kind)
-        if site.output_type != kind:
+        if attention.result_type != kind:
             raw = gs.Variable(emit.name("attention"), dtype=kind)
-            self.graph.nodes.append(gs.Node("Cast", emit.name("cast"), {"to": site.output_type}, [raw], [output]))
+            self.graph.nodes.append(gs.Node("Cast", emit.name("cast"), {"to": attention.result_type}, [raw], [output]))
             output = raw
         news = (dims(self.tokens) or ("?", "?"))[1]
-        self.known[query.name] = (kind, (self.batch, site.heads, news, site.head_size))
-        self.known[output.name] = (kind, (self.batch, site.heads, news, site.value_size))
-        attrs: dict[str, int | float | list[float]] = {
-            "is_causal": int(seen.causal),
-            "scale": float(np.float32(site.scale)),
-        }
-        rounding = {SCORES: site.rounded_scores, WEIGHTS: site.rounded_weights}
-        attrs |= {name: how.numbers for name, how in rounding.items() if how is not None}
-        if site.softcap:
-            attrs["softcap"] = float(np.float32(site.softcap))
-        if site.precision:
-            attrs["softmax_precision"] = site.precision
-        if seen.window is not None:
-            attrs["left_window_size"] = seen.window - 1  # ONNX counts the keys before the query's own
+        self.known[query.name] = (kind, (self.batch, attention.heads, news, sizes["d"]))
+        self.known[output.name] = (kind, (self.batch, attention.heads, news, sizes["v"]))
+        attrs: dict[str, int | float] = {"is_causal": int(mask.causal), "scale": float(np.float32(attention.scale))}
+        if attention.softcap:
+            attrs["softcap"] = float(np.float32(attention.softcap))
+        if mask.window is not None:
+            attrs["left_window_size"] = mask.window - 1  # ONNX counts the keys before the query's own
             self.opset = 25
         nothing = gs.Variable.empty()
-        sizes = ((site.key, site.head_size), (site.value, site.value_size))
-        inputs = [query, *(self._operand(write, size, kind) for write, size in sizes)]
-        if (mask := self._mask(site, kind)) is not None:
-            inputs.append(mask)
-        if seen.bounded or seen.causal:
+        inputs = [query, self._operand(attention.key, sizes["d"], kind), self._operand(attention.value, sizes["v"], kind)]
+        if (shown := self._mask(attention, kind)) is not None:
+            inputs.append(shown)
+        if mask.bounded or mask.causal:
             inputs += [nothing] * (6 - len(inputs)) + [self.lengths]
-        for index, numbers in ((SINKS, site.sinks), (SLOPES, seen.slopes)):
+        for index, numbers in ((SINKS, attention.sinks), (SLOPES, mask.slopes)):
             if numbers is not None:
-                weight = isinstance(numbers, gs.Tensor)
-                operand = numbers if weight else emit.constant(np.asarray(numbers, np.float32))
-                inputs += [nothing] * (index - len(inputs)) + [operand]
-        self.graph.nodes.append(gs.Node("Attention", emit.name(site.node), attrs, inputs, [output]))
+                inputs += [nothing] * (index - len(inputs)) + [emit.constant(np.asarray(numbers, np.float32))]
+        self.graph.nodes.append(gs.Node("Attention", emit.name(attention.name), attrs, inputs, [output]))
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
 
-    def _mask(self, site: AttentionSite, kind: int) -> gs.Tensor | None:
+    def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
         """The mask of an attention, bool or in the type of its queries; None: it has none beside its attributes."""
-        emit, seen, mask = self.emit, site.visibility, site.visibility.own
-        if site.key.shifted and (rows := site.key.kept) is not None:
-            mask = extensions.ring_windows.emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
+        emit, seen, mask = self.emit, attention.mask, attention.mask.own
+        if attention.key.shifted and (rows := attention.key.kept) is not None:
+            mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
         if seen.by_position:
-            mask = extensions.ring_windows.emit_by_position(emit, self.positions(), self.capacity)
+            mask = emit_by_position(emit, self.positions(), self.capacity)
         if seen.bias is not None:
-            mask = extensions.position_biases.emit_bias(emit, seen.bias, self.positions(), self.capacity)
+            mask = emit_bias(emit, seen.bias, self.positions())
         if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
             return mask
         own_mask: gs.Tensor = emit.once(
@@ -190,7 +154,7 @@ class Canonical:
         )
         return own_mask
 
-    def _operand(self, write: Write, size: int, kind: int) -> gs.Tensor:
+    def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
         """A present as ``[B, N, L, D]``, in a wider type if the products have one."""
         tensor = self._heads_major(write, size)
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
@@ -200,9 +164,9 @@ class Canonical:
         )
         return wide
 
-    def _heads_major(self, write: Write, size: int) -> gs.Tensor:
+    def _heads_major(self, write: Cache, size: int) -> gs.Tensor:
         """A present as ``[B, N, L, D]``: the importer then changes the layout of the cache itself."""
-        if write.axis == 2 or write.relaid is not None:
+        if write.axis == 2 and len(write.perm) == 4:
             return write.present
         tensor = write.present
         shape = dims(tensor) or ()
@@ -224,20 +188,3 @@ class Canonical:
         variable: gs.Variable = self.emit.once(("input", name), make)
         return variable
 
-
-def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
-    """A shape of numbers, "batch" and "sequence" of the tokens, and one "?" at most."""
-    if "?" not in dims:
-        last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
-        dims = tuple("?" if i == last else d for i, d in enumerate(dims))
-
-    def size(dim: Dim) -> gs.Tensor:
-        if dim not in ("batch", "sequence"):
-            return emit.ints([-1 if isinstance(dim, str) else dim])
-        start = int(dim == "sequence")
-        return emit.op("Shape", [tokens], "tokens_size", _INT64, start=start, end=start + 1)
-
-    sizes: gs.Tensor = emit.once(
-        ("sizes", dims), lambda: emit.op("Concat", [size(d) for d in dims], "sizes", _INT64, axis=0)
-    )
-    return sizes

@@ -17,16 +17,15 @@ inputs that go (``Shape(attention_mask)`` becomes ``Shape(tokens)``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import (
     FLOAT,
     INT32,
@@ -42,17 +41,12 @@ from trt_kvcache.importer.graph import (
     tidy,
 )
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.unlike import why_lost, why_unlike
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
-from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.unknown import why_unfit
-from trt_kvcache.importer.operators import MOVES
+from trt_kvcache.importer.normalize.rotary import Positioned
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
-
-if TYPE_CHECKING:
-    from trt_kvcache.importer.extensions.latent_attention import Positioned
+from trt_kvcache.importer.recognize.fixed import chosen_by_length
+from trt_kvcache.importer.recognize.samples import Sample, Samples
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +77,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
     @cache
     def positioned() -> Positioned:
-        return extensions.latent_attention.Positioned(graph, canonical, interface, samples)
+        return Positioned(graph, canonical, interface, samples)
 
     sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
     queue = [t for t in graph.inputs if t.name in sources]
@@ -123,13 +117,11 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     return by_tokens
 
 
-def check_readers(graph: gs.Graph, reasons: Mapping[str, str], samples: Samples) -> None:
+def check_readers(graph: gs.Graph) -> None:
     """Refuse a cache that something else than attention reads.
 
     Args:
         graph: canonical; dead nodes are gone.
-        reasons: by name of a cache, why what is computed from it are no keys and values.
-        samples: of the model as exported.
 
     Raises:
         UnsupportedModelError: naming the reader.
@@ -138,41 +130,11 @@ def check_readers(graph: gs.Graph, reasons: Mapping[str, str], samples: Samples)
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor, update)
             if reader is not None:
-                if why := (
-                    why_unfit(graph, samples) or why_unlike(graph, update, samples) or _beside_constants(reader, update)
-                ):
-                    raise UnsupportedModelError(why)
-                past = update.inputs[0].name
-                if why := why_lost(graph, reader, samples):
-                    raise UnsupportedModelError(f"no attention over the cache '{past}' could be proved: {why}")
-                early = "as it is before the new rows are written" if tensor is update.inputs[0] else ""
-                reason = reasons.get(past) or early
+                early = " as it is before the new rows are written" if tensor is update.inputs[0] else ""
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{past}' and is no attention that "
-                    f"the importer can prove{f' ({reason})' if reason else ''}; supported are caches that only "
-                    "attention reads, as they are or computed row by row with constants"
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early} and is no attention "
+                    "that was recognized; supported are caches that only attention reads"
                 )
-
-
-def _beside_constants(reader: gs.Node, update: gs.Node) -> str:
-    """Words on a Concat that puts constant rows beside those of a cache; empty if the reader is none."""
-    shape = update.inputs[0].shape
-    axis, own = (int(node.attrs.get("axis", -2)) % len(shape or (0,)) for node in (reader, update))
-    others = [t for t in reader.inputs if _is_constant(t)]
-    if not is_op(reader, "Concat") or axis != own or len(others) != len(reader.inputs) - 1:
-        return ""
-    return (
-        f"Concat '{reader.name}' puts rows of '{others[0].name}' beside those of the cache '{update.inputs[0].name}', "
-        "the same in each step, as a trained prefix; supported are caches with a row for each token: give such rows as "
-        "the past of the first step, and export without them"
-    )
-
-
-def _is_constant(tensor: gs.Tensor) -> bool:
-    """True if a tensor holds the numbers of a constant, whatever its shape depends on."""
-    while (node := producer(tensor)) is not None and is_op(node, *MOVES):
-        tensor = node.inputs[0]
-    return isinstance(tensor, gs.Constant)
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:

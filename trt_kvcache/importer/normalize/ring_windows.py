@@ -1,4 +1,4 @@
-"""Windows as circular buffers (``--sliding circular``); circular caches that models write (`written`, `shifted`).
+"""Windows as circular buffers (``--sliding circular``).
 
     present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
     output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
@@ -24,18 +24,14 @@ reads the length of a cache elsewhere, or computes its lengths or write indices,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.extensions.ring_windows.shifted import check_shifted
-from trt_kvcache.importer.extensions.ring_windows.written import check_ring, emit_by_position
 from trt_kvcache.importer.graph import (
-    BOOL,
-    INT64,
     SINKS,
     SLOPES,
     Emitter,
@@ -49,11 +45,12 @@ from trt_kvcache.importer.graph import (
     small_constant,
 )
 from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.masks import emit_visible
 from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.attention_facts import is_used
 
-__all__ = ["Rings", "check_ring", "check_shifted", "emit_by_position", "emit_visible", "make_circular", "slide"]
+__all__ = ["Rings", "make_circular", "slide"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,45 +269,3 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
         for name in ("left_window_size", "right_window_size"):
             node.attrs.pop(name, None)
         node.attrs["is_causal"] = 0
-
-
-def emit_visible(
-    emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
-) -> gs.Variable:
-    """The rows of a ring that queries see: bool ``[B, 1, S, R]``, emitted once for all attentions alike.
-
-    Args:
-        emit: of the graph.
-        write_indices: int64 ``[B]``, tokens before the step.
-        lengths: int64 ``[B]``, 0 where a row takes no part in the step; None: all do.
-        query: ``[B, H, S, D]``, or what else has S as its axis 1: alike are those with one symbol for S, or one name.
-        window: W.
-        rows: R.
-    """
-    length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
-
-    def op(name: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int = INT64, **attrs: int) -> gs.Variable:
-        return emit.op(name, inputs, hint, dtype, **attrs)
-
-    def make() -> gs.Variable:
-        axis = 2 if query.shape is None or len(query.shape) == 4 else 1
-        shape = op("Shape", [query], "window_queries", start=axis, end=axis + 1)
-        length = op("Squeeze", [shape], "window_new_tokens")
-        steps = op("Range", [emit.ints(0), length, emit.ints(1)], "window_steps")
-        first = op("Unsqueeze", [write_indices, emit.ints([1, 2, 3])], "window_first")
-        position = op("Add", [first, op("Unsqueeze", [steps, emit.ints([0, 1, 3])], "window_step")], "window_position")
-        last = op("Add", [first, op("Sub", [length, emit.ints(1)], "window_last_step")], "window_last")
-        slots = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
-        age = op("Mod", [op("Sub", [last, slots], "window_distance"), emit.ints(rows)], "window_age")
-        newest = op("Sub", [last, age], "window_newest")
-        written = op("GreaterOrEqual", [newest, emit.ints(0)], "window_written", BOOL)
-        past = op("LessOrEqual", [newest, position], "window_past", BOOL)
-        oldest = op("Sub", [position, emit.ints(window)], "window_oldest")
-        near = op("Greater", [newest, oldest], "window_near", BOOL)
-        visible = op("And", [op("And", [written, past], "window_known", BOOL), near], "window_visible", BOOL)
-        if lengths is None:
-            return visible
-        valid = op("Unsqueeze", [lengths, emit.ints([1, 2, 3])], "window_valid")
-        return op("And", [visible, op("Greater", [valid, emit.ints(0)], "window_in_use", BOOL)], "window_rows", BOOL)
-
-    return emit.once(("window", write_indices.name, lengths and lengths.name, length_of, window, rows), make)

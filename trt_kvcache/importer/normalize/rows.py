@@ -21,12 +21,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, is_constant, is_op
+from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, is_constant, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.evidence.probe import Array
-from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.findings import Write
-from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.recognize.probe import Array
+from trt_kvcache.importer.recognize.samples import Samples
+from trt_kvcache.importer.recognize.records import Cache
 from trt_kvcache.importer.operators import MOVES
 
 Axes = tuple[int, ...]
@@ -97,7 +96,7 @@ class RowFunction:
 
     tensor: gs.Tensor
     axes: Axes
-    writes: tuple[Write, ...] = ()
+    writes: tuple[Cache, ...] = ()
     node: gs.Node | None = None
     shape: Axes | None = None
     is_moved: bool = True
@@ -118,7 +117,7 @@ class Rows:
         broken: the same of what is computed from a cache; empty: every operator works on single rows.
     """
 
-    def __init__(self, graph: gs.Graph, writes: Sequence[Write], samples: Samples, fed: Collection[str] = ()) -> None:
+    def __init__(self, graph: gs.Graph, writes: Sequence[Cache], samples: Samples, fed: Collection[str] = ()) -> None:
         self.known: dict[str, RowFunction] = {}
         self.reasons: dict[str, str] = {}
         self.broken = ""
@@ -128,7 +127,7 @@ class Rows:
         self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
         for write in writes if self._samples else ():
             if write.kept is None and not write.circular:
-                for tensor in (write.present, *write.aliases):
+                for tensor in (write.present,):
                     self.known[tensor.name] = RowFunction(tensor, (0, write.axis), (write,))
         for node in graph.nodes if self._samples else ():
             if is_op(node, *_OTHERS) or not node.outputs or all(t.name in self.known for t in node.outputs):
@@ -319,3 +318,8 @@ class Rows:
 def _places(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
     """The axes that have one size after the other."""
     return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]
+
+
+def is_float_cast(node: gs.Node) -> bool:
+    """True if a node changes nothing but how exact numbers are: casts to integers cut them."""
+    return is_op(node, "Cast") and node.attrs.get("to") in FLOATS

@@ -143,10 +143,11 @@ def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> 
 
 def _plain(name: str) -> tuple[str, ...]:
     """The words of a name that say what it is, not on which side of a step."""
-    return tuple(word for word in _words(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
+    return tuple(word for word in words_of(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
 
 
-def _words(name: str) -> list[str]:
+def words_of(name: str) -> list[str]:
+    """The words and numbers of a name."""
     return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]
 
 
@@ -158,7 +159,7 @@ def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dic
     """
     for past in inputs:
         outs = [name for name in fits[past.name] if name not in pairs.values()]
-        if past.name not in pairs and outs and _CALLED & set(_words(past.name)):
+        if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):
             raise UnsupportedModelError(
                 f"'{past.name}' looks like state that each step replaces, and could become "
                 f"{' or '.join(map(repr, outs))}, of the same shape; name them alike but for past and present "

@@ -29,13 +29,12 @@ from trt_kvcache.importer.extensions.encoders.outputs import (
     find_later,
     find_parts,
     keep_outputs,
-    part_outputs,
     take_first_branch,
 )
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.graph import Emitter, dims, dtype_name, elem_type, export_inferred, fold_identities
-from trt_kvcache.importer.normalize.evidence.probe import Blueprint, Probe
-from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
+from trt_kvcache.importer.recognize.probe import Blueprint, Probe
+from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, TensorRole
 from trt_kvcache.importer.planning.attention import analyze_attention
 from trt_kvcache.importer.planning.routes import check_dtypes
 from trt_kvcache.importer.prepare import attach_weights, detach_weights, fix_digit_dims, flatten
@@ -71,7 +70,6 @@ def import_encoder(
     first_step: Path | None,
     constants: Sequence[TensorRole],
     options: PlanOptions,
-    stacks: Sequence[Stack] = (),
 ) -> EncoderModel:
     """Read an encoder, and what makes keys and values of its output.
 
@@ -80,14 +78,12 @@ def import_encoder(
         first_step: of the first step's model, for decoders whose encoder does not make keys and values itself.
         constants: what the decoder takes.
         options: of the decoder; its target counts.
-        stacks: inputs of the decoder as exported that hold several constants: an output of the same name does, too.
 
     Raises:
         InvalidModelError, UnsupportedModelError: a file cannot be read, or does not make what the decoder takes, or not
             in a way that one model can.
     """
     source = load_source(path, first_step=True)
-    part_outputs(source.proto.graph, stacks)
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
     length = _length(source.proto.graph, parts, constants)
     model, weights, notes = _standard(source.proto)

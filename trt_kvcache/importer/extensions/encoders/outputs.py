@@ -15,9 +15,8 @@ import onnx
 from onnx import helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.stacked_caches.unstacked import take_parts
 from trt_kvcache.importer.extensions.tool_repairs.merged import take_first_branch as take_first_branch
-from trt_kvcache.importer.plan import Stack, TensorRole
+from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.importer.protos import elem_type_of, names_read, replace_field, shape_of
 from trt_kvcache.importer.simplify import drop_dead
 
@@ -29,7 +28,6 @@ __all__ = [
     "find_later",
     "find_parts",
     "keep_outputs",
-    "part_outputs",
     "present_names",
     "take_first_branch",
 ]
@@ -92,20 +90,6 @@ def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path
 def present_names(constant: str) -> tuple[str, ...]:
     """The names that exporters give to an output that a past input takes."""
     return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
-
-
-def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
-    """Split, in place, outputs of an encoder that hold several constants as the decoder's inputs do."""
-    wholes = {stack.name: stack for stack in stacks if stack.io == "input"}
-    for value in [v for v in graph.output if v.name in wholes]:
-        stack, shape = wholes[value.name], shape_of(value) or ()
-        if len(shape) != len(stack.shape):
-            continue  # another tensor of this name
-        graph.output.remove(value)
-        graph.node.extend(take_parts(graph, stack, value.name))
-        for part in stack.parts:
-            own = [d for d, at in zip(shape, part.place, strict=True) if at is None]
-            graph.output.append(helper.make_tensor_value_info(part.name, elem_type_of(value), own))
 
 
 def keep_outputs(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:

@@ -1,0 +1,94 @@
+"""Masks and biases that the canonical form has beside the attributes of an Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import BOOL, FLOAT, INT64, Emitter
+from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
+from trt_kvcache.importer.recognize.records import Array
+
+
+def emit_visible(
+    emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
+) -> gs.Variable:
+    """The rows of a ring that queries see: bool ``[B, 1, S, R]``, emitted once for all attentions alike.
+
+    Args:
+        emit: of the graph.
+        write_indices: int64 ``[B]``, tokens before the step.
+        lengths: int64 ``[B]``, 0 where a row takes no part in the step; None: all do.
+        query: ``[B, H, S, D]``, or what else has S as its axis 1: alike are those with one symbol for S, or one name.
+        window: W.
+        rows: R.
+    """
+    length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
+
+    def op(name: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int = INT64, **attrs: int) -> gs.Variable:
+        return emit.op(name, inputs, hint, dtype, **attrs)
+
+    def make() -> gs.Variable:
+        axis = 2 if query.shape is None or len(query.shape) == 4 else 1
+        shape = op("Shape", [query], "window_queries", start=axis, end=axis + 1)
+        length = op("Squeeze", [shape], "window_new_tokens")
+        steps = op("Range", [emit.ints(0), length, emit.ints(1)], "window_steps")
+        first = op("Unsqueeze", [write_indices, emit.ints([1, 2, 3])], "window_first")
+        position = op("Add", [first, op("Unsqueeze", [steps, emit.ints([0, 1, 3])], "window_step")], "window_position")
+        last = op("Add", [first, op("Sub", [length, emit.ints(1)], "window_last_step")], "window_last")
+        slots = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
+        age = op("Mod", [op("Sub", [last, slots], "window_distance"), emit.ints(rows)], "window_age")
+        newest = op("Sub", [last, age], "window_newest")
+        written = op("GreaterOrEqual", [newest, emit.ints(0)], "window_written", BOOL)
+        past = op("LessOrEqual", [newest, position], "window_past", BOOL)
+        oldest = op("Sub", [position, emit.ints(window)], "window_oldest")
+        near = op("Greater", [newest, oldest], "window_near", BOOL)
+        visible = op("And", [op("And", [written, past], "window_known", BOOL), near], "window_visible", BOOL)
+        if lengths is None:
+            return visible
+        valid = op("Unsqueeze", [lengths, emit.ints([1, 2, 3])], "window_valid")
+        return op("And", [visible, op("Greater", [valid, emit.ints(0)], "window_in_use", BOOL)], "window_rows", BOOL)
+
+    return emit.once(("window", write_indices.name, lengths and lengths.name, length_of, window, rows), make)
+
+
+def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Variable:
+    """Rows up to the position of each query: bool ``[B, 1, S, rows]``; positions ``[B, S]`` go on after the end.
+
+    After the end of a circular cache each row holds a token, of which the lengths that sessions give say only that there
+    are L: masked by these, query ``i`` of S sees rows ``j <= L - S + i``, and by positions all of them.
+    """
+
+    def make() -> gs.Variable:
+        numbers = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
+        own = emit.op("Unsqueeze", [positions, emit.ints([1, 3])], "ring_position", INT64)
+        return emit.op("LessOrEqual", [numbers, own], "ring_visible", BOOL)
+
+    return emit.once(("ring", positions.name, rows), make)
+
+
+def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
+    """A bias by distance over all rows of the caches, float32 ``[B, H, S, L]``; emitted once for all layers that share it.
+
+    The rewrite cuts the rows where it begins: see `rows_in_use`.
+
+    Args:
+        emit: of the graph.
+        bias: float32 ``[L, H]``, for distances of key and query ``-(L - 1) .. 0``.
+        positions: int64 ``[B, S]``.
+    """
+    rows = len(bias)
+
+    def make() -> gs.Variable:
+        query = emit.op("Unsqueeze", [positions, emit.ints([2])], "bias_query", INT64)
+        keys = emit_row_slice(emit, emit.constant(np.arange(rows, dtype=np.int64) + rows - 1), 0, rows)
+        keys.dtype = np.int64
+        distance = emit.op("Sub", [keys, query], "bias_distance", INT64)
+        known = emit.op("Clip", [distance, emit.ints(0), emit.ints(rows - 1)], "bias_index", INT64)
+        values = emit.op("Gather", [emit.constant(bias), known], "bias_found", FLOAT, axis=0)
+        return emit.op("Transpose", [values], "bias", FLOAT, perm=[0, 3, 1, 2])
+
+    result: gs.Variable = emit.once(("bias", bias.tobytes()), make)
+    return result

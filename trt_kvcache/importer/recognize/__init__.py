@@ -1,0 +1,274 @@
+"""Recognize the caches of a model as exported, and the attentions over them, by running parts of it.
+
+    caches      pairs of an input and an output that may be one cache, by shapes
+    samples     steps of the model: a shape and a value for each input (probe evaluates tensors in one)
+    fixed       constants in disguise
+    states      state that is no cache
+    cut         regions: what writes a cache, and what attends to it
+    step        a region in a step
+    updates     how a step writes a cache
+    read        what an attention computes (layout: the axes of its tensors)
+    records     what was recognized
+
+Nothing here names an operator that attends or writes. Everything is a guess that the check decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
+from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.plan import PlanOptions, StateUpdate
+from trt_kvcache.importer.recognize.caches import find_caches, state_inner_sizes
+from trt_kvcache.importer.recognize.cut import Cutter, Region
+from trt_kvcache.importer.recognize.fixed import fold_fixed
+from trt_kvcache.importer.recognize.probe import Blueprint
+from trt_kvcache.importer.recognize.read import Reader, reading_step
+from trt_kvcache.importer.recognize.records import Attention, Cache, FartherError, RecognizeError, UnknownError
+from trt_kvcache.importer.recognize.samples import Samples
+from trt_kvcache.importer.recognize.states import find_states
+from trt_kvcache.importer.recognize.step import Runner
+from trt_kvcache.importer.recognize.updates import read_updates
+
+__all__ = ["Recognized", "recognize"]
+
+_MOST_STEPS = 12  # back from short tensors to those before them
+_ROUNDS = 6  # of guesses
+_SHORT = 41  # rows of a fixed cache whose length a model leaves open, while it is read
+
+
+@dataclass(frozen=True, eq=False)
+class Recognized:
+    """A model as exported, and what was recognized in it.
+
+    Attributes:
+        model: flat, with shapes; `graph` is the same, which its owner may edit.
+        interface: its inputs and outputs.
+        samples: its steps.
+        caches: in the order of the inputs.
+        attentions: in the order of the graph.
+    """
+
+    model: onnx.ModelProto
+    graph: gs.Graph
+    interface: Interface
+    samples: Samples
+    caches: tuple[Cache, ...]
+    attentions: tuple[Attention, ...]
+
+
+def recognize(
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, usual: int, folder: Path | None
+) -> Recognized | None:
+    """Recognize caches and attentions.
+
+    Args:
+        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
+        weights: the detached weights.
+        options: capacity and name patterns.
+        usual: the capacity where neither options nor model say it.
+        folder: of external data.
+
+    Returns:
+        What was recognized; None: nothing may be a cache.
+
+    Raises:
+        UnsupportedModelError: in words what was seen of a cache or an attention that is not supported.
+        OptionError: the capacity contradicts the model.
+    """
+    graph = gs.import_onnx(model)
+    fold_identities(graph)
+    tidy(graph)
+    state_inner_sizes(graph)
+    model = export_inferred(graph)
+    guesses = find_caches(graph)
+    if not guesses:
+        return None
+    growing = {t.name for c in guesses if c.growing for t in (c.past, c.present)}
+    known = {s.past for s in find_states(graph, growing)}
+    caches = [c for c in guesses if c.past.name not in known]
+
+    def among(caches: list[Cache]) -> Recognized:
+        states = find_states(graph, {t.name for c in caches for t in (c.past, c.present)})
+        return _Recognizer(model, graph, weights, options, usual, folder, states).recognize(caches)
+
+    try:
+        try:
+            return among(guesses)
+        except (RecognizeError, UnsupportedModelError, OptionError):
+            if not caches or len(caches) == len(guesses):
+                raise
+        return among(caches)  # the others are state
+    except RecognizeError as error:
+        raise UnsupportedModelError(
+            f"{error}; supported are caches that the caller gives and takes back whole, with the new rows after those of "
+            "earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch with "
+            "DynamicCache"
+        ) from None
+
+
+class _Recognizer:
+    """Recognizes one model in rounds: what a region shows of its caches may change what steps of the model are."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        graph: gs.Graph,
+        weights: Mapping[str, onnx.TensorProto],
+        options: PlanOptions,
+        usual: int,
+        folder: Path | None,
+        states: Sequence[StateUpdate],
+    ) -> None:
+        self._model, self._graph, self._weights, self._options, self._usual = model, graph, weights, options, usual
+        self._states, self._folder = states, folder
+        self._tensors = graph.tensors()
+        self._blueprint = Blueprint(model, weights)
+
+    def recognize(self, caches: list[Cache]) -> Recognized:
+        """Caches and attentions, from guesses of the former."""
+        positions: tuple[str, ...] = ()
+        for _ in range(_ROUNDS):
+            guess = [replace(c, positions=(*self._counters(c), *positions)) for c in caches]
+            self._interface = Interface(self._model, guess, self._options.config, self._states)
+            asked = self._interface.fixed_capacity(self._options.capacity)
+            self._samples = Samples(self._blueprint, self._interface, asked or self._options.capacity or self._usual)
+            if (folded := fold_fixed(self._samples)) is not None:
+                again = recognize(folded, self._weights, self._options, self._usual, self._folder)
+                if again is None:
+                    raise RecognizeError("constants that are folded leave no cache")
+                return again
+            is_open = asked is None and any(not c.growing for c in guess)
+            short = min(_SHORT, self._samples.capacity)
+            self._short = Samples(self._blueprint, self._interface, short) if is_open else self._samples
+            self._caches = {str(c.past.name): c for c in guess}
+            self._cutter = Cutter(self._model, self._short, self._caches, self._interface.tokens, self._weights, self._folder)
+            try:
+                seen = [self._seen(c) for c in guess]
+                if all(one is two for one, two in zip(seen, guess, strict=True)):
+                    return self._whole(self._attentions())
+                caches = seen
+            except UnknownError as error:
+                if positions or not self._may_count(error.args[0]):
+                    raise
+                positions = error.args
+        raise RecognizeError("what steps do to caches could not be told")
+
+    def _may_count(self, name: str) -> bool:
+        """True if an input may hold the positions of the new tokens."""
+        tokens, shape = self._interface.inputs[self._interface.tokens].shape, self._interface.inputs[name].shape
+        is_open = all(isinstance(d, str) for d in shape)
+        return len(shape) <= 2 and (is_open or shape in (tokens, tokens[:1], tokens[1:2]))
+
+    def _counters(self, cache: Cache) -> tuple[str, ...]:
+        """Inputs that may say where the rows of a fixed cache go."""
+        whole = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
+        return () if cache.growing else tuple(str(t.name) for t in whole)
+
+    def _seen(self, cache: Cache) -> Cache:
+        """The guess of a cache; or a better one, where a step of the model shows something else."""
+        name = str(cache.past.name)
+        if cache.growing and not cache.shifted:
+            step = self._samples.few[1]
+            rows = step.probe.shape(cache.present.name)
+            past = step.probe.shape(name)
+            if rows is None or past is None or rows[cache.axis] == past[cache.axis] + step.length:
+                return cache
+            if rows == past and cache.kept is None:
+                return replace(cache, growing=False)
+            # A present of as many rows as it keeps was seen with a longer past, or with that past.
+            return cache if cache.kept == rows[cache.axis] else replace(cache, kept=rows[cache.axis])
+        first = next(c for c in self._caches.values() if _alike(c, cache))
+        if first is not cache:
+            seen = self._looked_at[id(first)]
+        else:
+            seen = self._looked(cache)
+            self._looked_at = {**getattr(self, "_looked_at", {}), id(cache): seen}
+        same = (seen.axis, seen.growing, seen.shifted, seen.circular) == (
+            cache.axis, cache.growing, cache.shifted, cache.circular,
+        )  # fmt: skip
+        if same:
+            return cache
+        return replace(
+            cache, axis=seen.axis, growing=seen.growing, kept=seen.kept, shifted=seen.shifted, circular=seen.circular
+        )
+
+    def _looked(self, cache: Cache) -> Cache:
+        """A cache of a fixed length after a look at the region that writes it."""
+        passed: set[str] = set()
+        for _ in range(_MOST_STEPS):
+            region = self._cutter.update(str(cache.past.name), passed)
+            runner = Runner(region, self._caches, self._interface)
+            sample = reading_step(region, self._short)
+            beyond = self._short.step(sample.batch, self._short.capacity + 2, 1)
+            try:
+                found = read_updates(runner, region, self._caches, self._tensors, sample, beyond)
+            except FartherError as error:
+                passed.add(max(error.args, key=region.texts.index))
+                continue
+            return next(c for c in found if c.past is cache.past)
+        raise RecognizeError(f"the new rows of '{cache.past.name}' are no single tensor")
+
+    def _attentions(self) -> list[Attention]:
+        """Every attention, in the order of the graph."""
+        known: dict[str, tuple[Region, Attention | FartherError]] = {}
+        attentions = [self._read(front, known) for front in self._cutter.fronts]
+        read = {c.past.name for a in attentions for c in (a.key, a.value)}
+        if left := sorted(self._caches.keys() - read):
+            raise RecognizeError(f"no attention reads the cache '{left[0]}'")
+        return attentions
+
+    def _read(self, front: str, known: dict[str, tuple[Region, Attention | FartherError]]) -> Attention:
+        """The attention of a front; its region goes back until queries and new rows are one tensor each."""
+        passed: set[str] = set()
+        for _ in range(_MOST_STEPS):
+            region = self._cutter.front(front, passed)
+            if region.key not in known:
+                try:
+                    reader = Reader(region, self._caches, self._tensors, self._interface, self._short, self._samples)
+                    known[region.key] = region, reader.read()
+                except FartherError as error:
+                    known[region.key] = region, error
+            first, seen = known[region.key]
+            names = dict(zip(first.names, region.names, strict=True))
+            if isinstance(seen, Attention):
+                return self._renamed(seen, names)
+            passed.add(max((names[n] for n in seen.args), key=region.texts.index))
+        raise RecognizeError(f"queries and new rows of '{front}' are no single tensors")
+
+    def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
+        """The same over other tensors."""
+
+        def tensor(of: gs.Tensor) -> gs.Tensor:
+            return self._tensors[names[str(of.name)]]
+
+        def cache(of: Cache) -> Cache:
+            assert of.update is not None
+            own = self._caches[names[str(of.past.name)]]
+            if str(own.present.name) != names[str(of.present.name)]:
+                raise RecognizeError(f"'{own.past.name}' comes back as '{names[str(of.present.name)]}'")
+            return replace(own, update=tensor(of.update), perm=of.perm)
+
+        result = tensor(seen.result)
+        name = str(result.inputs[0].name) if result.inputs else seen.name
+        key, value = cache(seen.key), cache(seen.value)
+        return replace(seen, name=name, query=tensor(seen.query), result=result, key=key, value=value)
+
+    def _whole(self, attentions: Sequence[Attention]) -> Recognized:
+        caches = {str(c.past.name): c for a in attentions for c in (a.key, a.value)}
+        ordered = tuple(caches[name] for name in self._caches)
+        samples = self._samples
+        return Recognized(self._model, self._graph, self._interface, samples, ordered, tuple(attentions))
+
+
+def _alike(one: Cache, two: Cache) -> bool:
+    """True for caches of one shape and type, that were seen alike."""
+    kinds = [(elem_type(c.past), dims(c.past), dims(c.present), c.axis, c.growing, c.shifted) for c in (one, two)]
+    return kinds[0] == kinds[1]

@@ -1,0 +1,136 @@
+"""First guesses of caches, by the shapes of inputs and outputs: what a step writes into them is read by running it.
+
+    past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
+    past [B, N, L, D] -> present [B, N, L, D]         written in place, if it is no state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    FLOATS,
+    INT32,
+    INT64,
+    consumers,
+    contains,
+    dims,
+    elem_type,
+    input_or_none,
+    is_op,
+    producer,
+)
+from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.recognize.records import Cache
+from trt_kvcache.importer.recognize.states import words_of
+
+_PASTS, _PRESENTS = (4, 5), (1, 2)
+
+
+def find_caches(graph: gs.Graph) -> list[Cache]:
+    """Pairs of an input and an output that may be one cache, in the order of the inputs.
+
+    The past of a present is the nearest one before it, counted in nodes.
+    """
+    counted = {shape[1] for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(shape := dims(t) or ()) == 2}
+    left = {id(t): t for t in graph.inputs}
+    found: dict[int, Cache] = {}
+    for present in graph.outputs:
+        if producer(present) is None or dims(present) is None:
+            continue
+        fits = {id(t): axis for t in left.values() if (axis := _axis(t, present, counted)) is not None}
+        past = _nearest(present, [left[i] for i in fits]) if fits else None
+        if past is not None:
+            axis = fits[id(past)]
+            growing = dims(past) != dims(present) and not isinstance((dims(past) or ())[axis], int)
+            found[id(past)] = Cache(past, present, axis, growing, idiom=_idiom(present))
+            del left[id(past)]
+    caches = [found[id(t)] for t in graph.inputs if id(t) in found]
+    ranks = {len(c.past.shape) for c in caches}
+    return [c for c in caches if c.growing or len(c.past.shape) == max(ranks)]  # others are text, or state
+
+
+def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
+    """The past of which the fewest nodes make a present; of several, the one with the most words of its name."""
+    words = set(words_of(present.name))
+    tensors, seen = [present], {id(present)}
+    while tensors:
+        reached = [t for t in pasts if id(t) in seen]
+        if reached:
+            return max(reached, key=lambda t: len(words.intersection(words_of(t.name))))
+        before = [t for tensor in tensors for node in tensor.inputs if not is_op(node, "Shape", "Size") for t in node.inputs]
+        tensors = [t for t in {id(t): t for t in before}.values() if id(t) not in seen]
+        seen.update(map(id, tensors))
+    return None
+
+
+def _idiom(present: gs.Tensor) -> str:
+    node = producer(present)
+    while node is not None and is_op(node, "Cast", "Identity", "Transpose", "Reshape") and producer(node.inputs[0]):
+        node = producer(node.inputs[0])
+    return "" if node is None else str(node.op)
+
+
+def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
+    """The axis of the rows, as far as shapes tell; None: no cache."""
+    one, two = dims(past) or (), dims(present) or ()
+    rank = len(one)
+    if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
+        return None
+    if rank not in (3, 4) or (rank == 3 and one[1] in counted):  # embeddings
+        return None
+    differing = [a for a in range(1, rank) if one[a] != two[a] or "?" in (one[a], two[a])]
+    if any(isinstance(one[a], int) and isinstance(two[a], int) for a in differing):
+        return None
+    if len(differing) == 1:
+        return differing[0]
+    if differing:  # sizes that an exporter does not state
+        return next((a for a in (2, 1) if a in differing), None) if rank == 4 else None
+    if rank == 3 and one[1] == 1:
+        return None
+    open_axes = [a for a in range(1, rank) if not isinstance(one[a], int)]
+    if rank == 3 and open_axes:  # embeddings
+        return None
+    return open_axes[0] if len(open_axes) == 1 else None if open_axes else rank - 2
+
+
+def state_inner_sizes(graph: gs.Graph) -> None:
+    """Write number and size of heads into the shapes of caches inside of operators, where exporters leave symbols.
+
+    Raises:
+        UnsupportedModelError: such a cache is no input and output of the graph.
+    """
+    for node in graph.nodes:
+        for past, present, update in _inner(node):
+            start, end = past, present
+            while (maker := producer(start)) is not None and is_op(maker, "Cast", "Identity"):
+                start = maker.inputs[0]
+            while not contains(graph.outputs, end):
+                casts = [n for n in consumers(end) if is_op(n, "Cast", "Identity")]
+                if len(casts) != 1:
+                    break
+                end = casts[0].outputs[0]
+            if not contains(graph.inputs, start) or not contains(graph.outputs, end):
+                raise UnsupportedModelError(
+                    f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and output of "
+                    "the model; supported are caches that the caller gives and takes back: export the model with past "
+                    "and present"
+                )
+            for cache in (start, end):
+                known, new = list(dims(cache) or ("?",) * 4), dims(update) or ("?",) * 4
+                for axis in (1, 3) if len(known) == len(new) == 4 else ():
+                    known[axis] = known[axis] if isinstance(known[axis], int) else new[axis]
+                cache.shape = [None if dim == "?" else dim for dim in known]
+
+
+def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
+    """Past, present and new rows of the caches that an operator holds."""
+    if not is_op(node, "Attention"):
+        return
+    for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
+        past = input_or_none(node, index)
+        if past is not None:
+            yield past, node.outputs[output] if output < len(node.outputs) else gs.Variable.empty(), update

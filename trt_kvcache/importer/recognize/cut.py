@@ -1,0 +1,266 @@
+"""Cut the regions of attentions out of a graph, by what depends on caches and by shapes; no operator is named.
+
+    text      depends on tokens, and on no cache but through the results of attentions before it
+    long      depends on a cache, and its shape on more than batch and new tokens
+    front     made of long tensors, short, and no long one is made of it: the result of an attention
+
+The region of a front goes back to the text: queries and new rows. Two fronts that one operator brings together, such as
+weighted values and the sum of weights, are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from trt_kvcache.importer.check.graph import Graph
+from trt_kvcache.importer.check.shapes import POINTS, terms
+from trt_kvcache.importer.files.links import held
+from trt_kvcache.importer.protos import FLOATS, copied, part_of
+from trt_kvcache.importer.recognize.records import Cache, RecognizeError
+from trt_kvcache.importer.recognize.samples import Samples
+from trt_kvcache.importer.steps.runnable import runnable
+
+_PASTS = (6, 8)  # short, and no products of batch and new tokens, alone or with these
+_MOST = 1 << 22  # numbers in the constants of a region
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The part of a model between queries, new rows and caches at one end, and results and presents at the other.
+
+    Attributes:
+        model: without shapes; the outputs are `result`, if there is one, and `presents`.
+        key: equal for regions that compute the same.
+        result: the result of the attention; empty: presents alone.
+        presents: caches after the step, in the order of `caches`.
+        texts: short tensors of the text that it is fed with, in the order of the graph.
+        caches: names of the pasts.
+        inputs: other inputs of the graph of which it reads the numbers.
+        integers: sizes in its constants, at which lengths may change what it does.
+        wide: keys or values are float32 before their products; `wide_weights`: some long tensor is.
+    """
+
+    model: onnx.ModelProto
+    key: str
+    result: str
+    presents: tuple[str, ...]
+    texts: tuple[str, ...]
+    caches: tuple[str, ...]
+    inputs: tuple[str, ...]
+    integers: tuple[int, ...]
+    wide: bool
+    wide_weights: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors at its ends, in an order that regions of one key share."""
+        return (self.result, *self.presents, *self.texts, *self.caches)
+
+
+class Cutter:
+    """Cuts regions out of one model.
+
+    Attributes:
+        fronts: results of attentions, in the order of the graph.
+
+    Args:
+        model: flat.
+        samples: of the model.
+        caches: by name of a past.
+        tokens: the input of the new tokens.
+        weights: constants that are stand-ins in the model, by name.
+        folder: of external data.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        samples: Samples,
+        caches: Mapping[str, Cache],
+        tokens: str,
+        weights: Mapping[str, TensorProto],
+        folder: Path | None,
+    ) -> None:
+        self._graph = Graph(model)
+        self._weights, self._folder = weights, folder
+        self._presents = {past: str(c.present.name) for past, c in caches.items()}
+        sizes = ((p["batch"], past, p["sequence"]) for p, past in zip(POINTS, _PASTS, strict=True))
+        self._steps = [samples.step(*s) for s in sizes]
+        self._rows = {rows for c in caches.values() for rows in self._lengths(c)}
+        self._order = {name: place for place, node in enumerate(self._graph.nodes) for name in node.output}
+        self._sizes = {n.output[0] for n in self._graph.nodes if n.op_type in ("Shape", "Size")}
+        self._split(tokens)
+
+    def _lengths(self, cache: Cache) -> Iterator[int]:
+        """Rows of a cache where their number does not follow the number of tokens."""
+        shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
+        if shape is not None and (cache.shifted or not cache.growing):
+            yield from (shape[cache.axis], shape[cache.axis] + 1)  # with a sink
+        elif cache.kept is not None and cache.kept <= _PASTS[0]:
+            yield from (cache.kept, cache.kept + step.length)
+
+    def _split(self, tokens: str) -> None:
+        """Tell text from long tensors, and find the fronts."""
+        readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in self._graph.nodes:
+            for name in self._reads(node):
+                readers.setdefault(name, []).append(node)
+        self._text, self._long, fronts = {tokens}, set(self._presents), dict[str, None]()
+        presents = set(self._presents.values())
+        for node in self._graph.nodes:
+            read = self._reads(node)
+            if self._long.isdisjoint(read):
+                if not self._text.isdisjoint(read):
+                    self._text.update(n for n in node.output if n)
+                    joined = fronts.keys() & read
+                    if len(joined) > 1 and not joined.isdisjoint(self._bare(node)):
+                        for name in joined:
+                            del fronts[name]
+                        fronts |= dict.fromkeys(n for n in node.output if n)
+                continue
+            for name in (n for n in node.output if n):
+                short = name not in presents and self._is_short(name)
+                if short and not any(self._long_results(n) for n in readers.get(name, ())):
+                    fronts[name] = None
+                    self._text.add(name)
+                else:
+                    self._long.add(name)
+        self.fronts = tuple(n for n in fronts if self._described(n)[0] in FLOATS)
+        self._ends = set(self.fronts)
+
+    def _bare(self, node: onnx.NodeProto) -> Collection[str]:
+        """What a node reads, if no weight is among it."""
+        read = self._reads(node)
+        return () if any(math.prod(self._graph.constants[n].dims) > 1 for n in read if n in self._graph.constants) else read
+
+    def _long_results(self, node: onnx.NodeProto) -> bool:
+        """True if a node makes a tensor that is long by its shape, or a sum of short ones over keys."""
+        return any(n and not self._is_short(n) for n in node.output)
+
+    def front(self, name: str, passed: Collection[str] = ()) -> Region:
+        """The region of an attention; `passed` are short tensors at which it does not end.
+
+        Raises:
+            RecognizeError: it reads large weights.
+        """
+        return self._region(name, passed)
+
+    def update(self, past: str, passed: Collection[str] = ()) -> Region:
+        """The region that writes a cache; see `front`."""
+        return self._region("", passed, (past,))
+
+    def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
+        graph, taken, pasts = self._graph, {result, *passed}, {*caches}
+        while True:
+            stops = {n for n in self._text - taken if n in graph.makes and self._stands(n)} | self._sizes
+            presents = [self._presents[c] for c in sorted(pasts)]
+            nodes, fed, used = graph.cone([n for n in (result, *presents) if n], stops)
+            read = {n for node in nodes for n in self._reads(node)}.intersection(fed)
+            more, texts = read & self._presents.keys(), read & stops - self._sizes
+            below = self._below(texts)
+            if more <= pasts and not below:
+                break
+            pasts |= more
+            taken |= below
+        ends = (*sorted(texts, key=self._order.__getitem__), *sorted(pasts))
+        leaves = {n: self._leaf(n, ends) for n in fed}
+        digests, _ = graph.digests(leaves, nodes=nodes)
+        constants = [self._constant(name) for name in used]
+        if sum(math.prod(t.dims) for t in constants) > _MOST:
+            raise RecognizeError(f"the region of '{result or presents[0]}' reads large weights")
+        inputs = [onnx.helper.make_tensor_value_info(n, self._described(n)[0] or 0, None) for n in fed]
+        outputs = [n for n in (result, *presents) if n]
+        long = [n for node in nodes for n in node.output if n in self._long and self._is_wide(n)]
+        return Region(
+            model=runnable(part_of(graph.model, nodes, inputs, outputs, constants)),
+            key=repr([digests[n] for n in outputs]),
+            result=result,
+            presents=tuple(presents),
+            texts=ends[: len(texts)],
+            caches=ends[len(texts) :],
+            inputs=tuple(sorted(read & graph.inputs.keys() - pasts)),
+            integers=tuple(sorted(_sizes(constants))),
+            wide=any(not self._described(c)[0] == TensorProto.FLOAT for c in pasts) and self._widened(nodes, pasts),
+            wide_weights=bool(long),
+        )
+
+    def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
+        """Equal for tensors at which equal regions may begin."""
+        if name in self._sizes:
+            return repr([step.probe.value(name) for step in self._steps])
+        return f"{ends.index(name) if name in ends else name} {self._described(name)}"
+
+    def _below(self, texts: Collection[str]) -> set[str]:
+        """Those of some tensors that others of them are computed into, not through an attention."""
+        if not texts:
+            return set()
+        first, last = (f(self._order[n] for n in texts) for f in (min, max))
+        reached, below = set(texts), set()
+        for node in self._graph.nodes[first : last + 1]:
+            if not reached.isdisjoint(self._reads(node)):
+                below |= texts & set(node.output)
+                reached.update(n for n in node.output if n and n not in self._ends)
+        return below
+
+    def _widened(self, nodes: Sequence[onnx.NodeProto], pasts: Collection[str]) -> bool:
+        """True if numbers of caches alone are float32."""
+        alone = {*pasts, *(self._presents[p] for p in pasts)}
+        for node in nodes:
+            read = self._reads(node)
+            if not alone.isdisjoint(read) and all(n in alone or n not in self._text | self._long for n in read):
+                alone.update(n for n in node.output if n)
+        return any(self._is_wide(n) for n in alone - {*pasts})
+
+    def _is_wide(self, name: str) -> bool:
+        return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)
+
+    def _reads(self, node: onnx.NodeProto) -> Collection[str]:
+        """Tensors of which a node reads the numbers."""
+        return () if node.op_type in ("Shape", "Size") else self._graph.reads[id(node)]
+
+    def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
+        """Type and shapes of a tensor."""
+        return self._steps[0].probe.elem_type(name), [step.probe.shape(name) for step in self._steps]
+
+    def _stands(self, name: str) -> bool:
+        """True for a tensor of numbers whose shape is known in every step."""
+        kind, shapes = self._described(name)
+        return kind in FLOATS and None not in shapes
+
+    def _is_short(self, name: str) -> bool:
+        """True if a shape depends on batch and new tokens alone; one of as many rows as a cache does not."""
+        kind, shapes = self._described(name)
+        if kind not in FLOATS or terms(*shapes) is None:
+            return False
+        whole = shapes[0] or ()
+        step = self._steps[0]
+        return self._rows.isdisjoint(whole) or (len(whole) == 3 and whole[:2] == (step.batch, step.length))
+
+    def _constant(self, name: str) -> TensorProto:
+        tensor = self._graph.constants[name]
+        if tensor.data_location == TensorProto.EXTERNAL:
+            tensor = self._weights.get(name, tensor)
+        constant: TensorProto = copied(tensor)
+        if tensor.data_location == TensorProto.EXTERNAL:
+            if self._folder is None or math.prod(tensor.dims) > _MOST:
+                raise RecognizeError(f"the region of an attention reads the weight '{name}'")
+            constant = copied(held(tensor, self._folder))
+        constant.name = name
+        return constant
+
+
+def _sizes(constants: Iterable[TensorProto]) -> set[int]:
+    """Numbers in small constants, and sizes of others, that may be lengths."""
+    sizes: set[int] = set()
+    for tensor in constants:
+        sizes.update(tensor.dims)
+        if math.prod(tensor.dims) <= 4 and tensor.data_type in (*FLOATS, TensorProto.INT64, TensorProto.INT32):
+            values = numpy_helper.to_array(tensor).astype(float).ravel()
+            sizes.update(math.ceil(abs(v)) for v in values if abs(v) < 1 << 30)
+    return sizes

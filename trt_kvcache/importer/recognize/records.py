@@ -1,0 +1,121 @@
+"""One record for each cache and one for each attention: what is recognized, and what the canonical form is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.recognize.layout import Layout
+
+Array = npt.NDArray[Any]
+
+
+class RecognizeError(Exception):
+    """No cache or attention that can be described; the text says what was seen."""
+
+
+class UnknownError(RecognizeError):
+    """An input of whole numbers, its first argument, may be positions, and nothing else says so."""
+
+    def __str__(self) -> str:
+        return f"nothing says what '{self.args[0]}' holds in a step: name it with --config"
+
+
+class FartherError(Exception):
+    """A region has to end before one of these short tensors, its arguments."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """A cache, and how a step writes its new rows.
+
+    Attributes:
+        past: the graph input.
+        present: the graph output.
+        axis: of the rows. Its other axes are batch, heads and numbers of a head, the last two in one or two axes.
+        growing: past holds as many rows as there are tokens, present S more; else both always have as many.
+        kept: past and present hold so many rows at most, the newest; None: all.
+        shifted: past and present always have `kept` rows: the oldest go as new ones come, and those of tokens are last.
+        circular: token t goes to row t modulo the number of rows.
+        positions: names of the graph inputs that say where rows go.
+        update: the new rows; None until the region that writes them was run.
+        perm: brings `update` to the order of axes of the cache.
+        idiom: the operator that makes `present`.
+    """
+
+    past: gs.Tensor
+    present: gs.Tensor
+    axis: int
+    growing: bool
+    kept: int | None = None
+    shifted: bool = False
+    circular: bool = False
+    positions: tuple[str, ...] = ()
+    update: gs.Tensor | None = None
+    perm: tuple[int, ...] = ()
+    idiom: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The keys that a query sees. A key row ``j`` is visible to query ``i`` where every given condition holds.
+
+    Attributes:
+        causal: ``j <= write_index + i``.
+        window: ``j > write_index + i - window``: as many keys, the query's own included; None: all.
+        own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: none.
+        bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
+        by_position: ``j <= write_index + i``, as a mask: the write index goes on after the end of a circular cache.
+        slopes: float32 ``[H]``, added times key position minus query position; None: none.
+        bias: float32 ``[L, H]``, added for distances of key and query ``-(L - 1) .. 0``; None: none.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    own: gs.Tensor | None = None
+    bounded: bool = True
+    by_position: bool = False
+    slopes: Array | None = None
+    bias: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """One attention over a cache of keys and one of values.
+
+    Attributes:
+        name: of the node that makes its result.
+        query, result: what goes in and comes out, in these layouts.
+        sizes: heads of keys (n), queries for each (g), and numbers of a head of queries (d) and of values (v).
+        scale, softcap: of scores; 0: no softcap.
+        sinks: float32 ``[H]``, logits beside the scores; None: none.
+        query_type, result_type: ONNX element types.
+        wide: keys or values are float32 before their products, and caches are not.
+        wide_weights: scores or weights of keys are float32.
+    """
+
+    name: str
+    query: gs.Tensor
+    result: gs.Tensor
+    query_layout: Layout
+    result_layout: Layout
+    key: Cache
+    value: Cache
+    sizes: Mapping[str, int]
+    scale: float
+    softcap: float
+    mask: Mask
+    sinks: Array | None
+    query_type: int
+    result_type: int
+    wide: bool
+    wide_weights: bool
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.sizes["n"] * self.sizes["g"]

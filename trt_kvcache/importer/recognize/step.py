@@ -1,0 +1,147 @@
+"""A region in one step: numbers for its inputs, and where the rows of tokens lie in caches and masks.
+
+    grows      past [.., P, ..]: token t in row t; of a cache that keeps K rows, the newest K
+    fixed      past [.., L, ..]: token t in row t; of a circular one, in row t mod L
+    shifted    past [.., L, ..]: the newest token in the last row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.protos import INTEGERS
+from trt_kvcache.importer.recognize.cut import Region
+from trt_kvcache.importer.recognize.records import Cache, RecognizeError, UnknownError
+from trt_kvcache.importer.recognize.samples import Sample
+from trt_kvcache.importer.steps.runnable import open_types
+from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+_HIDES = -30000.0  # in masks of numbers
+
+
+class Runner:
+    """Runs a region in float32.
+
+    Attributes:
+        rng: of all numbers.
+
+    Args:
+        region: what runs.
+        caches: by name of a past.
+        interface: of the model.
+
+    Raises:
+        RecognizeError: it does not load.
+    """
+
+    def __init__(self, region: Region, caches: Mapping[str, Cache], interface: Interface) -> None:
+        self._region, self._caches, self._interface = region, caches, interface
+        try:
+            self._session = UnfusedSession(open_types(region.model, wide=True))
+        except RunError as error:
+            raise RecognizeError(f"the region of '{self._name}' does not load: {error}") from None
+        self._names = [v.name for v in region.model.graph.input]
+        self.rng = np.random.default_rng(0)
+
+    @property
+    def _name(self) -> str:
+        return self._region.result or self._region.presents[0]
+
+    @property
+    def masks(self) -> list[str]:
+        """The caller's own masks that the region reads."""
+        inputs = self._interface.inputs
+        return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
+
+    def feeds(self, sample: Sample) -> Feeds:
+        """Random numbers, 0 in rows without a token, and what lengths, positions and masks say.
+
+        Raises:
+            UnknownError: nothing says what an input of whole numbers holds.
+        """
+        feeds: Feeds = {}
+        for name in self._names:
+            value, shape = sample.probe.value(name), sample.probe.shape(name)
+            if value is None and shape is None:
+                raise RecognizeError(f"nothing says how large '{name}' is in a step")
+            if value is None and name in self._region.inputs and sample.probe.elem_type(name) in INTEGERS:
+                raise UnknownError(name)
+            feeds[name] = self.rng.standard_normal(shape).astype(np.float32) if value is None else value
+            if name in self._caches:
+                feeds[name] = self.past(self._caches[name], sample, self.rows(self._caches[name], sample, feeds[name]))
+        for name in self.masks:
+            shown = self.shown(name, sample)
+            feeds[name] = shown if feeds[name].dtype == bool else np.where(shown, 0, _HIDES).astype(feeds[name].dtype)
+        return feeds
+
+    def run(self, feeds: Feeds) -> Feeds:
+        """All outputs in float64.
+
+        Raises:
+            RecognizeError: it does not run.
+        """
+        try:
+            return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
+        except RunError as error:
+            raise RecognizeError(f"the region of '{self._name}' does not run: {error}") from None
+
+    def held(self, cache: Cache, sample: Sample) -> int:
+        """Tokens in the past of a cache."""
+        if cache.growing and not cache.shifted:
+            return sample.rows_in_cache(cache.kept)
+        return min(sample.past, self._size(cache, sample))
+
+    def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
+        """The rows of tokens in a past, the oldest first."""
+        return np.take(past, self._places(cache, sample), cache.axis)
+
+    def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
+        """The past that holds these rows of tokens, and 0 elsewhere."""
+        shape = list(rows.shape)
+        shape[cache.axis] = self._size(cache, sample)
+        past = np.zeros(shape, np.float32)
+        place: list[Any] = [slice(None)] * past.ndim
+        place[cache.axis] = self._places(cache, sample)
+        past[tuple(place)] = rows
+        return past
+
+    def columns(self, cache: Cache, sample: Sample, width: int) -> Array:
+        """The columns of a mask of so many that the tokens have, the oldest first."""
+        keys = self.held(cache, sample) + sample.length
+        if width == keys:
+            return np.arange(keys)
+        if width < keys:
+            raise RecognizeError(f"a mask has {width} columns for {keys} keys")
+        return width - keys + np.arange(keys) if cache.shifted else np.arange(sample.total - keys, sample.total) % width
+
+    def shown(self, mask: str, sample: Sample) -> Array:
+        """A mask of the caller's own that shows some tokens, and no other rows."""
+        shown = np.zeros_like(sample.own[mask])
+        caches = [self._caches[n] for n in self._region.caches]
+        if not caches:
+            return sample.own[mask]
+        columns = self.columns(caches[0], sample, shown.shape[-1])
+        shown[..., columns] = sample.own[mask][..., columns]
+        shown[..., columns[1:2]] = False
+        shown[..., columns[:1]] = True
+        return shown
+
+    def _size(self, cache: Cache, sample: Sample) -> int:
+        shape = sample.probe.shape(cache.past.name)
+        if shape is None:
+            raise RecognizeError(f"nothing says how large '{cache.past.name}' is in a step")
+        return shape[cache.axis]
+
+    def _places(self, cache: Cache, sample: Sample) -> Array:
+        held, size = self.held(cache, sample), self._size(cache, sample)
+        if cache.shifted:
+            return np.arange(size - held, size)
+        return np.arange(held) if cache.growing else np.arange(sample.past - held, sample.past) % size

@@ -1,0 +1,114 @@
+"""Read how a step writes a cache: numbered rows go in, and are looked up in what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.recognize.cut import Region
+from trt_kvcache.importer.recognize.records import Cache, FartherError, RecognizeError
+from trt_kvcache.importer.recognize.samples import Sample
+from trt_kvcache.importer.recognize.step import Array, Feeds, Runner
+
+
+def read_updates(
+    runner: Runner,
+    region: Region,
+    caches: dict[str, Cache],
+    tensors: dict[str, gs.Tensor],
+    sample: Sample,
+    beyond: Sample | None,
+) -> list[Cache]:
+    """The caches of a region with what a step was seen to do to them.
+
+    Args:
+        runner: of the region.
+        region: writes them.
+        caches: guesses, by name of a past.
+        tensors: of the graph, by name.
+        sample: a step of several tokens after others.
+        beyond: a step that begins after the last row of a fixed cache, two rows on; None: there are none.
+
+    Raises:
+        RecognizeError: in words what was seen instead.
+        FartherError: the new rows are no single short tensor, but may be one before it.
+    """
+    feeds, first = runner.feeds(sample), 1
+    for name in (*region.caches, *region.texts):
+        feeds[name] = np.arange(first, first + feeds[name].size, dtype=np.float32).reshape(feeds[name].shape)
+        first += feeds[name].size
+    outputs = runner.run(feeds)
+    found = []
+    for past, present in zip(region.caches, region.presents, strict=True):
+        try:
+            cache, new = _written(caches[past], feeds[past], outputs[present], sample)
+        except RecognizeError:
+            rows = outputs[present].shape[caches[past].axis]
+            spread = [t for t in region.texts if rows in feeds[t].shape]  # new rows, and 0 in all others
+            if spread:
+                raise FartherError(*spread) from None
+            raise
+        sources = [t for t in region.texts if np.isin(feeds[t], new).any()]
+        if not sources:
+            raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
+        orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
+        perm = next((p for p in orders if np.array_equal(feeds[sources[0]].transpose(p), new)), None)
+        if perm is None or len(sources) > 1:
+            raise FartherError(*sources)
+        found.append(replace(cache, update=tensors[sources[0]], perm=perm))
+    fixed = [c for c in found if not c.growing]
+    if fixed and beyond is not None and _wraps(runner, region, fixed[0], beyond):
+        found = [c if c.growing else replace(c, circular=True) for c in found]
+    return found
+
+
+def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
+    """What kind of cache it is, and the new rows in its layout."""
+    length, axis, past = sample.length, cache.axis, cache.past.name
+    if before.shape[axis] != whole.shape[axis]:
+        old = whole.shape[axis] - length
+        same = old <= before.shape[axis] and np.array_equal(_rows(whole, axis, 0, old), _rows(before, axis, -old, None))
+        if old < 0 or (old and not same):
+            raise RecognizeError(f"'{cache.present.name}' does not hold the rows of '{past}' before the new ones")
+        return replace(cache, growing=True), _rows(whole, axis, old, None)
+    if before.shape != whole.shape:
+        raise RecognizeError(f"'{cache.present.name}' {list(whole.shape)} is not as large as '{past}'")
+    axes = sorted(range(1, whole.ndim), key=lambda a: a != axis)
+    for a in axes:
+        old = whole.shape[a] - length
+        if old > 0 and np.array_equal(_rows(whole, a, 0, old), _rows(before, a, length, None)):
+            kept = whole.shape[a]
+            return replace(cache, axis=a, growing=True, shifted=True, kept=kept), _rows(whole, a, old, None)
+    changed = np.argwhere(whole != before)
+    if not len(changed):
+        raise RecognizeError(f"'{cache.present.name}' comes back as '{past}' went in")
+    rows = list(range(sample.past, sample.total))
+    for a in axes:
+        if rows == sorted({*changed[:, a]}) and len(rows) < whole.shape[a]:
+            return replace(cache, axis=a, growing=False, shifted=False, kept=None), np.take(whole, rows, a)
+    seen = sorted({*map(int, changed[:, axis])})
+    raise RecognizeError(
+        f"a step of {length} tokens after {sample.past} changes rows {seen[:9]} of '{past}' {list(whole.shape)}; "
+        f"supported are rows {rows[0]} to {rows[-1]} along one axis"
+    )
+
+
+def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool:
+    """True if the row after the last one is the first one."""
+    name, axis = str(cache.past.name), cache.axis
+    try:
+        feeds: Feeds = runner.feeds(beyond)
+        whole = runner.run(feeds)[str(cache.present.name)]
+    except RecognizeError:
+        return False
+    changed = np.argwhere(whole != feeds[name])[:, axis]
+    return {*changed} == {*(np.arange(beyond.past, beyond.total) % whole.shape[axis])}
+
+
+def _rows(values: Array, axis: int, start: int, end: int | None) -> Array:
+    place = [slice(None)] * values.ndim
+    place[axis] = slice(start, end)
+    return values[tuple(place)]
