@@ -23,8 +23,7 @@ _FLOAT, _INT64, _BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 
 SPELLINGS = {
     "layout": (
-        "bnpd", "bpnd", "flat", "bn_p_d", "pbnd", "bndp", "keys transposed", "stacked", "stacked second", "channels",
-        "heads",
+        "bnpd", "bpnd", "flat",
     ),
     "append": (
         "concat", "three parts", "pad", "one-hot", "where", "gather", "slice", "reverse", "first row", "scatter",

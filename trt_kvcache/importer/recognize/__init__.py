@@ -40,6 +40,7 @@ from trt_kvcache.importer.recognize.updates import read_updates
 __all__ = ["Recognized", "recognize"]
 
 _MOST_STEPS = 12  # back from short tensors to those before them
+_PLACES = ((4, 2), (4, 1), (3, 1))  # ranks of caches, and axes of their rows
 _ROUNDS = 6  # of guesses
 _SHORT = 41  # rows of a fixed cache whose length a model leaves open, while it is read
 
@@ -153,6 +154,7 @@ class _Recognizer:
             try:
                 seen = [self._seen(c) for c in guess]
                 if all(one is two for one, two in zip(seen, guess, strict=True)):
+                    self._check_places()
                     return self._whole(self._attentions())
                 caches = seen
             except UnknownError as error:
@@ -242,6 +244,15 @@ class _Recognizer:
                 return self._renamed(seen, names)
             passed.add(max((names[n] for n in seen.args), key=region.texts.index))
         raise RecognizeError(f"queries and new rows of '{front}' are no single tensors")
+
+    def _check_places(self) -> None:
+        for cache in self._caches.values():
+            rank = len(cache.past.shape)
+            if (rank, cache.axis) not in _PLACES:
+                raise RecognizeError(
+                    f"the cache '{cache.past.name}' {list(cache.past.shape)} has its rows on axis {cache.axis}; supported "
+                    "are [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
+                )
 
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
         """The same over other tensors."""

@@ -38,7 +38,8 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
     counted = {shape[1] for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(shape := dims(t) or ()) == 2}
     left = {id(t): t for t in graph.inputs}
     found: dict[int, Cache] = {}
-    for present in graph.outputs:
+    # Logits are as long as the tokens.
+    for present in sorted(graph.outputs, key=lambda t: sum(d in counted for d in dims(t) or ())):
         if producer(present) is None or dims(present) is None:
             continue
         fits = {id(t): axis for t in left.values() if (axis := _axis(t, present, counted)) is not None}

@@ -4,14 +4,17 @@
     long      depends on a cache, and its shape on more than batch and new tokens
     front     made of long tensors, short, and no long one is made of it: the result of an attention
 
-The region of a front goes back to the text: queries and new rows. Two fronts that one operator brings together, such as
-weighted values and the sum of weights, are one.
+The region of a front goes back to the text: queries and new rows. Fronts over one cache that do not follow from each
+other are parts of one attention, such as heads by themselves, or weighted values and the sum of weights: its result is
+the first short tensor that all of them flow through.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +96,13 @@ class Cutter:
         sizes = ((p["batch"], past, p["sequence"]) for p, past in zip(POINTS, _PASTS, strict=True))
         self._steps = [samples.step(*s) for s in sizes]
         self._rows = {rows for c in caches.values() for rows in self._lengths(c)}
+        self._last = {n: place for place, node in enumerate(self._graph.nodes) for n in self._reads(node)}
+        self._last |= dict.fromkeys(set(self._graph.outputs) - set(self._presents.values()), len(self._graph.nodes))
+        self._results: dict[str, set[str]] = {}
+        self._known: dict[str, tuple[int | None, list[tuple[int, ...] | None]]] = {}
         self._order = {name: place for place, node in enumerate(self._graph.nodes) for name in node.output}
-        self._sizes = {n.output[0] for n in self._graph.nodes if n.op_type in ("Shape", "Size")}
+        sizes = (n.output[0] for n in self._graph.nodes if n.op_type in ("Shape", "Size"))
+        self._sizes = {n for n in sizes if all(step.probe.value(n) is not None for step in self._steps)}
         self._split(tokens)
 
     def _lengths(self, cache: Cache) -> Iterator[int]:
@@ -111,37 +119,67 @@ class Cutter:
         for node in self._graph.nodes:
             for name in self._reads(node):
                 readers.setdefault(name, []).append(node)
-        self._text, self._long, fronts = {tokens}, set(self._presents), dict[str, None]()
-        presents = set(self._presents.values())
+        self._text, presents = {tokens}, set(self._presents.values())
+        reached = {past: frozenset([past]) for past in self._presents}  # long tensors, and the caches that reach them
+        after: dict[str, int] = {}  # a bit for each front that a tensor follows from
+        fronts: dict[str, frozenset[str]] = {}
         for node in self._graph.nodes:
             read = self._reads(node)
-            if self._long.isdisjoint(read):
-                if not self._text.isdisjoint(read):
-                    self._text.update(n for n in node.output if n)
-                    joined = fronts.keys() & read
-                    if len(joined) > 1 and not joined.isdisjoint(self._bare(node)):
-                        for name in joined:
-                            del fronts[name]
-                        fronts |= dict.fromkeys(n for n in node.output if n)
-                continue
-            for name in (n for n in node.output if n):
-                short = name not in presents and self._is_short(name)
-                if short and not any(self._long_results(n) for n in readers.get(name, ())):
-                    fronts[name] = None
-                    self._text.add(name)
-                else:
-                    self._long.add(name)
-        self.fronts = tuple(n for n in fronts if self._described(n)[0] in FLOATS)
+            caches = frozenset[str]().union(*(reached[n] for n in read if n in reached))
+            before = functools.reduce(operator.or_, (after[n] for n in read if n in after), 0)
+            is_text = not self._text.isdisjoint(read)
+            for name in filter(None, node.output):
+                if caches:
+                    short = name not in presents and self._is_short(name)
+                    if not short or self._is_inner(name, readers):
+                        reached[name] = caches
+                        after[name] = before
+                        continue
+                    after[name] = before | 1 << len(fronts)
+                    fronts[name] = caches
+                elif is_text:
+                    after[name] = before
+                self._text |= {name} if caches or is_text else set()
+        self._long = reached.keys()
+        bits = {name: 1 << i for i, name in enumerate(fronts)}
+        self._results = {}
+        for name in fronts:
+            parts = [f for f in fronts if fronts[f] & fronts[name] and not after[f] & bits[name] and not after[name] & bits[f]]
+            result, between = self._joined([*parts, name]) if parts else (name, set[str]())
+            self._results[result] = self._results.get(result, set()) | between
+        self.fronts = tuple(self._results)
         self._ends = set(self.fronts)
 
-    def _bare(self, node: onnx.NodeProto) -> Collection[str]:
-        """What a node reads, if no weight is among it."""
-        read = self._reads(node)
-        return () if any(math.prod(self._graph.constants[n].dims) > 1 for n in read if n in self._graph.constants) else read
+    def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
+        """The first short tensor that all of some fronts flow through, and what is between."""
+        live, between = set(parts), set(parts)
+        for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
+            node = self._graph.nodes[place]
+            if live.isdisjoint(self._reads(node)):
+                continue
+            live = {n for n in (*live, *node.output) if self._last.get(n, -1) > place}
+            if len(live) == 1 and place >= max(self._order[n] for n in parts):
+                (result,) = live
+                return result, between
+            between |= live
+        raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
 
-    def _long_results(self, node: onnx.NodeProto) -> bool:
-        """True if a node makes a tensor that is long by its shape, or a sum of short ones over keys."""
-        return any(n and not self._is_short(n) for n in node.output)
+    def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
+        """True if a short tensor goes into a long one again, with no weight between: the sum of weights, for example."""
+        todo, seen = [name], {name}
+        while todo:
+            for node in readers.get(todo.pop(), ()):
+                if any(n and not self._is_short(n) for n in node.output):
+                    return True
+                if any(self._is_weight(n) for n in self._reads(node)):
+                    continue
+                todo += [n for n in node.output if n and n not in seen]
+                seen.update(node.output)
+        return False
+
+    def _is_weight(self, name: str) -> bool:
+        tensor = self._graph.constants.get(name)
+        return tensor is not None and tensor.data_type in FLOATS and sum(d > 1 for d in tensor.dims) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
         """The region of an attention; `passed` are short tensors at which it does not end.
@@ -149,7 +187,7 @@ class Cutter:
         Raises:
             RecognizeError: it reads large weights.
         """
-        return self._region(name, passed)
+        return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
         """The region that writes a cache; see `front`."""
@@ -158,11 +196,11 @@ class Cutter:
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
         graph, taken, pasts = self._graph, {result, *passed}, {*caches}
         while True:
-            stops = {n for n in self._text - taken if n in graph.makes and self._stands(n)} | self._sizes
+            stops = _Stops(self, taken)
             presents = [self._presents[c] for c in sorted(pasts)]
             nodes, fed, used = graph.cone([n for n in (result, *presents) if n], stops)
             read = {n for node in nodes for n in self._reads(node)}.intersection(fed)
-            more, texts = read & self._presents.keys(), read & stops - self._sizes
+            more, texts = read & self._presents.keys(), {n for n in read - self._sizes if n in stops}
             below = self._below(texts)
             if more <= pasts and not below:
                 break
@@ -226,10 +264,15 @@ class Cutter:
 
     def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
         """Type and shapes of a tensor."""
-        return self._steps[0].probe.elem_type(name), [step.probe.shape(name) for step in self._steps]
+        if name not in self._known:
+            shapes = [step.probe.shape(name) for step in self._steps]
+            self._known[name] = self._steps[0].probe.elem_type(name), shapes
+        return self._known[name]
 
-    def _stands(self, name: str) -> bool:
-        """True for a tensor of numbers whose shape is known in every step."""
+    def ends_at(self, name: str) -> bool:
+        """True for a size, and for a tensor of the text whose shape is known in every step."""
+        if name in self._sizes or name not in self._text or name not in self._graph.makes:
+            return name in self._sizes
         kind, shapes = self._described(name)
         return kind in FLOATS and None not in shapes
 
@@ -253,6 +296,16 @@ class Cutter:
             constant = copied(held(tensor, self._folder))
         constant.name = name
         return constant
+
+
+class _Stops:
+    """The tensors at which a region ends, but for some."""
+
+    def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
+        self._cutter, self._taken = cutter, taken
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name not in self._taken and self._cutter.ends_at(name)
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
