@@ -2,6 +2,7 @@
 
     the canonical form                                  canonical, layouts
     masks and biases that it needs                      masks
+    keys and values that are computed from caches       computed (rows)
     what else depends on the length of the past         residual (rotary, rows)
     windows as circular buffers                         ring_windows
     what was done, for the plan                         findings
@@ -21,6 +22,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.graph import INT32, INT64, consumers, contains, elem_type, tidy
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.computed import Computed
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.residual import NOTE, check_readers, drop_copies, free_positions, free_shapes
 from trt_kvcache.importer.normalize.ring_windows import Rings, make_circular, slide
@@ -68,10 +70,12 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
     graph, interface, samples = recognized.graph, recognized.interface, recognized.samples
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     canonical = Canonical(graph, tokens, recognized.caches[0].past, samples.capacity)
+    sources = [c for a in recognized.attentions for c in a.computed_from]
+    computed = Computed(graph, sources, samples) if sources else None
     for cache in recognized.caches:
         canonical.write(cache)
     for attention in recognized.attentions:
-        canonical.attend(attention)
+        canonical.attend(attention if computed is None or not attention.computed_from else computed.place(attention, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     tidy(graph)
     check_readers(graph)

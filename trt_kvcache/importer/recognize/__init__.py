@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -31,7 +32,14 @@ from trt_kvcache.importer.recognize.cut import Cutter, Region
 from trt_kvcache.importer.recognize.fixed import fold_fixed
 from trt_kvcache.importer.recognize.probe import Blueprint
 from trt_kvcache.importer.recognize.read import Reader, reading_step
-from trt_kvcache.importer.recognize.records import Attention, Cache, FartherError, RecognizeError, UnknownError
+from trt_kvcache.importer.recognize.records import (
+    Attention,
+    Cache,
+    ComputedError,
+    FartherError,
+    RecognizeError,
+    UnknownError,
+)
 from trt_kvcache.importer.recognize.samples import Samples
 from trt_kvcache.importer.recognize.states import find_states
 from trt_kvcache.importer.recognize.step import Runner
@@ -41,6 +49,7 @@ __all__ = ["Recognized", "recognize"]
 
 _MOST_STEPS = 12  # back from short tensors to those before them
 _PLACES = ((4, 2), (4, 1), (3, 1))  # ranks of caches, and axes of their rows
+_Seen: TypeAlias = "Attention | FartherError | ComputedError"
 _ROUNDS = 6  # of guesses
 _SHORT = 41  # rows of a fixed cache whose length a model leaves open, while it is read
 
@@ -220,30 +229,41 @@ class _Recognizer:
 
     def _attentions(self) -> list[Attention]:
         """Every attention, in the order of the graph."""
-        known: dict[str, tuple[Region, Attention | FartherError]] = {}
+        known: dict[str, tuple[Region, _Seen]] = {}
         attentions = [self._read(front, known) for front in self._cutter.fronts]
-        read = {c.past.name for a in attentions for c in (a.key, a.value)}
+        read = {c.past.name for a in attentions for c in a.caches}
         if left := sorted(self._caches.keys() - read):
             raise RecognizeError(f"no attention reads the cache '{left[0]}'")
         return attentions
 
-    def _read(self, front: str, known: dict[str, tuple[Region, Attention | FartherError]]) -> Attention:
+    def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
         """The attention of a front; its region goes back until queries and new rows are one tensor each."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
-            if region.key not in known:
-                try:
-                    reader = Reader(region, self._caches, self._tensors, self._interface, self._short, self._samples)
-                    known[region.key] = region, reader.read()
-                except FartherError as error:
-                    known[region.key] = region, error
-            first, seen = known[region.key]
-            names = dict(zip(first.names, region.names, strict=True))
+            seen, names = self._seen_in(region, known)
+            if isinstance(seen, ComputedError):
+                part = self._cutter.computed(region, names[seen.query])
+                inner, others = self._seen_in(part, known)
+                if not isinstance(inner, Attention):
+                    raise RecognizeError(f"keys and values of '{front}' are no single tensors")
+                caches = tuple(self._cache(c, names) for c in seen.caches)
+                return replace(self._renamed(inner, others), computed_from=caches)
             if isinstance(seen, Attention):
                 return self._renamed(seen, names)
             passed.add(max((names[n] for n in seen.args), key=region.texts.index))
         raise RecognizeError(f"queries and new rows of '{front}' are no single tensors")
+
+    def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
+        """What a region shows, or the first one that computes the same; and names of the latter in the former."""
+        if region.key not in known:
+            try:
+                reader = Reader(region, self._caches, self._tensors, self._interface, self._short, self._samples)
+                known[region.key] = region, reader.read()
+            except (FartherError, ComputedError) as error:
+                known[region.key] = region, error
+        first, seen = known[region.key]
+        return seen, dict(zip(first.names, region.names, strict=True))
 
     def _check_places(self) -> None:
         for cache in self._caches.values():
@@ -254,26 +274,25 @@ class _Recognizer:
                     "are [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
                 )
 
+    def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
+        """The same update of another cache."""
+        if of.update is None:
+            tensor = self._tensors[names[str(of.past.name)]]
+            return replace(of, past=tensor, present=tensor)
+        own = self._caches[names[str(of.past.name)]]
+        if str(own.present.name) != names[str(of.present.name)]:
+            raise RecognizeError(f"'{own.past.name}' comes back as '{names[str(of.present.name)]}'")
+        return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)
+
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
-        """The same over other tensors."""
-
-        def tensor(of: gs.Tensor) -> gs.Tensor:
-            return self._tensors[names[str(of.name)]]
-
-        def cache(of: Cache) -> Cache:
-            assert of.update is not None
-            own = self._caches[names[str(of.past.name)]]
-            if str(own.present.name) != names[str(of.present.name)]:
-                raise RecognizeError(f"'{own.past.name}' comes back as '{names[str(of.present.name)]}'")
-            return replace(own, update=tensor(of.update), perm=of.perm)
-
-        result = tensor(seen.result)
+        """The same attention over other tensors."""
+        result, query = (self._tensors[names[str(t.name)]] for t in (seen.result, seen.query))
         name = str(result.inputs[0].name) if result.inputs else seen.name
-        key, value = cache(seen.key), cache(seen.value)
-        return replace(seen, name=name, query=tensor(seen.query), result=result, key=key, value=value)
+        key, value = (self._cache(c, names) for c in (seen.key, seen.value))
+        return replace(seen, name=name, query=query, result=result, key=key, value=value)
 
     def _whole(self, attentions: Sequence[Attention]) -> Recognized:
-        caches = {str(c.past.name): c for a in attentions for c in (a.key, a.value)}
+        caches = {str(c.past.name): c for a in attentions for c in a.caches}
         ordered = tuple(caches[name] for name in self._caches)
         samples = self._samples
         return Recognized(self._model, self._graph, self._interface, samples, ordered, tuple(attentions))

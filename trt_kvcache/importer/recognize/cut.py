@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -47,6 +47,7 @@ class Region:
         inputs: other inputs of the graph of which it reads the numbers.
         integers: sizes in its constants, at which lengths may change what it does.
         wide: keys or values are float32 before their products; `wide_weights`: some long tensor is.
+        computed: keys and values that are computed from caches, where the region begins at these.
     """
 
     model: onnx.ModelProto
@@ -59,11 +60,12 @@ class Region:
     integers: tuple[int, ...]
     wide: bool
     wide_weights: bool
+    computed: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors at its ends, in an order that regions of one key share."""
-        return (self.result, *self.presents, *self.texts, *self.caches)
+        return (self.result, *self.presents, *self.texts, *self.caches, *self.computed)
 
 
 class Cutter:
@@ -119,6 +121,10 @@ class Cutter:
         for node in self._graph.nodes:
             for name in self._reads(node):
                 readers.setdefault(name, []).append(node)
+        self._fixed = set(self._graph.constants)  # and what is made of these
+        for node in self._graph.nodes:
+            if self._fixed.issuperset(self._graph.reads[id(node)]):
+                self._fixed.update(node.output)
         self._text, presents = {tokens}, set(self._presents.values())
         reached = {past: frozenset([past]) for past in self._presents}  # long tensors, and the caches that reach them
         after: dict[str, int] = {}  # a bit for each front that a tensor follows from
@@ -178,8 +184,7 @@ class Cutter:
         return False
 
     def _is_weight(self, name: str) -> bool:
-        tensor = self._graph.constants.get(name)
-        return tensor is not None and tensor.data_type in FLOATS and sum(d > 1 for d in tensor.dims) > 1
+        return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
         """The region of an attention; `passed` are short tensors at which it does not end.
@@ -207,25 +212,53 @@ class Cutter:
             pasts |= more
             taken |= below
         ends = (*sorted(texts, key=self._order.__getitem__), *sorted(pasts))
-        leaves = {n: self._leaf(n, ends) for n in fed}
-        digests, _ = graph.digests(leaves, nodes=nodes)
+        wide = not any(map(self._is_wide, pasts)) and self._widened(nodes, pasts)
+        region = self._made(nodes, fed, used, [n for n in (result, *presents) if n], ends)
+        return replace(
+            region, result=result, presents=tuple(presents), texts=ends[: len(texts)], caches=ends[len(texts) :], wide=wide
+        )
+
+    def computed(self, region: Region, query: str) -> Region:
+        """The part of a region from keys and values on, where these are computed from caches alone."""
+        nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
+        queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
+        for node in nodes:
+            read = self._reads(node)
+            if not queried.isdisjoint(read):
+                queried.update(filter(None, node.output))
+                ends |= dict.fromkeys(n for n in read if n in cached)
+            elif not cached.isdisjoint(read):
+                cached.update(filter(None, node.output))
+        nodes, fed, used = self._graph.cone([region.result], {*ends, query, *self._sizes})
+        part = self._made(nodes, fed, used, [region.result], (query, *ends))
+        return replace(part, result=region.result, texts=(query,), computed=tuple(ends))
+
+    def _made(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        fed: Sequence[str],
+        used: Sequence[str],
+        outputs: Sequence[str],
+        ends: tuple[str, ...],
+    ) -> Region:
+        """A region of these nodes, of which only the ends have names."""
+        graph = self._graph
+        digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
         if sum(math.prod(t.dims) for t in constants) > _MOST:
-            raise RecognizeError(f"the region of '{result or presents[0]}' reads large weights")
+            raise RecognizeError(f"the region of '{outputs[0]}' reads large weights")
         inputs = [onnx.helper.make_tensor_value_info(n, self._described(n)[0] or 0, None) for n in fed]
-        outputs = [n for n in (result, *presents) if n]
-        long = [n for node in nodes for n in node.output if n in self._long and self._is_wide(n)]
         return Region(
             model=runnable(part_of(graph.model, nodes, inputs, outputs, constants)),
             key=repr([digests[n] for n in outputs]),
-            result=result,
-            presents=tuple(presents),
-            texts=ends[: len(texts)],
-            caches=ends[len(texts) :],
-            inputs=tuple(sorted(read & graph.inputs.keys() - pasts)),
+            result="",
+            presents=(),
+            texts=(),
+            caches=(),
+            inputs=tuple(sorted({n for node in nodes for n in self._reads(node)} & graph.inputs.keys() - {*ends})),
             integers=tuple(sorted(_sizes(constants))),
-            wide=any(not self._described(c)[0] == TensorProto.FLOAT for c in pasts) and self._widened(nodes, pasts),
-            wide_weights=bool(long),
+            wide=False,
+            wide_weights=any(self._is_wide(n) for node in nodes for n in node.output if n in self._long),
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:

@@ -23,7 +23,7 @@ from trt_kvcache.importer.graph import elem_type, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.recognize.cut import Region
 from trt_kvcache.importer.recognize.layout import ATTENTION, Layout, brought, layouts
-from trt_kvcache.importer.recognize.records import Attention, Cache, FartherError, Mask, RecognizeError
+from trt_kvcache.importer.recognize.records import Attention, Cache, ComputedError, FartherError, Mask, RecognizeError
 from trt_kvcache.importer.recognize.samples import Sample, Samples
 from trt_kvcache.importer.recognize.step import Array, Feeds, Runner
 from trt_kvcache.importer.recognize.updates import read_updates
@@ -80,6 +80,8 @@ class Reader:
             FartherError: queries or new rows are no single short tensors, but may be some before them.
         """
         region, sample = self._region, self._sample
+        if region.computed:
+            return self._described([self._computed(name) for name in region.computed], region.texts[0])
         if len(region.caches) != 2:
             raise RecognizeError(f"'{region.result}' reads {len(region.caches)} caches, not one of keys and one of values")
         found = read_updates(self._runner, region, dict(self._caches), dict(self._tensors), sample, None)
@@ -92,21 +94,35 @@ class Reader:
             queries = [t for t in queries if not np.array_equal(plain, self._run(feeds | {t: 2 * feeds[t]}))]
         if len(queries) != 1:
             raise FartherError(*queries) if queries else RecognizeError(f"no queries go into '{region.result}'")
-        self._query = queries[0]
+        return self._described(found, queries[0])
+
+    def _computed(self, name: str) -> Cache:
+        """Keys or values that are computed from caches, as a cache."""
+        shape, tensor = self._sample.probe.shape(name) or (), self._tensors[name]
+        axis = next((a for a in (2, 3) if len(shape) == 4 and shape[a] == self._sample.total), None)
+        if axis is None:
+            raise RecognizeError(f"'{name}' {list(shape)} is computed from caches; supported is [B, H, rows, D]")
+        return Cache(tensor, tensor, axis, growing=True, perm=(0, 1, 2, 3))
+
+    def _described(self, found: list[Cache], query: str) -> Attention:
+        region, sample = self._region, self._sample
+        self._query = query
+        if len(found) != 2:
+            raise RecognizeError(f"'{region.result}' reads {len(found)} tensors that are computed from caches, not two")
         self._key, self._value = self._roles(found)
         self._sinks: Array | None = None
         self._sizes, results = self._layout()
         self._results = results
         base = self._weights(self._still(sample), sample)
         mask = self._mask(base)
-        size, query, scale, softcap = self._scores(base)
+        size, query_layout, scale, softcap = self._scores(base)
         result, queries_in = self._tensors[region.result], self._tensors[self._query]
         node = producer(result)
         return Attention(
             name="" if node is None else str(node.name),
             query=queries_in,
             result=result,
-            query_layout=query,
+            query_layout=query_layout,
             result_layout=results,
             key=self._key,
             value=self._value,
@@ -129,9 +145,11 @@ class Reader:
         feeds = self._runner.feeds(self._sample)
         plain, linear = self._run(feeds), []
         for cache in caches:
-            names = (str(cache.past.name), _update(cache))
+            names = {str(cache.past.name), _update(cache)}
             twice = self._run(feeds | {n: 2 * feeds[n] for n in names})
             linear.append(bool(np.abs(twice - 2 * plain).max() < _CLOSE * np.abs(plain).max()))
+        if not any(linear) and not self._region.computed:
+            raise ComputedError(self._query, caches)
         if sum(linear) != 1:
             shown = sorted(str(c.past.name) for c in caches)
             raise RecognizeError(f"'{self._region.result}' is linear in {sum(linear)} of the caches {shown}, not in one")
@@ -143,6 +161,8 @@ class Reader:
     def _filled(self, feeds: Feeds, cache: Cache, rows: Array, sample: Sample) -> Feeds:
         """Feeds with these rows of tokens, in the layout of the cache, in past and new rows; they broadcast."""
         new = feeds[_update(cache)].transpose(cache.perm)
+        if cache.update is None:
+            return {**feeds, _update(cache): np.broadcast_to(rows, new.shape).astype(np.float32)}
         shape, held = list(new.shape), self._runner.held(cache, sample)
         shape[cache.axis] += held
         whole = np.broadcast_to(rows, shape).astype(np.float32)
@@ -228,8 +248,9 @@ class Reader:
             return factor, _level(next(logs) - next(logs), seen), seen
 
         few = scores(_SMALL)
-        past = self._runner.rows(key, sample, feeds[str(key.past.name)])
-        whole = np.concatenate([past, feeds[_update(key)].transpose(key.perm)], key.axis)
+        whole = feeds[_update(key)].transpose(key.perm)
+        if key.update is not None:
+            whole = np.concatenate([self._runner.rows(key, sample, feeds[str(key.past.name)]), whole], key.axis)
         size, left = divmod(whole.size, sample.batch * self._sizes["n"] * self._keys(sample))
         if left or (whole.ndim == 4 and whole.shape[2 if key.axis == 1 else 1] != self._sizes["n"]):
             raise RecognizeError(f"'{key.past.name}' has not as many heads as '{self._value.past.name}'")
@@ -367,8 +388,8 @@ def reading_step(region: Region, samples: Samples) -> Sample:
 
 
 def _update(cache: Cache) -> str:
-    assert cache.update is not None
-    return str(cache.update.name)
+    """The new rows, or all rows of what is computed."""
+    return str((cache.past if cache.update is None else cache.update).name)
 
 
 def _by_head(rows: Array, cache: Cache, heads: int) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,19 @@ class FartherError(Exception):
     """A region has to end before one of these short tensors, its arguments."""
 
 
+class ComputedError(RecognizeError):
+    """Keys and values are computed from caches.
+
+    Attributes:
+        query: the short tensor of the queries.
+        caches: these.
+    """
+
+    def __init__(self, query: str, caches: Sequence[Cache]) -> None:
+        super().__init__(f"keys and values are computed from '{caches[0].past.name}', as of latents (MLA)")
+        self.query, self.caches = query, tuple(caches)
+
+
 @dataclass(frozen=True, eq=False)
 class Cache:
     """A cache, and how a step writes its new rows.
@@ -42,7 +55,8 @@ class Cache:
         shifted: past and present always have `kept` rows: the oldest go as new ones come, and those of tokens are last.
         circular: token t goes to row t modulo the number of rows.
         positions: names of the graph inputs that say where rows go.
-        update: the new rows; None until the region that writes them was run.
+        update: the new rows; None until the region that writes them was run, and for keys and values that are computed
+            from caches: then `past` and `present` are these, with all rows.
         perm: brings `update` to the order of axes of the cache.
         idiom: the operator that makes `present`.
     """
@@ -96,6 +110,7 @@ class Attention:
         query_type, result_type: ONNX element types.
         wide: keys or values are float32 before their products, and caches are not.
         wide_weights: scores or weights of keys are float32.
+        computed_from: caches that keys and values are computed from, row by row; none: they are caches.
     """
 
     name: str
@@ -114,6 +129,12 @@ class Attention:
     result_type: int
     wide: bool
     wide_weights: bool
+    computed_from: tuple[Cache, ...] = ()
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """The caches that it reads."""
+        return self.computed_from or (self.key, self.value)
 
     @property
     def heads(self) -> int:
