@@ -8,7 +8,6 @@ CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: t
       draft    a draft model against the model alone
       host     what the host adds to a decode step
       idioms   models as exporters write them against their rewritten form
-      latents  latent attention, absorbed against expanded
       logits   prefill with logits of the last position against logits of all positions
       lora     the cost of adapters: step time with and without
       quality  a trained model on a text: types, quantized caches and weights against transformers in float32
@@ -36,7 +35,7 @@ import onnxruntime as ort
 from benchmarks.report import Report
 from gpu_steps import write_json
 
-NAMES = ("build", "decode", "draft", "host", "idioms", "latents", "logits", "lora", "quality", "serve", "span", "stall",
+NAMES = ("build", "decode", "draft", "host", "idioms", "logits", "lora", "quality", "serve", "span", "stall",
          "choice", "kernel")  # fmt: skip
 
 

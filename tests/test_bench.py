@@ -41,8 +41,6 @@ SMALL = {
     "host": ["--vocab", "5000", "--batch", "1", "2", "--turns", "2"],
     "idioms": ["--capacity", "48", "--layers", "2", "--hidden", "64", "--query-heads", "4", "--vocab", "64", "--turns",
                "1", "--steps", "2", "--position", "5", "1000"],
-    "latents": ["--capacity", "512", "--layers", "1", "--hidden", "32", "--heads", "4", "--head-size", "8",
-                "--turns", "1"],
     "logits": ["--tokens", "16", "--turns", "1", "--layers", "1", "--hidden", "256", "--vocab", "1000"],
     "serve": ["--clients", "2", "--rows", "2", "--tokens", "6", "--turns", "1", "--hidden", "192", "--layers", "1",
               "--vocab", "500"],

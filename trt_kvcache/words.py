@@ -17,7 +17,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 FLAGS = (
     "allow-origin", "backend", "bandwidth", "cache-dtype", "cache-layout", "capacity", "check", "check-memory",
     "check-seconds", "checkpoint", "chunks", "compute-capabilities", "config", "constants", "declare-aliases",
-    "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "latent-attention", "logits",
+    "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "logits",
     "lora-rank", "lora-slots", "lora-targets", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes",
     "memory-check", "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding",
     "strip-plan", "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers",
@@ -27,7 +27,7 @@ FLAGS = (
 
 _LISTS = ("compute-capabilities",)
 _WORDS = (
-    "absorbed|all|always|any|auto|circular|contract|current|expanded|first|fp8|functional|identical|int4|int8|last|linear"
+    "all|always|any|auto|circular|contract|current|first|fp8|functional|identical|int4|int8|last|linear"
     "|none|off|on|own|preserve|sm[0-9]+[a-z]?(?:,sm[0-9]+[a-z]?)*|tensorrt|tensorrt-rtx"
 )
 _COMMAND = r"'(?:trt-kvcache |build |check |generate |plan |rewrite |verify )[^']*'"

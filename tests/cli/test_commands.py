@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from trt_kvcache import BuildOptions, CachePlan, Manifest, PlanOptions, plan_model, verify_model
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.importer.plan import CacheLayout, LatentAttention, PhysicalLayout, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Sliding, Target
 from trt_kvcache.reports import EngineReport, VerifyReport
 
 
@@ -31,8 +31,8 @@ def run(*arguments: object) -> Result:
 
 def test_plan_options_reach_the_plan(model: Path) -> None:
     data = run("plan", model, "--json", "--target", "tensorrt", "--cache-layout", "preserve", "--attention-span", "off",
-               "--fallback", "functional", "--packed-native", "off", "--sliding", "circular", "--window-chunk", 7,
-               "--latent-attention", "expanded").stdout  # fmt: skip
+               "--fallback", "functional", "--packed-native", "off", "--sliding", "circular", "--window-chunk", 7
+               ).stdout  # fmt: skip
     plan = msgspec.json.decode(data, type=CachePlan)
     assert plan.options.target is Target.TENSORRT
     assert plan.options.cache_layout is CacheLayout.PRESERVE
@@ -41,7 +41,6 @@ def test_plan_options_reach_the_plan(model: Path) -> None:
     assert not plan.options.packed_native
     assert plan.options.sliding is Sliding.CIRCULAR
     assert plan.options.window_chunk == 7
-    assert plan.options.latent_attention is LatentAttention.EXPANDED
     assert not plan.spans
     assert all(cache.layout is not PhysicalLayout.HEADS_MAJOR for cache in plan.caches)
 
@@ -72,7 +71,7 @@ def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [["generate", "--tokens", "1"], ["bench"]])
 @pytest.mark.parametrize(
     "option",
-    [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"], ["--latent-attention", "expanded"]],
+    [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]],
 )
 def test_engines_are_not_planned_again(command: list[str], option: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "model.engine", *option])
@@ -113,7 +112,7 @@ def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch:
         "--optShapes a:2x2 --maxShapes a:3x2 --backend tensorrt --compute-capabilities 8.0,sm89 --workspace 1GiB "
         "--opt-level 4 --timing-cache times --version-compatible --declare-aliases --strip-plan --refit any "
         "--profiling-verbosity detailed --capacity 48 --cache-layout preserve --attention-span off --fallback contract "
-        "--config mine.yaml --sliding circular --window-chunk 9 --latent-attention expanded",
+        "--config mine.yaml --sliding circular --window-chunk 9",
     )
     options, build = given
     assert build == BuildOptions(
@@ -127,7 +126,6 @@ def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch:
         48, CacheLayout.PRESERVE, False, "contract", "mine.yaml",
     )  # fmt: skip
     assert (options.sliding, options.window_chunk) == (Sliding.CIRCULAR, 9)
-    assert options.latent_attention is LatentAttention.EXPANDED
 
 
 def test_rewrite(model: Path, tmp_path: Path) -> None:

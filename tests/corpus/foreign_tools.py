@@ -22,5 +22,3 @@ def foreign(form: str, **changes: Any) -> ModelProto:
 
 def entries() -> Iterator[Entry]:
     yield from built("foreign", {f: (lambda f=f: foreign(f)) for f in FORMS}, capacity=32)
-    yield from built("foreign, expanded", {"latents": lambda: foreign("latents")}, capacity=32,
-                     latent_attention="expanded")  # fmt: skip

@@ -244,11 +244,9 @@ def entries() -> Iterator[Entry]:
     yield from decoders("latent", absorbed)
     yield from decoders("latent", {name: latent_decoder(latent) for name, latent in STAYS.items()})
     yield from decoders("latent", {"absorbed": latent_decoder(Latent(absorbed=True))})
-    yield from decoders("latent, expanded", absorbed, latent_attention="expanded")
-    for form in ("absorbed", "expanded"):
-        for target in ("tensorrt", "tensorrt-rtx"):
-            group, options = f"latent, {form}, no span, {target}", {"latent_attention": form, "target": target}
-            yield from decoders(group, {"plain": absorbed["[B, T, 1, D]"]}, attention_span=False, **options)
+    for target in ("tensorrt", "tensorrt-rtx"):
+        plain = {"plain": absorbed["[B, T, 1, D]"]}
+        yield from decoders(f"latent, no span, {target}", plain, attention_span=False, target=target)
     window = {"window": latent_decoder(Latent(), window=5)}
     yield from decoders("latent, circular", window, sliding="circular", window_chunk=4)
     few = {"as many": Latent(plain=6, width=7), "fewer": Latent(plain=2, width=3)}

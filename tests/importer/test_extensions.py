@@ -5,22 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
-from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
-from latent_graphs import Latent, latent_decoder
-from rope_graphs import Rope
-from stacked_graphs import Stacking, stacked
 
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.extensions import EXTENSIONS
 
-# torch's DeepSeek V3 has latents and assigned slices; optimum's BLOOM and T5 need repairs.
-NOT_PLAIN = {"bloom", "t5", "deepseek_v3_dynamic_eager", "roll_dynamo_op18", "gemma3_rolled_sdpa"}
+# torch's DeepSeek V3 has assigned slices.
+NOT_PLAIN = {"deepseek_v3_dynamic_eager"}
 EXPORTS = sorted((Path(__file__).parents[1] / "models").glob("*/*/model.onnx"))
 LOADED = """
 import sys
@@ -58,21 +53,6 @@ def loaded(path: Path, model: onnx.ModelProto) -> list[str]:
 @pytest.mark.parametrize("form", ["concat", "concat-attention", "scatter", "gqa"])
 def test_a_plain_decoder_loads_no_extension(tmp_path: Path, form: str) -> None:
     assert loaded(tmp_path / "model.onnx", make_foreign(form, DecoderConfig(vocab=64, capacity=16))) == []
-
-
-@pytest.mark.slow
-def test_stacked_caches_are_loaded_for_stacked_caches(tmp_path: Path) -> None:
-    model = stacked(make_foreign("concat-attention", DecoderConfig(vocab=64, capacity=16)), Stacking("L"))
-    assert loaded(tmp_path / "model.onnx", model) == ["stacked_caches"]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("attend", [Latent(), Rope()], ids=["latents", "factors"])
-def test_latent_attention_is_loaded_for_what_is_computed_row_by_row(tmp_path: Path, attend: Any) -> None:
-    is_rope = isinstance(attend, Rope)
-    decoder = Decoder(positions="none", kv_heads=4, attend=attend) if is_rope else latent_decoder(attend)
-    model = make_decoder(decoder)
-    assert loaded(tmp_path / "model.onnx", model) == ["latent_attention"]
 
 
 @pytest.mark.slow

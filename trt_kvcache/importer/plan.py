@@ -24,7 +24,6 @@ from trt_kvcache.importer.plan_interface import StateUpdate as StateUpdate
 from trt_kvcache.importer.plan_options import CacheDtype as CacheDtype
 from trt_kvcache.importer.plan_options import CacheLayout as CacheLayout
 from trt_kvcache.importer.plan_options import Fallback as Fallback
-from trt_kvcache.importer.plan_options import LatentAttention as LatentAttention
 from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding

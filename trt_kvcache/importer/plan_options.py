@@ -52,15 +52,6 @@ class Sliding(str, Enum):
     """A circular buffer of the window and one update: memory and step time stop growing with the text."""
 
 
-class LatentAttention(str, Enum):
-    """The option ``--latent-attention``: how to attend where caches hold latents, and weights make keys and values."""
-
-    ABSORBED = "absorbed"
-    """Queries go to the latents: no row is multiplied with a weight. Fast where a step has few tokens."""
-    EXPANDED = "expanded"
-    """Keys and values of all rows in use are computed in each step, as exported. Fast where a step has many tokens."""
-
-
 class LogitPositions(str, Enum):
     """The option ``--logits``: of which positions of a step are they computed?"""
 
@@ -154,12 +145,6 @@ class PlanOptions:
             least=1,
         ),
     ] = 128
-    latent_attention: Annotated[
-        LatentAttention,
-        Setting(
-            "For caches that hold latents (MLA). absorbed: for decoding. expanded: for steps of several hundred tokens."
-        ),
-    ] = LatentAttention.ABSORBED
     logits: Annotated[
         LogitPositions,
         Setting(

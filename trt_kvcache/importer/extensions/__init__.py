@@ -13,12 +13,9 @@ with a function of that name for each.
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
 
 `folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route, and the
-pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. Five families have no
-record, since no cheap test tells: a build and a session ask for `encoders` where there is an encoder beside the
-decoder; `normalize` asks for `latent_attention` where no attention reads a cache as it is, or tokens meet what is made
-of positions, for `position_biases` where more than a mask is added to scores, for `rounded_attention` where a decoder
-has QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache or
-shifts the rows of one. Stations reach them as attributes of this package, which load them.
+pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. A build and a session
+ask for `encoders` where there is an encoder beside the decoder. Stations reach these as attributes of this package, which
+load them.
 """
 
 from __future__ import annotations
@@ -221,9 +218,8 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
 
 
 def _is_in_parts(model: onnx.ModelProto) -> bool:
-    """A softmax, or what is assigned to slices of zeros, is in several operators."""
-    operators = _operators(model)
-    return {"ReduceMax", "Exp", "ReduceSum", "Div"} <= operators or {"ScatterND", "ConstantOfShape"} <= operators
+    """What is assigned to slices of zeros is in several operators."""
+    return {"ScatterND", "ConstantOfShape"} <= _operators(model)
 
 
 def _keeps_logits(model: onnx.ModelProto) -> bool:

@@ -9,7 +9,6 @@ names of its own casts          its optimizer saves them, and gives them again w
                                 "Duplicate definition of name" (1.32)
 scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX asks for lists
 two steps in one model          `merged`: optimum joins the first step and all others
-Softmax in five operators       `softmax`: ONNX Runtime leaves it so where it has no kernel
 slices that are assigned to     `assigned_slices`: torch.onnx writes parts of keys into zeros by ScatterND
 """
 
@@ -20,7 +19,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from onnx import GraphProto, ModelProto, OperatorSetIdProto, TensorProto, TypeProto
 
-from trt_kvcache.importer.extensions.tool_repairs import assigned_slices, softmax
+from trt_kvcache.importer.extensions.tool_repairs import assigned_slices
 from trt_kvcache.importer.extensions.tool_repairs.merged import choose as choose
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
@@ -48,8 +47,8 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
-    """The model with operators in the place of their parts; guesses, which the check compares."""
-    return assigned_slices.rewrite(softmax.rewrite(model)), None
+    """The model with one operator in the place of assignments to slices; a guess, which the check compares."""
+    return assigned_slices.rewrite(model), None
 
 
 def read(model: ModelProto) -> bool:
