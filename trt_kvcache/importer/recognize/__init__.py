@@ -148,7 +148,7 @@ class _Recognizer:
         for _ in range(_ROUNDS):
             guess = [replace(c, positions=(*self._counters(c), *positions)) for c in caches]
             self._interface = Interface(self._model, guess, self._options.config, self._states)
-            asked = self._interface.fixed_capacity(self._options.capacity)
+            asked = self._interface.fixed_capacity(None)
             self._samples = Samples(self._blueprint, self._interface, asked or self._options.capacity or self._usual)
             if (folded := fold_fixed(self._samples)) is not None:
                 again = recognize(folded, self._weights, self._options, self._usual, self._folder)
@@ -163,6 +163,7 @@ class _Recognizer:
             try:
                 seen = [self._seen(c) for c in guess]
                 if all(one is two for one, two in zip(seen, guess, strict=True)):
+                    self._interface.fixed_capacity(self._options.capacity)  # refuses another one
                     self._check_places()
                     return self._whole(self._attentions())
                 caches = seen
@@ -217,7 +218,7 @@ class _Recognizer:
         for _ in range(_MOST_STEPS):
             region = self._cutter.update(str(cache.past.name), passed)
             runner = Runner(region, self._caches, self._interface)
-            sample = reading_step(region, self._short)
+            sample = reading_step(region, self._caches, self._short)
             beyond = self._short.step(sample.batch, self._short.capacity + 2, 1)
             try:
                 found = read_updates(runner, region, self._caches, self._tensors, sample, beyond)

@@ -31,7 +31,7 @@ from trt_kvcache.importer.recognize.updates import read_updates
 Scores = tuple[float, Array, Array]
 """A factor of the queries, the scores that weights then show, ``[b, n, g, s, keys]``, and True where they show one."""
 _BATCHES, _PAST, _NEW = (5, 7, 11), 4, 7
-_SMALL = 0.3  # times the queries: most softcaps then change little
+_SMALL = (0.3, 0.02)  # times the queries: most softcaps then change little
 _LARGE = 12.0  # scores that a softcap changes
 _FITS = 0.97  # cosine of the weights seen and those expected
 _NOTHING = 1e-25  # the weight of a hidden key
@@ -70,7 +70,7 @@ class Reader:
         self._region, self._tensors, self._step, self._far = region, tensors, samples.step, far
         self._runner = Runner(region, caches, interface)
         self._caches = caches
-        self._sample = reading_step(region, samples)
+        self._sample = reading_step(region, caches, samples)
 
     def read(self) -> Attention:
         """Describe the attention.
@@ -247,7 +247,6 @@ class Reader:
             logs = (np.log(np.where(seen, w, 1)) for w in (weights, base))
             return factor, _level(next(logs) - next(logs), seen), seen
 
-        few = scores(_SMALL)
         whole = feeds[_update(key)].transpose(key.perm)
         if key.update is not None:
             whole = np.concatenate([self._runner.rows(key, sample, feeds[str(key.past.name)]), whole], key.axis)
@@ -256,19 +255,25 @@ class Reader:
             raise RecognizeError(f"'{key.past.name}' has not as many heads as '{self._value.past.name}'")
         keys = _by_head(whole, key, self._sizes["n"])
         sizes = self._sizes | {"d": size}
-        fits = []
-        for layout in layouts(feeds[query].shape, sizes):
-            queries = brought(feeds[query], layout, sizes, ATTENTION)
-            products = np.einsum("bngsd,bntd->bngst", queries, keys, dtype=np.float64)
-            level = _level(products, few[2])
-            norm = np.sqrt((level * level).sum() * (few[1] * few[1]).sum())
-            fits.append((abs((level * few[1]).sum()) / (norm or 1.0), layout, products))
-        fit, layout, products = max(fits, key=lambda f: f[0], default=(0.0, (), base))
-        if fit < _FITS:
+        best = 0.0
+        for factor in _SMALL:
+            few = scores(factor)
+            for layout in layouts(feeds[query].shape, sizes):
+                queries = brought(feeds[query], layout, sizes, ATTENTION)
+                products = np.einsum("bngsd,bntd->bngst", queries, keys, dtype=np.float64)
+                level = _level(products, few[2])
+                norm = np.sqrt((level * level).sum() * (few[1] * few[1]).sum())
+                fit = float(abs((level * few[1]).sum()) / (norm or 1.0))
+                if fit > best:
+                    best, found = fit, (few, layout, products)
+            if best >= _FITS:
+                break
+        else:
             raise RecognizeError(
                 f"the weights of keys are no softmax of products of '{query}' and '{key.past.name}' (closest fit "
-                f"{fit:.3f}) in a step of {sample.length} tokens"
+                f"{best:.3f}) in a step of {sample.length} tokens"
             )
+        few, layout, products = found
         scale = _scaled(products, few)
         many = scores(_LARGE / (np.abs(products * scale).max() or 1.0))
         return size, layout, *_fitted(products, (few, many), scale, size)
@@ -284,7 +289,7 @@ class Reader:
         if not (seen == shown).all():
             raise RecognizeError(f"heads or sequences of '{self._region.result}' see different keys")
         mask = self._biased(base, Mask())
-        if self._key.circular:
+        if self._key.circular and np.array_equal(shown, tokens <= own):
             return self._beyond(mask)
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
@@ -314,7 +319,11 @@ class Reader:
         """The mask over a circular cache, of which each row holds a token in the end."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
-        if (self._weights(self._still(sample), sample) <= _NOTHING).any():
+        seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
+        counted = np.arange(sample.total - rows, sample.total) % rows <= rows - sample.length + np.arange(sample.length)[:, None]
+        if np.array_equal(seen, np.broadcast_to(counted, seen.shape)):
+            return mask  # as lengths of all rows show them
+        if not seen.all():
             raise RecognizeError(
                 f"the cache '{self._key.past.name}' is circular, and after the end of its rows a query does not see all "
                 "of them; supported are masks that show every row there, and the caller's own: give the mask "
@@ -364,7 +373,7 @@ class Reader:
     def _window(self) -> int | None:
         """The keys that a query sees after a past that is longer than any number in the region, if it sees not all."""
         capacity, kept, length = self._far.capacity, self._key.kept, self._step(1, 0, 1).length
-        fits = max((n for n in (*self._region.integers, kept or 0) if n < capacity - 1), default=0)
+        fits = max((n for n in (*self._region.integers, kept or 0) if n <= capacity), default=0)
         most = _LONGEST // (self._sizes["n"] * self._sizes["d"])
         sample = self._far.step(self._sample.batch, max(0, min(capacity - length, fits + 2, most)), 1)
         total = self._keys(sample)
@@ -377,9 +386,10 @@ class Reader:
         return total if kept is not None and sample.past > kept and length == 1 else None
 
 
-def reading_step(region: Region, samples: Samples) -> Sample:
+def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) -> Sample:
     """A step whose batch divides no size of the text that a region is fed with."""
-    step, capacity = samples.step, samples.capacity
+    shifted = [c.kept for n in region.caches if (c := caches[n]).shifted and c.kept is not None]
+    step, capacity = samples.step, min(samples.capacity, *shifted, samples.capacity)
     one = step(1, 1, 1).probe
     taken = {d for name in region.texts for d in one.shape(name) or ()}
     batch = next((b for b in _BATCHES if not any(d % b == 0 for d in taken)), _BATCHES[-1])

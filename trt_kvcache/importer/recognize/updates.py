@@ -55,7 +55,8 @@ def read_updates(
         if not sources:
             raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
         orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
-        perm = next((p for p in orders if np.array_equal(feeds[sources[0]].transpose(p), new)), None)
+        rows = new.shape[cache.axis]  # fewer than new ones, where the cache keeps no more
+        perm = next((p for p in orders if np.array_equal(_last(feeds[sources[0]].transpose(p), cache.axis, rows), new)), None)
         if perm is None or len(sources) > 1:
             raise FartherError(*sources)
         found.append(replace(cache, update=tensors[sources[0]], perm=perm))
@@ -68,7 +69,9 @@ def read_updates(
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
     """What kind of cache it is, and the new rows in its layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
-    if before.shape[axis] != whole.shape[axis]:
+    if cache.growing and not cache.shifted and cache.kept == whole.shape[axis] <= length:
+        return cache, whole
+    if before.shape[axis] != whole.shape[axis] or cache.kept == whole.shape[axis]:
         old = whole.shape[axis] - length
         same = old <= before.shape[axis] and np.array_equal(_rows(whole, axis, 0, old), _rows(before, axis, -old, None))
         if old < 0 or (old and not same):
@@ -106,6 +109,10 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
         return False
     changed = np.argwhere(whole != feeds[name])[:, axis]
     return {*changed} == {*(np.arange(beyond.past, beyond.total) % whole.shape[axis])}
+
+
+def _last(values: Array, axis: int, count: int) -> Array:
+    return _rows(values, axis, values.shape[axis] - count, None) if count <= values.shape[axis] else values
 
 
 def _rows(values: Array, axis: int, start: int, end: int | None) -> Array:
