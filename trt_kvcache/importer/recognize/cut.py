@@ -175,7 +175,7 @@ class Cutter:
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
-                if any(n and not self._is_short(n) for n in node.output):
+                if any(n and None not in self._described(n)[1] and not self._is_short(n) for n in node.output):
                     return True
                 if any(self._is_weight(n) for n in self._reads(node)):
                     continue
@@ -312,7 +312,7 @@ class Cutter:
     def _is_short(self, name: str) -> bool:
         """True if a shape depends on batch and new tokens alone; one of as many rows as a cache does not."""
         kind, shapes = self._described(name)
-        if kind not in FLOATS or terms(*shapes) is None:
+        if kind == TensorProto.BOOL or terms(*shapes) is None:
             return False
         whole = shapes[0] or ()
         step = self._steps[0]

@@ -91,7 +91,7 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
     rows = list(range(sample.past, sample.total))
     for a in axes:
         if rows == sorted({*changed[:, a]}) and len(rows) < whole.shape[a]:
-            return replace(cache, axis=a, growing=False, shifted=False, kept=None), np.take(whole, rows, a)
+            return replace(cache, axis=a, growing=False, shifted=False, kept=None, circular=False), np.take(whole, rows, a)
     seen = sorted({*map(int, changed[:, axis])})
     raise RecognizeError(
         f"a step of {length} tokens after {sample.past} changes rows {seen[:9]} of '{past}' {list(whole.shape)}; "
@@ -108,7 +108,7 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
     except RecognizeError:
         return False
     changed = np.argwhere(whole != feeds[name])[:, axis]
-    return {*changed} == {*(np.arange(beyond.past, beyond.total) % whole.shape[axis])}
+    return beyond.past >= whole.shape[axis] and {*changed} == {*(np.arange(beyond.past, beyond.total) % whole.shape[axis])}
 
 
 def _last(values: Array, axis: int, count: int) -> Array:
