@@ -79,7 +79,7 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     tidy(graph)
     check_readers(graph)
-    free_shapes(graph, canonical.emit, interface)
+    free_shapes(graph, canonical.emit, interface, samples)
     tidy(graph, sort=False)
     by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph
     rings: Rings | None = None

@@ -17,7 +17,7 @@ inputs that go (``Shape(attention_mask)`` becomes ``Shape(tokens)``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -167,9 +167,15 @@ def drop_copies(graph: gs.Graph) -> set[str]:
     return copies
 
 
-def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface) -> None:
+def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: Samples) -> None:
     """Read B and S off the tokens, in place, where only the shape of an input is read that is on its way out."""
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
+    reached = _numbers_of(graph, {t.name for t in interface.of(*_LOST)}) - {t.name for t in graph.inputs}
+    for node in [n for n in graph.nodes if is_op(n, "Shape") and n.inputs[0].name in reached]:
+        shapes = [(s, s.probe.shape(node.inputs[0].name)) for s in (*samples.plain, *samples.twins)]
+        known = [size for size in _sizes(emit, tokens, [(s, d) for s, d in shapes if d is not None]) if size is not None]
+        if known and all(d is not None and len(d) == len(known) for _, d in shapes):
+            _replace_shape(node, known, emit)
     for tensor in interface.of(*_LOST):
         known = next((t for t in graph.inputs if t.name == tensor.name), None)
         readers = consumers(known) if known is not None else []
@@ -179,10 +185,29 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface) -> None:
         if any(size is None for size in sizes):
             continue
         for node in readers:
-            taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
-            if taken:
-                shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
-                replace_uses(node.outputs[0], shape)
+            _replace_shape(node, [size for size in sizes if size is not None], emit)
+
+
+def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None:
+    """Put these sizes, int64 ``[1]``, in the place of a Shape."""
+    taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
+    if taken:
+        shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
+        replace_uses(node.outputs[0], shape)
+
+
+def _sizes(
+    emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
+) -> list[gs.Tensor | None]:
+    """The sizes of a tensor of these shapes in samples, int64 ``[1]``; None where they follow from something else."""
+    sizes = []
+    for axis in range(len(shapes[0][1]) if shapes else 0):
+        found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]
+        named = {"batch": all(n == s.batch for s, n in found), "sequence": all(n == s.length for s, n in found)}
+        name = next((name for name, fits in named.items() if fits), "")
+        fixed = {n for _, n in found}
+        sizes.append(_size(emit, tokens, name or found[0][1], name) if name or len(fixed) == 1 else None)
+    return sizes
 
 
 def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Tensor | None:
@@ -269,14 +294,8 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
     first = values[0][1]
     if first is None or not first.size or any(v is None or np.any(v != first.flat[0]) for _, v in values):
         return
-    sizes: list[gs.Tensor | None] = []
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    for axis in range(first.ndim):
-        found = [(s, v.shape[axis]) for s, v in values if v is not None and v.ndim == first.ndim]
-        named = {"batch": all(n == s.batch for s, n in found), "sequence": all(n == s.length for s, n in found)}
-        name = next((name for name, fits in named.items() if fits), "")
-        fixed = {n for _, n in found}
-        sizes.append(_size(emit, tokens, name or found[0][1], name) if name or len(fixed) == 1 else None)
+    sizes = _sizes(emit, tokens, [(s, v.shape) for s, v in values if v is not None])
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         return

@@ -46,7 +46,8 @@ class Region:
         caches: names of the pasts.
         inputs: other inputs of the graph of which it reads the numbers.
         integers: sizes in its constants, at which lengths may change what it does.
-        wide: keys or values are float32 before their products; `wide_weights`: some long tensor is.
+        wide: caches whose numbers are float32 before products, and are not in the cache; `wide_weights`: some long tensor
+            is float32.
         computed: keys and values that are computed from caches, where the region begins at these.
     """
 
@@ -58,7 +59,7 @@ class Region:
     caches: tuple[str, ...]
     inputs: tuple[str, ...]
     integers: tuple[int, ...]
-    wide: bool
+    wide: tuple[str, ...]
     wide_weights: bool
     computed: tuple[str, ...] = ()
 
@@ -212,7 +213,7 @@ class Cutter:
             pasts |= more
             taken |= below
         ends = (*sorted(texts, key=self._order.__getitem__), *sorted(pasts))
-        wide = not any(map(self._is_wide, pasts)) and self._widened(nodes, pasts)
+        wide = tuple(past for past in pasts if not self._is_wide(past) and self._widened(nodes, past))
         region = self._made(nodes, fed, used, [n for n in (result, *presents) if n], ends)
         return replace(
             region, result=result, presents=tuple(presents), texts=ends[: len(texts)], caches=ends[len(texts) :], wide=wide
@@ -257,7 +258,7 @@ class Cutter:
             caches=(),
             inputs=tuple(sorted({n for node in nodes for n in self._reads(node)} & graph.inputs.keys() - {*ends})),
             integers=tuple(sorted(_sizes(constants))),
-            wide=False,
+            wide=(),
             wide_weights=any(self._is_wide(n) for node in nodes for n in node.output if n in self._long),
         )
 
@@ -279,14 +280,14 @@ class Cutter:
                 reached.update(n for n in node.output if n and n not in self._ends)
         return below
 
-    def _widened(self, nodes: Sequence[onnx.NodeProto], pasts: Collection[str]) -> bool:
-        """True if numbers of caches alone are float32."""
-        alone = {*pasts, *(self._presents[p] for p in pasts)}
+    def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
+        """True if numbers of a cache alone are float32."""
+        alone = {past, self._presents[past]}
         for node in nodes:
             read = self._reads(node)
             if not alone.isdisjoint(read) and all(n in alone or n not in self._text | self._long for n in read):
                 alone.update(n for n in node.output if n)
-        return any(self._is_wide(n) for n in alone - {*pasts})
+        return any(map(self._is_wide, alone))
 
     def _is_wide(self, name: str) -> bool:
         return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)

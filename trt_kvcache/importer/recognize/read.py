@@ -133,7 +133,7 @@ class Reader:
             sinks=self._sinks,
             query_type=elem_type(queries_in) or 0,
             result_type=elem_type(result) or 0,
-            wide=region.wide,
+            wide=self._key.past.name in region.wide,
             wide_weights=region.wide_weights,
         )
 
