@@ -20,13 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
+from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.plan import PlanOptions, StateUpdate
+from trt_kvcache.importer.protos import elem_type_of, shape_of
 from trt_kvcache.importer.recognize.caches import find_caches, state_inner_sizes
 from trt_kvcache.importer.recognize.cut import Cutter, Region
 from trt_kvcache.importer.recognize.fixed import fold_fixed
@@ -44,12 +46,15 @@ from trt_kvcache.importer.recognize.samples import Samples
 from trt_kvcache.importer.recognize.states import find_states
 from trt_kvcache.importer.recognize.step import Runner
 from trt_kvcache.importer.recognize.updates import read_updates
+from trt_kvcache.importer.steps.runnable import open_types, runnable
+from trt_kvcache.importer.steps.sessions import RunError, open_session
 
 __all__ = ["Recognized", "recognize"]
 
 _MOST_STEPS = 12  # back from short tensors to those before them
 _PLACES = ((4, 2), (4, 1), (3, 1))  # ranks of caches, and axes of their rows
 _Seen: TypeAlias = "Attention | FartherError | ComputedError"
+_SOME = 0.05  # of a present, that may be its past
 _ROUNDS = 6  # of guesses
 _SHORT = 41  # rows of a fixed cache whose length a model leaves open, while it is read
 
@@ -98,7 +103,7 @@ def recognize(
     tidy(graph)
     state_inner_sizes(graph)
     model = export_inferred(graph)
-    guesses = find_caches(graph)
+    guesses = _hold_rows(model, find_caches(graph))
     if not guesses:
         return None
     growing = {t.name for c in guesses if c.growing for t in (c.past, c.present)}
@@ -122,6 +127,21 @@ def recognize(
             "earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch with "
             "DynamicCache"
         ) from None
+
+
+def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
+    """Those of some guesses whose present holds rows of the past, where each size of the model is fixed, and it runs."""
+    shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
+    if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
+        return guesses
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.standard_normal([int(d) for d in s]).astype(np.float32) for n, s in shapes.items()}
+    feeds |= {v.name: np.zeros(feeds[v.name].shape) for v in model.graph.input if elem_type_of(v) not in FLOATS}
+    try:
+        outputs = open_session(runnable(open_types(model, wide=True)), feeds).run(feeds)
+    except RunError:
+        return guesses
+    return [c for c in guesses if np.isin(outputs[c.present.name], feeds[c.past.name]).mean() > _SOME]
 
 
 class _Recognizer:
@@ -231,11 +251,7 @@ class _Recognizer:
     def _attentions(self) -> list[Attention]:
         """Every attention, in the order of the graph."""
         known: dict[str, tuple[Region, _Seen]] = {}
-        attentions = [self._read(front, known) for front in self._cutter.fronts]
-        read = {c.past.name for a in attentions for c in a.caches}
-        if left := sorted(self._caches.keys() - read):
-            raise RecognizeError(f"no attention reads the cache '{left[0]}'")
-        return attentions
+        return [self._read(front, known) for front in self._cutter.fronts]
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
         """The attention of a front; its region goes back until queries and new rows are one tensor each."""
@@ -294,7 +310,8 @@ class _Recognizer:
 
     def _whole(self, attentions: Sequence[Attention]) -> Recognized:
         caches = {str(c.past.name): c for a in attentions for c in a.caches}
-        ordered = tuple(caches[name] for name in self._caches)
+        # What else reads a cache that no attention reads is seen once the graph is canonical.
+        ordered = tuple(caches[name] if name in caches else self._looked(c) for name, c in self._caches.items())
         samples = self._samples
         return Recognized(self._model, self._graph, self._interface, samples, ordered, tuple(attentions))
 
