@@ -106,9 +106,6 @@ def recognize(
     guesses = _hold_rows(model, find_caches(graph))
     if not guesses:
         return None
-    growing = {t.name for c in guesses if c.growing for t in (c.past, c.present)}
-    known = {s.past for s in find_states(graph, growing)}
-    caches = [c for c in guesses if c.past.name not in known]
 
     def among(caches: list[Cache]) -> Recognized:
         states = find_states(graph, {t.name for c in caches for t in (c.past, c.present)})
@@ -118,15 +115,27 @@ def recognize(
         try:
             return among(guesses)
         except (RecognizeError, UnsupportedModelError, OptionError):
-            if not caches or len(caches) == len(guesses):
+            caches = _without_states(graph, guesses)
+            if not caches:
                 raise
-        return among(caches)  # the others are state
+        return among(caches)
     except RecognizeError as error:
         raise UnsupportedModelError(
             f"{error}; supported are caches that the caller gives and takes back whole, with the new rows after those of "
             "earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch with "
             "DynamicCache"
         ) from None
+
+
+def _without_states(graph: gs.Graph, guesses: list[Cache]) -> list[Cache]:
+    """Guesses but for those that may be state instead; none where that is all or nothing."""
+    growing = {t.name for c in guesses if c.growing for t in (c.past, c.present)}
+    try:
+        states = {s.past for s in find_states(graph, growing)}
+    except UnsupportedModelError:
+        return []
+    caches = [c for c in guesses if c.past.name not in states]
+    return caches if len(caches) < len(guesses) else []
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
