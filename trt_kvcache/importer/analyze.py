@@ -12,7 +12,6 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
 from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.recognize.states import find_states
 from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,
@@ -36,6 +35,7 @@ from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.planning.routes import check_dtypes
 from trt_kvcache.importer.protos import all_nodes
+from trt_kvcache.importer.recognize.states import find_states
 from trt_kvcache.importer.steps.later_tokens import see_later_tokens
 
 _WHOLE = (

@@ -53,9 +53,7 @@ class Prepared:
     finishes: tuple[Callable[[CachePlan], CachePlan], ...]
 
 
-def prepare(
-    source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None
-) -> Prepared:
+def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None) -> Prepared:
     """Copy `source`, fix digit-string dimensions, inline what hides a cache, normalize, bind the capacity and shapes.
 
     Args:
@@ -93,9 +91,7 @@ def prepare(
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
     changes = (*findings.changes, *_without_passed_on(model.graph))
     findings = replace(findings, notes=(*notes, *findings.notes), changes=changes)
-    return Prepared(
-        reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen)
-    )
+    return Prepared(reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:

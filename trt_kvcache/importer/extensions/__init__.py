@@ -14,8 +14,8 @@ with a function of that name for each.
 
 `folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route, and the
 pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. A build and a session
-ask for `encoders` where there is an encoder beside the decoder. Stations reach these as attributes of this package, which
-load them.
+ask for `encoders` where there is an encoder beside the decoder. Stations reach these as attributes of this package,
+which load them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from trt_kvcache.importer.graph import FLOATS
 from trt_kvcache.importer.operators import INTEGER_PRODUCTS, QUANTIZES
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of, iter_scopes, names_read, shape_of

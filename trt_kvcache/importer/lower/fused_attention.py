@@ -27,9 +27,9 @@ which is also the first position; a local window of W lets a query see itself an
 before bias and masks, and leaves the sinks alone; head_sink counts beside smooth_softmax=1, too, which does nothing
 then; with position_ids, a first prompt counts on from its first one and later steps take them as they are, so that only
 contiguous ones mean the same in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is that of
-the operator's page. With keys and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already, and its
-presents are copies; mobius-onnx writes layers so that share the cache of another one. Without key and value it takes
-the query for packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal
+the operator's page. With keys and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already,
+and its presents are copies; mobius-onnx writes layers so that share the cache of another one. Without key and value it
+takes the query for packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal
 does; masks are added.
 """
 
@@ -76,12 +76,18 @@ def group_query_attention(call: Call) -> str:
         call.state_size(name, 3, size)
     if ring and not call.integer("causal", 1):
         call.refuse("has sliding_window_cache and causal=0; supported is causal attention", _WITHOUT)
+
+    def attend() -> str:
+        if plain:
+            return _attend_with_sinks(call, heads, kv_heads, attributes, ring=ring)
+        return _attend(call, "bias", attributes)
+
     own_keys = f"""
         {_split("key", kv_heads)}
         {_split("value", kv_heads)}
         {call.when("key_norm", f"key = {norm} (key, key_norm)")}
         {_rotated(call, "key", size) if rotates else ""}
-        {_attend_with_sinks(call, heads, kv_heads, attributes, ring=ring) if plain else _attend(call, "bias", attributes)}
+        {attend()}
     """
     return f"""
         {_counted("positions") if rotates and not call.has("positions") else ""}
@@ -374,14 +380,12 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
         rows_own = Unsqueeze (rows_own, [1])
         {f"rows_far = Sub (rows_own, {window})" if window >= 0 else ""}
         {f"{name} = GreaterOrEqual (rows_keys, rows_far)" if window >= 0 else ""}
-        {f"rows_causal = LessOrEqual (rows_keys, rows_own)" if causal else ""}
+        {"rows_causal = LessOrEqual (rows_keys, rows_own)" if causal else ""}
         {f"{name} = {f'And ({name}, rows_causal)' if window >= 0 else 'Identity (rows_causal)'}" if causal else ""}
     """
 
 
-def _attend_with_sinks(
-    call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool
-) -> str:
+def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
     """Lines for attention in plain operators, with a logit beside the scores of each head if there are sinks.
 
     `ring`: past and present are buffers of one length, in which new rows go after those of tokens.

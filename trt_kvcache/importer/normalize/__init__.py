@@ -75,7 +75,9 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
     for cache in recognized.caches:
         canonical.write(cache)
     for attention in recognized.attentions:
-        canonical.attend(attention if computed is None or not attention.computed_from else computed.place(attention, canonical))
+        canonical.attend(
+            attention if computed is None or not attention.computed_from else computed.place(attention, canonical)
+        )
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     tidy(graph)
     check_readers(graph)

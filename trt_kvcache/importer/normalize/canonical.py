@@ -126,7 +126,11 @@ class Canonical:
             attrs["left_window_size"] = mask.window - 1  # ONNX counts the keys before the query's own
             self.opset = 25
         nothing = gs.Variable.empty()
-        inputs = [query, self._operand(attention.key, sizes["d"], kind), self._operand(attention.value, sizes["v"], kind)]
+        inputs = [
+            query,
+            self._operand(attention.key, sizes["d"], kind),
+            self._operand(attention.value, sizes["v"], kind),
+        ]
         if (shown := self._mask(attention, kind)) is not None:
             inputs.append(shown)
         if mask.bounded or mask.causal:
@@ -187,4 +191,3 @@ class Canonical:
 
         variable: gs.Variable = self.emit.once(("input", name), make)
         return variable
-

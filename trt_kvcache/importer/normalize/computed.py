@@ -3,8 +3,8 @@
     latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
     rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
 
-Once caches have their capacity they are computed anew, from constants and from as many rows of the caches as are in use:
-what is left is plain attention.
+Once caches have their capacity they are computed anew, from constants and from as many rows of the caches as are in
+use: what is left is plain attention.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def relaid(
         emit: of the graph.
         tokens: the input of the new tokens, whose shape says batch and new tokens.
         tensor: in the layout `old`.
-        old, new: layouts.
+        old: its layout.
+        new: that of the result.
         sizes: of heads (n), queries for each (g), and numbers of a head (d).
     """
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}

@@ -57,8 +57,8 @@ def emit_visible(
 def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Variable:
     """Rows up to the position of each query: bool ``[B, 1, S, rows]``; positions ``[B, S]`` go on after the end.
 
-    After the end of a circular cache each row holds a token, of which the lengths that sessions give say only that there
-    are L: masked by these, query ``i`` of S sees rows ``j <= L - S + i``, and by positions all of them.
+    After the end of a circular cache each row holds a token, of which the lengths that sessions give say only that
+    there are L: masked by these, query ``i`` of S sees rows ``j <= L - S + i``, and by positions all of them.
     """
 
     def make() -> gs.Variable:
@@ -70,7 +70,7 @@ def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Var
 
 
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
-    """A bias by distance over all rows of the caches, float32 ``[B, H, S, L]``; emitted once for all layers that share it.
+    """A bias by distance over all rows of the caches, float32 ``[B, H, S, L]``, emitted once for all layers alike.
 
     The rewrite cuts the rows where it begins: see `rows_in_use`.
 

@@ -173,9 +173,10 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: S
     reached = _numbers_of(graph, {t.name for t in interface.of(*_LOST)}) - {t.name for t in graph.inputs}
     for node in [n for n in graph.nodes if is_op(n, "Shape") and n.inputs[0].name in reached]:
         shapes = [(s, s.probe.shape(node.inputs[0].name)) for s in (*samples.plain, *samples.twins)]
-        known = [size for size in _sizes(emit, tokens, [(s, d) for s, d in shapes if d is not None]) if size is not None]
-        if known and all(d is not None and len(d) == len(known) for _, d in shapes):
-            _replace_shape(node, known, emit)
+        found = _sizes(emit, tokens, [(s, d) for s, d in shapes if d is not None])
+        fixed = [size for size in found if size is not None]
+        if fixed and all(d is not None and len(d) == len(fixed) for _, d in shapes):
+            _replace_shape(node, fixed, emit)
     for tensor in interface.of(*_LOST):
         known = next((t for t in graph.inputs if t.name == tensor.name), None)
         readers = consumers(known) if known is not None else []

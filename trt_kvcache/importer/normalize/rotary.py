@@ -16,12 +16,12 @@ from functools import partial
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.normalize.rows import RowFunction, Rows
 from trt_kvcache.importer.graph import INT64, Emitter, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.recognize.samples import Samples
+from trt_kvcache.importer.normalize.rows import RowFunction, Rows
 from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.recognize.samples import Samples
 
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div")
 

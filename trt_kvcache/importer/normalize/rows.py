@@ -23,10 +23,10 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, is_constant, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.recognize.probe import Array
-from trt_kvcache.importer.recognize.samples import Samples
-from trt_kvcache.importer.recognize.records import Cache
 from trt_kvcache.importer.operators import MOVES
+from trt_kvcache.importer.recognize.probe import Array
+from trt_kvcache.importer.recognize.records import Cache
+from trt_kvcache.importer.recognize.samples import Samples
 
 Axes = tuple[int, ...]
 _OTHERS = ("Attention", "Shape", "Size")

@@ -80,7 +80,11 @@ class Recognized:
 
 
 def recognize(
-    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, usual: int, folder: Path | None
+    model: onnx.ModelProto,
+    weights: Mapping[str, onnx.TensorProto],
+    options: PlanOptions,
+    usual: int,
+    folder: Path | None,
 ) -> Recognized | None:
     """Recognize caches and attentions.
 
@@ -121,9 +125,9 @@ def recognize(
         return among(caches)
     except RecognizeError as error:
         raise UnsupportedModelError(
-            f"{error}; supported are caches that the caller gives and takes back whole, with the new rows after those of "
-            "earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch with "
-            "DynamicCache"
+            f"{error}; supported are caches that the caller gives and takes back whole, with the new rows after those "
+            "of earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch "
+            "with DynamicCache"
         ) from None
 
 
@@ -139,7 +143,7 @@ def _without_states(graph: gs.Graph, guesses: list[Cache]) -> list[Cache]:
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Those of some guesses whose present holds rows of the past, where each size of the model is fixed, and it runs."""
+    """Those of some guesses whose present holds rows of the past, where all sizes are fixed, and the model runs."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -170,6 +174,7 @@ class _Recognizer:
         self._states, self._folder = states, folder
         self._tensors = graph.tensors()
         self._blueprint = Blueprint(model, weights)
+        self._looked_at: dict[int, Cache] = {}
 
     def recognize(self, caches: list[Cache]) -> Recognized:
         """Caches and attentions, from guesses of the former."""
@@ -188,7 +193,9 @@ class _Recognizer:
             short = min(_SHORT, self._samples.capacity)
             self._short = Samples(self._blueprint, self._interface, short) if is_open else self._samples
             self._caches = {str(c.past.name): c for c in guess}
-            self._cutter = Cutter(self._model, self._short, self._caches, self._interface.tokens, self._weights, self._folder)
+            self._cutter = Cutter(
+                self._model, self._short, self._caches, self._interface.tokens, self._weights, self._folder
+            )
             try:
                 seen = [self._seen(c) for c in guess]
                 if all(one is two for one, two in zip(seen, guess, strict=True)):
@@ -231,7 +238,7 @@ class _Recognizer:
             seen = self._looked_at[id(first)]
         else:
             seen = self._looked(cache)
-            self._looked_at = {**getattr(self, "_looked_at", {}), id(cache): seen}
+            self._looked_at[id(cache)] = seen
         same = (seen.axis, seen.growing, seen.shifted, seen.circular) == (
             cache.axis, cache.growing, cache.shifted, cache.circular,
         )  # fmt: skip
@@ -296,8 +303,8 @@ class _Recognizer:
             rank = len(cache.past.shape)
             if (rank, cache.axis) not in _PLACES:
                 raise RecognizeError(
-                    f"the cache '{cache.past.name}' {list(cache.past.shape)} has its rows on axis {cache.axis}; supported "
-                    "are [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
+                    f"the cache '{cache.past.name}' {list(cache.past.shape)} has its rows on axis {cache.axis}; "
+                    "supported are [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:

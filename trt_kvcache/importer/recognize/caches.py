@@ -1,7 +1,7 @@
 """First guesses of caches, by the shapes of inputs and outputs: what a step writes into them is read by running it.
 
-    past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
-    past [B, N, L, D] -> present [B, N, L, D]         written in place, if it is no state
+past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
+past [B, N, L, D] -> present [B, N, L, D]         written in place, if it is no state
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
         reached = [t for t in pasts if id(t) in seen]
         if reached:
             return max(reached, key=lambda t: len(words.intersection(words_of(t.name))))
-        before = [t for tensor in tensors for node in tensor.inputs if not is_op(node, "Shape", "Size") for t in node.inputs]
+        before = [
+            t for tensor in tensors for node in tensor.inputs if not is_op(node, "Shape", "Size") for t in node.inputs
+        ]
         tensors = [t for t in {id(t): t for t in before}.values() if id(t) not in seen]
         seen.update(map(id, tensors))
     return None

@@ -46,8 +46,8 @@ class Region:
         caches: names of the pasts.
         inputs: other inputs of the graph of which it reads the numbers.
         integers: sizes in its constants, at which lengths may change what it does.
-        wide: caches whose numbers are float32 before products, and are not in the cache; `wide_weights`: some long tensor
-            is float32.
+        wide: caches of which numbers are float32 before products, and are not in the cache; `wide_weights`: some long
+            tensor is float32.
         computed: keys and values that are computed from caches, where the region begins at these.
     """
 
@@ -96,8 +96,8 @@ class Cutter:
         self._graph = Graph(model)
         self._weights, self._folder = weights, folder
         self._presents = {past: str(c.present.name) for past, c in caches.items()}
-        sizes = ((p["batch"], past, p["sequence"]) for p, past in zip(POINTS, _PASTS, strict=True))
-        self._steps = [samples.step(*s) for s in sizes]
+        points = zip(POINTS, _PASTS, strict=True)
+        self._steps = [samples.step(p["batch"], past, p["sequence"]) for p, past in points]
         self._rows = {rows for c in caches.values() for rows in self._lengths(c)}
         self._last = {n: place for place, node in enumerate(self._graph.nodes) for n in self._reads(node)}
         self._last |= dict.fromkeys(set(self._graph.outputs) - set(self._presents.values()), len(self._graph.nodes))
@@ -151,7 +151,8 @@ class Cutter:
         bits = {name: 1 << i for i, name in enumerate(fronts)}
         self._results = {}
         for name in fronts:
-            parts = [f for f in fronts if fronts[f] & fronts[name] and not after[f] & bits[name] and not after[name] & bits[f]]
+            beside = (f for f in fronts if not after[f] & bits[name] and not after[name] & bits[f])
+            parts = [f for f in beside if fronts[f] & fronts[name]]
             result, between = self._joined([*parts, name]) if parts else (name, set[str]())
             self._results[result] = self._results.get(result, set()) | between
         self.fronts = tuple(self._results)
@@ -172,7 +173,7 @@ class Cutter:
         raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a short tensor goes into a long one again, with no weight between: the sum of weights, for example."""
+        """True if a short tensor goes into a long one again, with no weight between, such as the sum of weights."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -216,7 +217,12 @@ class Cutter:
         wide = tuple(past for past in pasts if not self._is_wide(past) and self._widened(nodes, past))
         region = self._made(nodes, fed, used, [n for n in (result, *presents) if n], ends)
         return replace(
-            region, result=result, presents=tuple(presents), texts=ends[: len(texts)], caches=ends[len(texts) :], wide=wide
+            region,
+            result=result,
+            presents=tuple(presents),
+            texts=ends[: len(texts)],
+            caches=ends[len(texts) :],
+            wide=wide,
         )
 
     def computed(self, region: Region, query: str) -> Region:
@@ -256,7 +262,7 @@ class Cutter:
             presents=(),
             texts=(),
             caches=(),
-            inputs=tuple(sorted({n for node in nodes for n in self._reads(node)} & graph.inputs.keys() - {*ends})),
+            inputs=tuple(sorted(graph.inputs.keys() & {n for node in nodes for n in self._reads(node)} - {*ends})),
             integers=tuple(sorted(_sizes(constants))),
             wide=(),
             wide_weights=any(self._is_wide(n) for node in nodes for n in node.output if n in self._long),

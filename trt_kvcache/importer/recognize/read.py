@@ -83,7 +83,9 @@ class Reader:
         if region.computed:
             return self._described([self._computed(name) for name in region.computed], region.texts[0])
         if len(region.caches) != 2:
-            raise RecognizeError(f"'{region.result}' reads {len(region.caches)} caches, not one of keys and one of values")
+            raise RecognizeError(
+                f"'{region.result}' reads {len(region.caches)} caches, not one of keys and one of values"
+            )
         found = read_updates(self._runner, region, dict(self._caches), dict(self._tensors), sample, None)
         found = [replace(c, circular=self._caches[str(c.past.name)].circular) for c in found]
         rows = {c.update.name for c in found if c.update is not None}
@@ -152,7 +154,9 @@ class Reader:
             raise ComputedError(self._query, caches)
         if sum(linear) != 1:
             shown = sorted(str(c.past.name) for c in caches)
-            raise RecognizeError(f"'{self._region.result}' is linear in {sum(linear)} of the caches {shown}, not in one")
+            raise RecognizeError(
+                f"'{self._region.result}' is linear in {sum(linear)} of the caches {shown}, not in one"
+            )
         return caches[linear.index(False)], caches[linear.index(True)]
 
     def _keys(self, sample: Sample) -> int:
@@ -214,15 +218,17 @@ class Reader:
             sizes = {"b": batch, "n": n, "g": groups, "s": self._sample.length, "d": width // n}
             wanted = _by_head(numbers, value, n)[:, :, None, :1]
             for layout in layouts(shares.shape[:-1], sizes):
-                rows, share = (brought(r, layout, sizes | {"s": one.length}, ATTENTION)[:, :, :, :1] for r in (result, ones))
+                rows, share = (
+                    brought(r, layout, sizes | {"s": one.length}, ATTENTION)[:, :, :, :1] for r in (result, ones)
+                )
                 uneven = np.ptp(_arranged(shares, layout, sizes), axis=4).max()  # the largest heads come first
                 near = np.abs(rows - wanted * share).max() < _CLOSE * max(1e-6, share.max())
                 if near and uneven < _EXACT * shares.max() and share.min() > 0:
                     self._read_sinks(share[:, :, :, 0, 0])
                     return sizes, layout
         raise RecognizeError(
-            f"with one key, '{self._region.result}' is no row of '{value.past.name}', or its heads lie in no order that "
-            "is known"
+            f"with one key, '{self._region.result}' is no row of '{value.past.name}', or its heads lie in no order "
+            "that is known"
         )
 
     def _read_sinks(self, share: Array) -> None:
@@ -230,7 +236,9 @@ class Reader:
         if share.min() < 1 - _EXACT:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
-                raise RecognizeError(f"weights of '{self._region.result}' add up to less than 1, not alike in each sequence")
+                raise RecognizeError(
+                    f"weights of '{self._region.result}' add up to less than 1, not alike in each sequence"
+                )
             self._sinks = sinks[0].ravel().astype(np.float32)
 
     def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
@@ -320,13 +328,16 @@ class Reader:
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
-        counted = np.arange(sample.total - rows, sample.total) % rows <= rows - sample.length + np.arange(sample.length)[:, None]
+        counted = (
+            np.arange(sample.total - rows, sample.total) % rows
+            <= rows - sample.length + np.arange(sample.length)[:, None]
+        )
         if np.array_equal(seen, np.broadcast_to(counted, seen.shape)):
             return mask  # as lengths of all rows show them
         if not seen.all():
             raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, and after the end of its rows a query does not see all "
-                "of them; supported are masks that show every row there, and the caller's own: give the mask "
+                f"the cache '{self._key.past.name}' is circular, and after the end of its rows a query does not see "
+                "all of them; supported are masks that show every row there, and the caller's own: give the mask "
                 "[B, 1, S, L] as an input"
             )
         return replace(mask, causal=False, by_position=True)

@@ -12,8 +12,8 @@ import onnx
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.interface.mrope import place_positions
-from trt_kvcache.importer.recognize.probe import Array, Blueprint, Probe, Shape
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
+from trt_kvcache.importer.recognize.probe import Array, Blueprint, Probe, Shape
 
 _LONG = 512  # new tokens, at most, of the longest update: masks have that squared
 _OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output

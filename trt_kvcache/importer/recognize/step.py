@@ -1,8 +1,8 @@
 """A region in one step: numbers for its inputs, and where the rows of tokens lie in caches and masks.
 
-    grows      past [.., P, ..]: token t in row t; of a cache that keeps K rows, the newest K
-    fixed      past [.., L, ..]: token t in row t; of a circular one, in row t mod L
-    shifted    past [.., L, ..]: the newest token in the last row
+grows      past [.., P, ..]: token t in row t; of a cache that keeps K rows, the newest K
+fixed      past [.., L, ..]: token t in row t; of a circular one, in row t mod L
+shifted    past [.., L, ..]: the newest token in the last row
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def read_updates(
             raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
         orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
         rows = new.shape[cache.axis]  # fewer than new ones, where the cache keeps no more
-        perm = next((p for p in orders if np.array_equal(_last(feeds[sources[0]].transpose(p), cache.axis, rows), new)), None)
+        turned = ((p, _last(feeds[sources[0]].transpose(p), cache.axis, rows)) for p in orders)
+        perm = next((p for p, laid in turned if np.array_equal(laid, new)), None)
         if perm is None or len(sources) > 1:
             raise FartherError(*sources)
         found.append(replace(cache, update=tensors[sources[0]], perm=perm))
@@ -91,7 +92,8 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
     rows = list(range(sample.past, sample.total))
     for a in axes:
         if rows == sorted({*changed[:, a]}) and len(rows) < whole.shape[a]:
-            return replace(cache, axis=a, growing=False, shifted=False, kept=None, circular=False), np.take(whole, rows, a)
+            fixed = replace(cache, axis=a, growing=False, shifted=False, kept=None, circular=False)
+            return fixed, np.take(whole, rows, a)
     seen = sorted({*map(int, changed[:, axis])})
     raise RecognizeError(
         f"a step of {length} tokens after {sample.past} changes rows {seen[:9]} of '{past}' {list(whole.shape)}; "
@@ -108,7 +110,8 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
     except RecognizeError:
         return False
     changed = np.argwhere(whole != feeds[name])[:, axis]
-    return beyond.past >= whole.shape[axis] and {*changed} == {*(np.arange(beyond.past, beyond.total) % whole.shape[axis])}
+    rows = np.arange(beyond.past, beyond.total) % whole.shape[axis]
+    return beyond.past >= whole.shape[axis] and {*changed} == {*rows}
 
 
 def _last(values: Array, axis: int, count: int) -> Array:
