@@ -29,8 +29,8 @@ then; with position_ids, a first prompt counts on from its first one and later s
 contiguous ones mean the same in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is that of
 the operator's page. With keys and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already,
 and its presents are copies; mobius-onnx writes layers so that share the cache of another one. Without key and value it
-takes the query for packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal
-does; masks are added.
+takes the query for packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's
+is_causal does; masks are added.
 """
 
 from __future__ import annotations

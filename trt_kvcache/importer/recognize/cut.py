@@ -279,21 +279,22 @@ class Cutter:
         if not texts:
             return set()
         first, last = (f(self._order[n] for n in texts) for f in (min, max))
-        reached, below = set(texts), set()
+        reached, below = set(texts), set[str]()
         for node in self._graph.nodes[first : last + 1]:
             if not reached.isdisjoint(self._reads(node)):
-                below |= texts & set(node.output)
+                below.update(n for n in node.output if n in texts)
                 reached.update(n for n in node.output if n and n not in self._ends)
         return below
 
     def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
-        """True if numbers of a cache alone are float32."""
+        """True if numbers of a cache alone are of another type, too."""
         alone = {past, self._presents[past]}
         for node in nodes:
             read = self._reads(node)
             if not alone.isdisjoint(read) and all(n in alone or n not in self._text | self._long for n in read):
                 alone.update(n for n in node.output if n)
-        return any(map(self._is_wide, alone))
+        kinds = {self._described(n)[0] for n in alone}
+        return len(kinds.intersection(FLOATS)) > 1
 
     def _is_wide(self, name: str) -> bool:
         return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)
