@@ -46,16 +46,13 @@ def texts(batch: int) -> Iterator[Array]:
         yield rng.integers(0, VOCABULARY, (batch, length))
 
 
-def exported(model: onnx.ModelProto, batch: int, heads: int) -> list[Array]:
-    """The logits of each step of a model as exported, which gets its presents back as pasts.
-
-    `heads` are those of keys, where a cache has one axis of sequences and heads.
-    """
+def exported(model: onnx.ModelProto, batch: int) -> list[Array]:
+    """The logits of each step of a model as exported, which gets its presents back as pasts."""
     run = session(model)
     tokens, *others = _ordered(run, model)
     names = [o.name for o in run.get_outputs()]
     caches = [i for i in others if i.type == "tensor(float)"]
-    sizes = {"past": 0, "batch": batch, "rows": batch * heads}
+    sizes = {"past": 0, "batch": batch}
     held = {i.name: np.zeros([sizes.get(d, d) for d in i.shape], np.float32) for i in caches}
     past, made = 0, []
     for ids in texts(batch):
@@ -120,10 +117,10 @@ def judge(spelling: Spelling) -> Outcome:
     model = make(spelling)
     batch = 1 if model.graph.input and _fixed_batch(model) else 2
     try:
-        wanted = exported(model, batch, spelling.kv_heads)
+        wanted = exported(model, batch)
     except Exception as error:  # noqa: BLE001 - ONNX Runtime does not run it
         return Outcome(UNRUN, f"{error}"[:300])
-    usual = exported(make(twin(spelling)), batch, spelling.kv_heads)
+    usual = exported(make(twin(spelling)), batch)
     if why := _apart(usual, wanted):
         return Outcome(UNLIKE, why)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,10 +12,10 @@ import pytest
 import spellings
 from spelling_judge import EQUAL, REFUSED, judge
 from spellings import SPELLINGS, Spelling, all_single, spelled
-from trt_kvcache.importer.sites.layout import ATTENTION, brought, layouts
+from trt_kvcache.importer.recognize.layout import ATTENTION, brought, layouts
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import import_model, prepare
+from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 
 SHARE = 25
@@ -36,29 +36,15 @@ def test_one_unusual_spelling(part: str, how: str) -> None:
 
 
 def test_refusals_say_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sites alone look at a model, and every third key is hidden."""
+    """Every third key is hidden."""
 
     def visible(g: Any) -> str:
         return g.Unsqueeze(g.Greater(g.Mod(g.Range(1, g.Add(g.scalar(g.total), 1), 1), 3), g.constant(0)), [0, 1, 2])
 
     monkeypatch.setattr(spellings, "_visible", visible)
-    monkeypatch.setattr(prepare, "normalize", lambda model, *_: (model, None))
     onnx.save(spellings.make(spelled(0, kept=1.0)), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match=r"at 4 tokens, query 0 gives no weight to key 2"):
+    with pytest.raises(UnsupportedModelError, match=r"at 4 tokens, query 0 of '\w+' gives no weight to key 2"):
         import_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
-
-
-@pytest.mark.parametrize("name", ["llama_cpu_fp32", "llama_cpu_int4", "llama_trtrtx_fp16", "qwen3vl_cpu_fp32"])
-def test_caches_inside_operators(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Sites alone look at a model with GroupQueryAttention, and find what is known of the operator."""
-    path = Path(__file__).parent / "models" / "ort-genai" / name / "model.onnx"
-    known = import_model(path, PlanOptions(capacity=16)).plan
-    monkeypatch.setattr(prepare, "normalize", lambda model, *_: (model, None))
-    seen = import_model(path, PlanOptions(capacity=16)).plan
-    assert [(c.past, c.physical_shape, c.route) for c in seen.caches] == [
-        (c.past, c.physical_shape, c.route) for c in known.caches
-    ]
-    assert [m.causal for m in seen.masks] == [m.causal for m in known.masks]
 
 
 def test_one_token_a_step(tmp_path: Path) -> None:
@@ -95,4 +81,4 @@ def test_softmax_over_rows() -> None:
 @pytest.mark.parametrize("first", range(0, 400, SHARE))
 def test_everything_drawn(first: int, kept: float) -> None:
     kinds = collections.Counter(_check(spelled(seed, kept=kept)) for seed in range(first, first + SHARE))
-    assert kinds[EQUAL] > 0.8 * SHARE
+    assert kinds[EQUAL] >= 0.88 * SHARE

@@ -22,9 +22,7 @@ _OPSET = 23
 _FLOAT, _INT64, _BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 
 SPELLINGS = {
-    "layout": (
-        "bnpd", "bpnd", "flat",
-    ),
+    "layout": ("bnpd", "bpnd", "flat"),
     "append": (
         "concat", "three parts", "pad", "one-hot", "where", "gather", "slice", "reverse", "first row", "scatter",
     ),
@@ -192,38 +190,26 @@ class _Build(Graph):
 
     @property
     def past(self) -> str:
-        return self.once("past", lambda: self.dim(self.pasts[0], self.row_axis(0)))
+        return self.once("past", lambda: self.dim(self.pasts[0], self.row_axis))
 
     @property
     def total(self) -> str:
         return self.once("total", lambda: self.Add(self.past, self.new))
 
-    def row_axis(self, index: int) -> int:
+    @property
+    def row_axis(self) -> int:
         """The axis of a past along which its rows lie."""
-        return _layout(self.s, index)[1]
+        return _layout(self.s)[1]
 
 
-def _is_packed(spelling: Spelling) -> bool:
-    return spelling.spelled["layout"] in ("stacked", "stacked second", "channels", "heads")
-
-
-def _layout(s: Spelling, index: int) -> tuple[list[Dim], int]:
-    """Shape and row axis of a past; of two, the first is that of keys."""
-    n, d, how = s.kv_heads, s.size, s.spelled["layout"]
-    if how == "keys transposed":
-        how = "bndp" if index == 0 else "bnpd"
+def _layout(s: Spelling) -> tuple[list[Dim], int]:
+    """Shape and row axis of a past."""
+    n, d = s.kv_heads, s.size
     return {
         "bnpd": (["batch", n, "past", d], 2),
         "bpnd": (["batch", "past", n, d], 1),
         "flat": (["batch", "past", n * d], 1),
-        "bn_p_d": (["rows", "past", d], 1),
-        "pbnd": (["past", "batch", n, d], 0),
-        "bndp": (["batch", n, d, "past"], 3),
-        "stacked": ([2, "batch", n, "past", d], 3),
-        "stacked second": (["batch", 2, n, "past", d], 3),
-        "channels": (["batch", n, "past", 2 * d], 2),
-        "heads": (["batch", 2 * n, "past", d], 2),
-    }[how]
+    }[s.spelled["layout"]]
 
 
 def make(s: Spelling) -> onnx.ModelProto:
@@ -234,23 +220,23 @@ def make(s: Spelling) -> onnx.ModelProto:
     rename = g.name
 
     def shape(dims: list[Dim], rows: str) -> list[Dim]:
-        named = {"past": rows, "batch": batch, "rows": s.kv_heads if batch == 1 else "rows"}
+        named = {"past": rows, "batch": batch}
         return [named.get(d, d) if isinstance(d, str) else d for d in dims]
 
     g.batch_dim = batch
     g.tokens = g.input(rename("input_ids"), _INT64, [batch, "sequence"])
     x = g.Gather(g.weight(VOCABULARY, width), g.tokens, axis=0)
-    kinds = ("kv",) if _is_packed(s) else ("key", "value")
+    kinds = ("key", "value")
     for layer in range(s.layers):
-        for index, kind in enumerate(kinds):
-            past = g.input(rename(f"past_key_values.{layer}.{kind}"), _FLOAT, shape(_layout(s, index)[0], "past"))
+        for kind in kinds:
+            past = g.input(rename(f"past_key_values.{layer}.{kind}"), _FLOAT, shape(_layout(s)[0], "past"))
             g.pasts.append(past)
     names = [rename("logits")]
     g.output(names[0], _FLOAT, [batch, "sequence", VOCABULARY])
     for layer in range(s.layers):
-        for index, kind in enumerate(kinds):
+        for kind in kinds:
             present = rename(f"present.{layer}.{kind}")
-            g.output(present, _FLOAT, shape(_layout(s, index)[0], "total"))
+            g.output(present, _FLOAT, shape(_layout(s)[0], "total"))
             g.presents.append(present)
     for layer in range(s.layers):
         x = g.Add(x, _layer(g, x, layer))
@@ -420,37 +406,18 @@ def _rotated(g: _Build, x: str) -> str:
 
 def _cached(g: _Build, key: str, value: str, layer: int) -> tuple[str, str]:
     """Keys and values ``[B, N, T, D]`` after their update."""
-    s, how = g.s, g.how("layout")
-    if _is_packed(s):
-        if how in ("stacked", "stacked second"):
-            axis = 0 if how == "stacked" else 1
-            rows = g.Concat(g.Unsqueeze(key, [axis]), g.Unsqueeze(value, [axis]), axis=axis)
-        else:
-            axis = 3 if how == "channels" else 1
-            rows = g.Concat(key, value, axis=axis)
-        whole = _appended(g, g.pasts[layer], rows, _layout(s, 0)[1], len(_layout(s, 0)[0]), g.presents[layer])
-        if how in ("stacked", "stacked second"):
-            return g.Gather(whole, 0, axis=axis), g.Gather(whole, 1, axis=axis)
-        outs = [f"kv_{len(g.nodes)}_{i}" for i in (0, 1)]
-        g.Split(whole, out=outs, axis=axis, num_outputs=2)
-        return outs[0], outs[1]
-    made = []
+    s, how, made = g.s, g.how("layout"), []
+    dims, axis = _layout(s)
+    perm = None if how == "bnpd" else [0, 2, 1, 3]
     for index, tensor in enumerate((key, value)):
-        dims, axis = _layout(s, index)
-        form = {"keys transposed": ("bndp", "bnpd")[index]}.get(how, how)
-        perm = {"bpnd": [0, 2, 1, 3], "flat": [0, 2, 1, 3], "pbnd": [2, 0, 1, 3], "bndp": [0, 1, 3, 2]}.get(form)
         rows = tensor if perm is None else g.Transpose(tensor, perm=perm)
-        if form == "flat":
+        if how == "flat":
             rows = g.Reshape(rows, [0, 0, s.kv_heads * s.size])
-        if form == "bn_p_d":
-            rows = g.Reshape(rows, g.sizes(-1, g.new, s.size))
         place = 2 * layer + index
         whole = _appended(g, g.pasts[place], rows, axis, len(dims), g.presents[place])
-        if form == "flat":
+        if how == "flat":
             whole = g.Reshape(whole, [0, 0, s.kv_heads, s.size])
-        if form == "bn_p_d":
-            whole = g.Reshape(whole, g.sizes(-1, s.kv_heads, g.total, s.size))
-        made.append(whole if perm is None else g.Transpose(whole, perm=[int(i) for i in np.argsort(perm)]))
+        made.append(whole if perm is None else g.Transpose(whole, perm=perm))
     return made[0], made[1]
 
 

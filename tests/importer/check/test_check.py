@@ -269,33 +269,34 @@ def test_the_message_names_query_and_key(window: int, words: str, tmp_path: Path
 @pytest.mark.parametrize("form", ["products", "scores", "an operator", "double products"])
 def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides compute in float32 where they are compared, so only large numbers show a cast to float16."""
-    import trt_kvcache.importer.normalize as normalize
+    from trt_kvcache.importer.recognize.read import Reader
 
-    honest = normalize.find_attentions
+    honest = Reader.read
 
-    def lie(*given: Any) -> Any:
-        return tuple(replace(core, wide=False) for core in honest(*given))
+    def lie(reader: Reader) -> Any:
+        return replace(honest(reader), wide=False)
 
     how = {"dtype": np.float16, "upcast": True, "size": 8} | WIDE[form]
     onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")
     assert plan_model(tmp_path / "model.onnx", PLAN).attention[0].dtype == "float"
-    monkeypatch.setattr(normalize, "find_attentions", lie)
+    monkeypatch.setattr(Reader, "read", lie)
     with pytest.raises(UnsupportedModelError, match="overflows in the rewritten model alone, for large numbers"):
         plan_model(tmp_path / "model.onnx", PLAN)
 
 
 def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window is taken for the whole past."""
-    import trt_kvcache.importer.normalize as normalize
+    from trt_kvcache.importer.recognize.read import Reader
 
-    honest = normalize.find_attentions
+    honest = Reader.read
 
-    def lying(*given: Any) -> tuple[Any, ...]:
-        return tuple(replace(c, visibility=replace(c.visibility, window=None)) for c in honest(*given))
+    def lying(reader: Reader) -> Any:
+        seen = honest(reader)
+        return replace(seen, mask=replace(seen.mask, window=None))
 
     onnx.save(make_decoder(Decoder(window=5)), tmp_path / "model.onnx")
     plan_model(tmp_path / "model.onnx", PLAN)
-    monkeypatch.setattr(normalize, "find_attentions", lying)
+    monkeypatch.setattr(Reader, "read", lying)
     with pytest.raises(UnsupportedModelError, match="computes something else than what was recognized"):
         plan_model(tmp_path / "model.onnx", PLAN)
 

@@ -56,8 +56,9 @@ def read_updates(
             raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
         orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
         rows = new.shape[cache.axis]  # fewer than new ones, where the cache keeps no more
-        turned = ((p, _last(feeds[sources[0]].transpose(p), cache.axis, rows)) for p in orders)
-        perm = next((p for p, laid in turned if np.array_equal(laid, new)), None)
+        turned = ((p, feeds[sources[0]].transpose(p)) for p in orders)
+        whole = ((p, laid) for p, laid in turned if laid.shape[cache.axis] == sample.length)
+        perm = next((p for p, laid in whole if np.array_equal(_last(laid, cache.axis, rows), new)), None)
         if perm is None or len(sources) > 1:
             raise FartherError(*sources)
         found.append(replace(cache, update=tensors[sources[0]], perm=perm))
@@ -115,7 +116,7 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
 
 
 def _last(values: Array, axis: int, count: int) -> Array:
-    return _rows(values, axis, values.shape[axis] - count, None) if count <= values.shape[axis] else values
+    return _rows(values, axis, max(0, values.shape[axis] - count), None)
 
 
 def _rows(values: Array, axis: int, start: int, end: int | None) -> Array:
