@@ -27,6 +27,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "as_api",
+    "as_request",
     "find_adapter",
     "prepare",
     "read_adapter_request",
@@ -282,8 +283,18 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
         raise ApiError(400, f"the body is no JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
-    fields = _cleaned(fields, _NESTED)
+    return as_request(_cleaned(fields, _NESTED), kind)
+
+
+def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Return a request with types, of fields without null.
+
+    Raises:
+        ApiError: a field is unknown, of another type, out of range or not supported.
+    """
     for name, (values, why) in _ONLY.items():
+        if name in kind.__struct_fields__:
+            continue
         value = fields.pop(name, None)
         if value is not None and not any(type(value) is type(v) and value == v for v in values):
             raise ApiError(400, f"{name}: {why}", name, "unsupported")
@@ -317,6 +328,9 @@ _NESTED: dict[str, Any] = {
     "stream_options": {},
     "response_format": {"json_schema": {}},
     "structured_outputs": {},
+    "input": {"content": {}},
+    "text": {"format": {}},
+    "reasoning": {},
     "prompt": {},
     "tokens": {},
 }
