@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.generate import AdapterFlags, GenerationFlags, RunFlags
+from trt_kvcache.cli.generate import AdapterFlags, GenerationFlags, RunFlags, sampling_text
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_error, visible
 from trt_kvcache.cli.prompts import TemplateOption, template_values
@@ -64,13 +64,14 @@ def chat(
     ) as session:
         how: dict[str, Any] = {"values": values} if values else {}
         session.render_chat([{"role": "user", "content": ""}], **how)  # without a template no message is worth typing
-        config = adapters.config(generation.config(model, session.tokenizer))
+        config = adapters.config(generation.config(model, session.tokenizer, session.sampling))
         if generation.max_new_tokens is None and generation.generation_config is None:
             config = replace(config, max_new_tokens=_LONG)
         chat = _Chat(session, Conversation(session, system, values), config)
         if sys.stdin.isatty():
             capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"
-            _tell(f"{session.name}{capacity}; /help lists commands, Ctrl-D ends")
+            _tell(f"{session.name}{capacity}; {_drawn(session, config)}")
+            _tell("/help lists commands, Ctrl-D ends")
         for line in _read_messages():
             if line in _ENDS:
                 break
@@ -137,6 +138,14 @@ def _piped_line(_prompt: str) -> str | None:
     """Return the next line of a file or pipe; None at its end."""
     line = sys.stdin.readline()
     return line.strip() if line else None
+
+
+def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
+    """Return how tokens are chosen, in words."""
+    if not config.do_sample:
+        return "greedy decoding"
+    own = {name: getattr(config, name) for name in session.sampling} == session.sampling
+    return sampling_text(session) if own else f"temperature {config.temperature:g}"
 
 
 class _Chat:
