@@ -262,11 +262,18 @@ def generate(
     running: RunFlags,
     adapters: AdapterFlags,
     planning: SessionPlanFlags,
+    prompt_text: Annotated[
+        str | None, typer.Argument(metavar="[TEXT]", help="A prompt, as --prompt gives it. Default: stdin, if piped.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Continue prompts; text comes as it is made. Ctrl-C ends it with the text so far, a second Ctrl-C at once."""
     if generation.output_logprobs and not json:
         raise OptionError("--logprobs are shown by --json; add it")
+    if prompt_text is not None:
+        text = replace(text, prompt=[prompt_text, *(text.prompt or [])])
+    elif not (encoded.source or encoded.source_tokens or encoded.source_inputs):
+        text = text.or_stdin()
     text.check()
     form.check()
     tokenizer = text.find_tokenizer(model, needed=bool(encoded.source))
