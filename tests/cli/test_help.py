@@ -19,8 +19,8 @@ import trt_kvcache
 from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptions, decoding, errors, plan, reports
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.build import BuildFlags
-from trt_kvcache.cli.habits import FOREIGN
 from trt_kvcache.cli.generate import BatchGenerationFlags, GenerationFlags
+from trt_kvcache.cli.habits import FOREIGN
 from trt_kvcache.cli.options import PlanFlags
 from trt_kvcache.cli.verify import VerifyFlags
 
