@@ -18,7 +18,7 @@ from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.core import EndingError, QueueFullError, Work
 from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, grammar_of
-from trt_kvcache.serve.tools import Tool, ToolUse, use_tools
+from trt_kvcache.serve.tools import GENERIC, Tool, ToolUse, form_of, in_text, use_tools
 
 __all__ = [
     "LATER",
@@ -426,9 +426,19 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
     elif request.add_generation_prompt is False:
         how["generation_prompt"] = False
     try:
+        if (tools or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)) and _takes_no_tools(session):
+            messages, tools = in_text(messages, tools), []
         return session.render_chat(messages, tools or None, **how)
     except OptionError as error:
         raise _quoting(error, "messages", "the chat template does not take them") from None
+
+
+def _takes_no_tools(session: DecodeSession) -> bool:
+    """True if the chat template knows no tools; a form of calls that cannot be read is refused where they are used."""
+    try:
+        return form_of(session) is GENERIC
+    except (OptionError, PromptError):
+        return False
 
 
 def _called(call: ToolCall, at: int) -> dict[str, Any]:
