@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,8 +90,24 @@ def write_checkpoint(folder: Path, model: str = "smollm2", layers: int | None = 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         gguf = Path(temporary) / "model.gguf"
+        _say(f"downloading {model}")
         fetch(MODELS[model], gguf)
+        _say(f"loading transformers, dequantizing {gguf.stat().st_size / 1e6:.0f} MB to bfloat16")
+        _without_advice()
         save_checkpoint(gguf, folder, "bfloat16", layers)
+
+
+def _say(text: str) -> None:
+    print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def _without_advice() -> None:
+    """Let transformers say errors alone: its advice on quantized files is for those who train them."""
+    with suppress(ImportError):  # which `save_checkpoint` says better
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
 """From an ONNX decoder to a TensorRT engine that updates its KV caches in place.
 
-    plan_model      the dry run: what will be done to every cache and every attention
-    rewrite_model   the rewritten model alone, still standard ONNX
-    build_engine    the engine and its manifest
-    verify_model    original against rewritten model on ONNX Runtime
-    inspect_engine  a built engine against its manifest
-    load_manifest   the manifest of a built engine
-    diagnose        what this machine can do
-    DecodeSession   an engine or a model, decoding: ``DecodeSession.open("my-export/").generate("Hello")``
+    export_checkpoint ONNX of a checkpoint or a GGUF file
+    plan_model        the dry run: what will be done to every cache and every attention
+    rewrite_model     the rewritten model alone, still standard ONNX
+    build_engine      the engine and its manifest
+    verify_model      original against rewritten model on ONNX Runtime
+    inspect_engine    a built engine against its manifest
+    load_manifest     the manifest of a built engine
+    diagnose          what this machine can do
+    score             the perplexity of a text
+    DecodeSession     an engine or a model, decoding: ``DecodeSession.open("my-export/").generate("Hello")``
 
 What these take and give lies in the modules `plan`, `decoding`, `reports` and `errors` of this package.
 Names load on first use, so that ``import trt_kvcache`` needs neither TensorRT nor CUDA and takes no time.
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
     from trt_kvcache.engine.manifest import Manifest, load_manifest
     from trt_kvcache.engine.options import BuildOptions
     from trt_kvcache.errors import TrtKvCacheError
+    from trt_kvcache.export.run import export_checkpoint
     from trt_kvcache.importer import plan_model, rewrite_model
     from trt_kvcache.importer.plan import CachePlan, PlanOptions
     from trt_kvcache.runtime.calibration import calibrate_caches
     from trt_kvcache.runtime.generation.config import GenerationConfig
+    from trt_kvcache.runtime.scoring import score
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.structured import Grammars
     from trt_kvcache.verify import verify_model
@@ -55,10 +59,12 @@ _HOME_OF = {
     "build_engine": "trt_kvcache.engine.build",
     "calibrate_caches": "trt_kvcache.runtime.calibration",
     "diagnose": "trt_kvcache.engine.doctor",
+    "export_checkpoint": "trt_kvcache.export.run",
     "inspect_engine": "trt_kvcache.engine.inspect",
     "load_manifest": "trt_kvcache.engine.manifest",
     "plan_model": "trt_kvcache.importer",
     "rewrite_model": "trt_kvcache.importer",
+    "score": "trt_kvcache.runtime.scoring",
     "verify_model": "trt_kvcache.verify",
 }
 _PARTS = ("errors", "plan", "reports", "decoding")
@@ -78,10 +84,12 @@ __all__ = [
     "build_engine",
     "calibrate_caches",
     "diagnose",
+    "export_checkpoint",
     "inspect_engine",
     "load_manifest",
     "plan_model",
     "rewrite_model",
+    "score",
     "verify_model",
 ]
 

@@ -27,6 +27,12 @@ from trt_kvcache.engine.manifest import (
     Profile,
     ShapeRange,
 )
+from trt_kvcache.export.run import (
+    Export,
+)
+from trt_kvcache.runtime.scoring import (
+    Score,
+)
 
 __all__ = [
     "BackendStatus",
@@ -34,6 +40,7 @@ __all__ = [
     "EngineReport",
     "EngineTensor",
     "EngineView",
+    "Export",
     "FileIdentity",
     "Gpu",
     "PackageStatus",
@@ -41,6 +48,7 @@ __all__ = [
     "ProgressEvent",
     "Quality",
     "RouteStatus",
+    "Score",
     "ShapeRange",
     "Station",
     "VerifyReport",

@@ -170,7 +170,7 @@ def test_bugs_keep_their_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["build", "m.onnx", "-o", "e", "--max-batch", "99999999999"],
-            "--max-batch is 99999999999; it must be at most 214748",
+            "--max-batch is 99999999999; it must be at most 65536",
         ),
         (["build", "m.onnx", "-o", "e", "--compute-capabilities", "hopper"], "'hopper'"),
         (["verify", "m.onnx", "--chunks", "5,x"], "'5,x'"),
@@ -202,7 +202,7 @@ def test_illegal_option_values_are_one_line(
         "generate --top-k -2", "generate --min-p 1.5", "generate --seed -1", "generate --no-repeat-ngram-size -1",
         "generate --num-beams 0", "generate --prompt-lookup 0", "generate --max-new-tokens 0",
         "generate --min-new-tokens -1", "generate --eos -1", "generate --early-stopping perhaps",
-        "generate --temperature warm", "inspect --batch 3", "plugins --arch", "doctor --gpu",
+        "inspect --batch 3", "plugins --arch", "doctor --gpu",
     ],
 )  # fmt: skip
 def test_what_help_rules_out_is_2(arguments: str) -> None:

@@ -165,6 +165,7 @@ def test_a_chat(folder: Path) -> None:
 def test_token_ids_end_as_texts_do(said_in: str, settings: dict[str, Any], end: Any, tmp_path: Path) -> None:
     """The tokenizer beside the model names the end where no config does, for prompts of ids, too."""
     write_served(tmp_path, eos_token="</s>")
+    (tmp_path / "generation_config.json").unlink()  # beside which config.json says nothing
     (tmp_path / said_in).write_text(json.dumps(settings))
     assert GenerationFlags().config(tmp_path, None).eos_token_id == end
     assert GenerationFlags(ignore_eos=True).config(tmp_path, None).eos_token_id == ()

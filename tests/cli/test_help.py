@@ -19,8 +19,8 @@ import trt_kvcache
 from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptions, decoding, errors, plan, reports
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.build import BuildFlags
-from trt_kvcache.cli.command import FOREIGN
 from trt_kvcache.cli.generate import BatchGenerationFlags, GenerationFlags
+from trt_kvcache.cli.habits import FOREIGN
 from trt_kvcache.cli.options import PlanFlags
 from trt_kvcache.cli.verify import VerifyFlags
 
@@ -65,7 +65,12 @@ for command in {["", *COMMANDS]}:
 
 def test_hints_name_flags_that_exist() -> None:
     own = {name for command in COMMANDS.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
-    named = {flag for hint in FOREIGN.values() for flag in re.findall(r"(?<!\w)--?[a-zA-Z][\w-]*", hint)}
+    named = {
+        flag
+        for known in FOREIGN.values()
+        for hint in ([known] if isinstance(known, str) else known)
+        for flag in re.findall(r"(?<!\w)--?[a-zA-Z][\w-]*", hint)
+    }
     assert named <= own
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -57,6 +58,9 @@ MISTAKES = {
     "doctor --verbose": "leave it out; errors say what to do",
     # values
     "serve model.onnx --host 0.0.0.0": "give --api-key-file FILE, or --no-api-key if that is meant",
+    "plan model.onnx --capacity many": "--capacity is many; give a whole number",
+    "generate model.onnx --tokens 1 --top-p most": "--top-p is most; give a number",
+    "build model.onnx -o e --max-batch 4000000": "--max-batch is 4000000; it must be at most 65536",
     "plan model.onnx --capacity 4k": "--capacity is 4k; write 4096",
     "plan model.onnx --capacity=1.5K": "--capacity is 1.5K; write 1536",
     "plan model.onnx --capacity 99": "the model fixes its cache length at 16: leave the option out",
@@ -97,7 +101,6 @@ RULED_OUT = {
     "plan": "Missing argument 'MODEL'",
     "plna model.onnx": "Did you mean 'plan'?",
     "plan model.onnx --xyzzy": "No such option",
-    "plan model.onnx --capacity many": "Input should be a valid integer",
     "rewrite model.onnx": "Missing option '--output' / '-o'",
     "plan model.onnx --capacity 0": "greater than or equal to 1",
     "build model.onnx -o e --max-batch 0": "greater than or equal to 1",
@@ -192,11 +195,108 @@ def test_a_mistake_is_answered_with_what_to_do(typed: str, folder: Path, monkeyp
         ("build model.onnx -o e --tp_size 2", "for one GPU"),
         ("build model.onnx -o e --builderOptimizationLevel 3", "--opt-level N"),
         ("export checkpoint -o e --task text-generation", "run that exporter by hand"),
+        ("export checkpoint -o e --precision int4", "--int4"),
+        ("build model.onnx -o e --precision int4", "types of the model"),
+        ("generate model.onnx -f x", "--prompt-file FILE"),
+        ("generate model.onnx -t 4", "one thread for each core"),
+        ("generate model.onnx --threads 4", "one thread for each core"),
+        ("bench model.onnx -t 4", "--threads N"),
+        ("generate model.onnx -no-cnv", "leave it out"),
+        ("generate model.onnx -e cuda", "--device cuda"),
+        ("generate model.onnx --quiet", "leave it out"),
+        ("serve model.onnx -v", "leave it out"),
+        ("serve model.onnx --log-level debug", "leave it out"),
+        ("generate model.onnx --num-return-sequences 2", "--prompt"),
+        ("generate model.onnx --stream", "leave it out"),
+        ("verify model.onnx --atol 1e-3", "which is measured"),
     ],
 )
 def test_flags_of_other_tools_get_a_hint(typed: str, hint: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(app, typed.split())
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
-    assert re.match(r"error: there is no --\S+: ", result.stderr)
+    assert re.match(r"error: there is no -\S+: ", result.stderr)
     assert hint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("run model.onnx", "there is no command 'run': give trt-kvcache chat MODEL"),
+        ("list", "trt-kvcache plan model.onnx"),
+        ("ls", "trt-kvcache plan model.onnx"),
+        ("ps", "/metrics"),
+        ("pull a/b", "hf download NAME"),
+        ("show model.onnx", "trt-kvcache plan MODEL"),
+        ("create x", "trt-kvcache export CHECKPOINT"),
+        ("convert model.onnx", "trt-kvcache export CHECKPOINT"),
+        ("quantize model.onnx", "--int4"),
+        ("completion", "--install-completion"),
+        ("perplexity model.onnx", "trt-kvcache score MODEL"),
+        ("tokenize x", "/tokenize"),
+        ("embed x", "no embeddings"),
+        ("benchmark x", "trt-kvcache bench MODEL"),
+        ("--onnx=model.onnx --saveEngine=e", "--onnx needs a command before it, such as trt-kvcache build MODEL"),
+        ("-m model.onnx -p hi", "-m needs a command before it"),
+        ("inspect model model.onnx", "trt-kvcache plan shows a model"),
+        ("verify model.onnx b.onnx", "--rewritten FILE"),
+        ("export checkpoint out", "give -o out"),
+        ("plan https://huggingface.co/a/b", "give hf download a/b, and then the name or the folder"),
+        ("chat hf.co/a/b", "give hf download a/b"),
+    ],
+)
+def test_other_habits_get_a_hint(typed: str, hint: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, typed.split())
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
+    assert hint in result.stderr
+
+
+@pytest.mark.parametrize("typed", ["help", "help plan", "version", "-V"])
+def test_help_and_version_are_commands_too(typed: str) -> None:
+    words = typed.split()
+    same = ["--version"] if words[0] in ("version", "-V") else [*words[1:], "--help"]
+    result, wanted = CliRunner().invoke(app, words), CliRunner().invoke(app, same)
+    assert (result.exit_code, result.stdout) == (0, wanted.stdout)
+
+
+def test_options_come_from_a_file_and_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TRT_KVCACHE_SCORE_TOKENS", "1,2,3")
+    (folder.parent / "options.toml").write_text('[generate]\nmax-new-tokens = 3\ntokens = ["1,2"]\njson = true\n')
+
+    def generated(*more: str) -> int:
+        result = CliRunner().invoke(app, ["--options", "../options.toml", "generate", "model.onnx", *more])
+        assert result.exit_code == 0, result.output
+        (sequence,) = json.loads(result.stdout)["sequences"]
+        return len(sequence["tokens"])
+
+    assert generated() == 3
+    assert generated("--max-new-tokens", "2") == 2
+    monkeypatch.setenv("TRT_KVCACHE_GENERATE_MAX_NEW_TOKENS", "4")
+    assert generated() == 4
+    for text, said in {
+        "[generat]\nx = 1": "'generat' is no command with options; give [export]",
+        "x = 1": "'x' is no command with options",
+        "[generate]\nmax-tokens = 1": "generate has no option 'max_tokens'; its options: ",
+        "[": "cannot be read",
+    }.items():
+        (folder.parent / "options.toml").write_text(text)
+        result = CliRunner().invoke(app, ["--options", "../options.toml", "generate", "model.onnx"])
+        assert (result.exit_code, result.stdout, said in result.stderr) == (1, "", True), result.output
+
+
+def test_a_prompt_is_an_argument_or_comes_through_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    said = "text needs a tokenizer"  # so it was taken for a prompt
+    assert said in CliRunner().invoke(app, ["generate", "model.onnx", "Hello"]).stderr
+    assert said in CliRunner().invoke(app, ["generate", "model.onnx"], input="Hello\n").stderr
+    assert "nothing to continue" in CliRunner().invoke(app, ["generate", "model.onnx"], input="\n").stderr
+
+
+@pytest.mark.parametrize(("typed", "same"), [("--device gpu", "--device cuda"), ("--device=gpu", "--device cuda")])
+def test_names_of_other_tools_are_taken(typed: str, same: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    how = ["generate", "model.onnx", "--tokens", "1"]
+    given, wanted = (CliRunner().invoke(app, [*how, *words.split()]) for words in (typed, same))
+    assert (given.exit_code, given.stderr) == (wanted.exit_code, wanted.stderr) == (1, wanted.stderr)

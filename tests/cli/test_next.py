@@ -114,7 +114,7 @@ def test_each_command_takes_and_names_the_same_default(export: Path) -> None:
     asked = ["--tokens", "1,2,3", "--max-new-tokens"]
     assert ", capacity 96" in run("generate", export, *asked, 2).stderr
     assert json.loads(run("generate", export, *asked, 2, "--json").stdout)["capacity"] == 96
-    assert json.loads(run("generate", export, *asked, 200, "--json").stdout)["capacity"] == 203
+    assert json.loads(run("generate", export, *asked, 200, "--json").stdout)["capacity"] == 96  # the longest text
     measured = run("bench", export, "--lengths", 4, "--positions", 8, "--batches", 1, "--repeats", 1, "--warmup", 0)
     assert "capacity 96" in measured.stdout
 
@@ -145,11 +145,22 @@ def test_caches_of_fixed_length_have_no_default(tmp_path: Path, form: str) -> No
     assert (plan.options.capacity, plan.caches[0].capacity) == ((4096, 4096) if form == "concat" else (None, 24))
 
 
-def test_a_capacity_beyond_the_models_texts_is_warned_of(export: Path) -> None:
-    said = run("plan", export, "--capacity", 128).stderr
+@pytest.mark.parametrize("command", ["plan", "serve", "generate --tokens 1", "build -o engine", "verify", "bench"])
+def test_a_capacity_beyond_the_models_texts_is_refused(export: Path, tmp_path: Path, command: str) -> None:
+    name, *more = command.replace("engine", str(tmp_path / "engine")).split()
+    result = CliRunner().invoke(app, [name, str(export), *more, "--capacity", "128"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: --capacity is 128, and the model was made for texts of at most 96 tokens (max_position_embeddings in "
+        "config.json): what it writes beyond them is unreliable; give at most --capacity 96, or --beyond-length on\n"
+    )
+
+
+def test_a_capacity_beyond_the_models_texts_is_allowed_and_warned_of(export: Path) -> None:
+    said = run("plan", export, "--capacity", 128, "--beyond-length", "on").stderr
     assert said == (
-        "warning: caches hold 128 tokens, and the model was made for texts of 96 (max_position_embeddings in "
-        "config.json): what it says beyond them is worth little; give at most --capacity 96\n"
+        "warning: caches hold 128 tokens, and the model was made for texts of at most 96 (max_position_embeddings in "
+        "config.json): its output is unreliable beyond them\n"
     )
     assert run("plan", export, "--capacity", 96).stderr == ""
-    assert plan_model(export, PlanOptions(capacity=97)).warnings
+    assert plan_model(export, PlanOptions(capacity=97, beyond_length=True)).warnings

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import typing
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import onnx
-from decoders import DecoderConfig
+from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from runtime.hash_runner import HashRunner
 from runtime.tokenizers_in_code import byte_level
@@ -32,7 +33,7 @@ import trt_kvcache
 from trt_kvcache import DecodeSession, GenerationConfig, decoding, errors, plan, reports
 from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import Settings
-from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.runtime.generation.settings import SYNONYMS
 
@@ -236,3 +237,61 @@ def annotated(node: ast.stmt) -> set[str]:
             arguments = [*part.args.args, *part.args.kwonlyargs]
             found += [a.annotation for a in arguments if a.annotation] + ([part.returns] if part.returns else [])
     return {name.id for part in found for name in ast.walk(part) if isinstance(name, ast.Name)}
+
+
+class Tensor:
+    """An array as torch has it: each entry is an array without axes."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = numpy.asarray(values)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.values
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (Tensor(value) for value in self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def test_prompts_may_be_tensors(tmp_path: Path) -> None:
+    write_decoder(tmp_path / "model.onnx", DecoderConfig(vocab=60, capacity=32, layers=1))
+    with DecodeSession.open(tmp_path) as session:
+        expected = [session.generate(ids, max_new_tokens=3).tokens for ids in ([1, 2], [3, 4])]
+        assert session.generate(Tensor([1, 2]), max_new_tokens=3).tokens == expected[0]
+        several = session.generate(Tensor([[1, 2], [3, 4]]), max_new_tokens=3)
+        assert [one.tokens for one in several] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n": 2}, "'n' is no setting of a generation: give the prompt as often in a list"),
+        ({"num_return_sequences": 2}, "give the prompt as often in a list"),
+        ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
+        ({"pad_token_id": 0}, "nothing is padded here; leave it out"),
+        ({"use_cache": True}, "there are always caches"),
+        ({"max_tokens": 3}, "did you mean max_new_tokens"),
+        ({"config": {"max_new_tokens": 3}}, r"config is a dict; give its entries by name, as in generate\(prompt"),
+        ({"config": type("GenerationConfig", (), {"__module__": "transformers.x"})()}, "is of transformers; save it"),
+        ({"config": 3}, "config is int; give a GenerationConfig"),
+        ({"prompts": [1.0, 2.0]}, r"a prompt is float64 \[2\]; token ids are a flat list of whole numbers"),
+        ({"prompts": numpy.array([1.0, 2.0])}, r"a prompt is float64 \[2\]"),
+        ({"logits_processor": lambda ids, scores: None}, "gave None, and a change in place has no effect"),
+    ],
+)  # fmt: skip
+def test_what_other_libraries_take_names_what_to_do(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    write_decoder(tmp_path / "model.onnx", DecoderConfig(vocab=60, capacity=32, layers=1))
+    with DecodeSession.open(tmp_path) as session, pytest.raises(TrtKvCacheError, match=said):
+        session.generate(**{"prompts": [1, 2], **given})
+
+
+def test_chats_stream(tmp_path: Path) -> None:
+    write_served(tmp_path)
+    messages = [{"role": "user", "content": "hi"}]
+    with DecodeSession.open(tmp_path) as session:
+        expected = session.chat(messages, max_new_tokens=5)
+        events = list(session.stream_chat(messages, max_new_tokens=5))
+    assert "".join(event.text for event in events) == expected.text
+    assert events[-1].finish_reason == expected.finish_reason

@@ -95,6 +95,7 @@ def test_other_grammars(session: DecodeSession, grammars: Grammars) -> None:
         (grammars.regex("[a-c]{2,4}-[0-9]!"), lambda text: re.fullmatch("[a-c]{2,4}-[0-9]!", text)),
         (grammars.choice(["red", 'a "b"\n', "日本"]), lambda text: text in ("red", 'a "b"\n', "日本")),
         (grammars.lark('start: "x" start "y" | "z"'), lambda text: text.count("x") == text.count("y")),
+        (grammars.lark('root ::= "x" root "y" | "z"'), lambda text: text.count("x") == text.count("y")),
     ]
     for grammar, holds in cases:
         for seed in range(4):
@@ -116,6 +117,8 @@ REFUSED = [
     (lambda g: g.regex("\ud800"), "the regular expression is .*; give a text, of Unicode"),
     (lambda g: g.json_schema(["a"]), "the JSON schema is .*; give a JSON object"),
     (lambda g: g.lark("start: foo"), 'the grammar does not compile: .*unknown name: "foo"'),
+    (lambda g: g.lark('top ::= "a"'), "the grammar is no GBNF that can be read: No 'root' rule"),
+    (lambda g: g.lark('root ::= ("a"'), "the grammar is no GBNF that can be read: "),
     (lambda g: g.lark(5), "the grammar is 5; give a text"),
     (lambda g: g.choice([]), r"choice is \[\]; give at least one text"),
 ]

@@ -25,6 +25,7 @@ def write_served(folder: Path, *, capacity: int = 512, template: str = TEMPLATE,
     folder.mkdir(exist_ok=True)
     write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=capacity, layers=1))
     byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"temperature": 1.0}')  # as sessions draw
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
     return folder
 

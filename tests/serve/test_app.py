@@ -122,6 +122,17 @@ def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
         DecodeSession.open(tmp_path)
 
 
+def test_a_model_that_names_no_sampling_gets_the_usual_one(tmp_path: Path) -> None:
+    (write_served(tmp_path) / "generation_config.json").unlink()
+    with DecodeSession.open(tmp_path, max_batch=2) as session:
+        service = Service(session, "own")
+        expected = session.generate("the cache", max_new_tokens=12, seed=5, temperature=0.8, min_p=0.05, top_k=0)
+        assert text_of(post(service, {"prompt": "the cache", "max_tokens": 12, "seed": 5})) == expected.text
+        card = asyncio.run(ask(service.app, "/v1/models", None)).data["data"][0]
+        assert card["sampling"] == {"temperature": 0.8, "min_p": 0.05}
+        service.core.close()
+
+
 def test_tokens_of_texts_and_texts_of_tokens(service: Service, by_ids: Service, alone: DecodeSession) -> None:
     tokens = alone.tokenizer.encode("the cache")
     asked = post(service, {"prompt": "the cache", "model": "tiny"}, "/tokenize")
@@ -143,12 +154,6 @@ def test_tokens_of_texts_and_texts_of_tokens(service: Service, by_ids: Service, 
     locked = Service(alone, "tiny", ["key"])
     assert post(locked, {"prompt": "x"}, "/tokenize").status == 401
     locked.core.close()
-
-
-def test_responses_are_not_served_and_the_answer_says_why(service: Service) -> None:
-    reply = post(service, {"input": "x"}, "/v1/responses")
-    assert (reply.status, reply.error["code"]) == (404, "unsupported")
-    assert "use /v1/chat/completions" in reply.error["message"]
 
 
 def test_each_request_is_a_line_of_a_log_without_its_text(rows: DecodeSession) -> None:

@@ -28,7 +28,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.masks import Grammar
 from trt_kvcache.runtime.text.chat import Chat, render
 from trt_kvcache.serve.app import Service
-from trt_kvcache.serve.tools import CallReader, Tool, ToolForm, find_form, tool_grammar
+from trt_kvcache.serve.tools import GENERIC, CallReader, Tool, ToolForm, find_form, in_text, tool_grammar
 from trt_kvcache.serve.tools import Function as ToolFunction
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -230,14 +230,59 @@ def test_the_form_of_calls_is_read_from_the_template(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [("{{ messages }}", "the chat template of the model takes no tools"),
-     (LISTED.replace("ID", ', "id": "{{ c.id }}"'), "supported: no ids of calls"),
+    [(LISTED.replace("ID", ', "id": "{{ c.id }}"'), "supported: no ids of calls"),
      (LISTED.replace("CALLS ", "<call>"), "the special token <call> is part of it"),
      (LISTED.replace(" | tojson }}ID", " | length }}ID"), "supported: a name, and after it the arguments as JSON")],
 )  # fmt: skip
 def test_forms_that_cannot_be_read_are_refused(template: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         form_in(template)
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+
+
+def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
+    assert form_in(PLAIN) == GENERIC
+    tools: list[dict[str, Any]] = [dict(openai.pydantic_function_tool(kind)) for kind in (Weather, Clock)]
+    with DecodeSession.open(write_served(tmp_path, capacity=2048, template=PLAIN, eos_token="</s>")) as session:
+        service = Service(session, "tiny")
+        body = {"messages": MESSAGES, "tools": tools, "temperature": 0, "tool_choice": "required"}
+        body["parallel_tool_calls"] = False
+        whole = post(service, body, CHAT)
+        assert whole.status == 200, whole.body
+        (choice,) = whole.data["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls"
+        {"Weather": Weather, "Clock": Clock}[call["function"]["name"]].model_validate_json(
+            call["function"]["arguments"]
+        )
+        named = {"type": "function", "function": {"name": "Clock"}}
+        (choice,) = post(service, body | {"tool_choice": named}, CHAT).data["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "Clock"
+        after = [*MESSAGES, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "noon"}]
+        reply = post(service, body | {"messages": after, "tool_choice": "none", "max_tokens": 4}, CHAT)
+        assert reply.status == 200, reply.body
+        service.core.close()
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_tools_calls_and_results_are_text(system: bool) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *([{"role": "system", "content": "brief"}] if system else []), {"role": "user", "content": "go"},
+        {"role": "assistant", "tool_calls": [call, call]}, {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+    ]  # fmt: skip
+    made = in_text(messages, [{"type": "function", "function": {"name": "f", "description": "does"}}])
+    assert [m["role"] for m in made] == [*(["system"] if system else []), "user", "assistant", "user"]
+    first = made[0]["content"]
+    assert '{"name": "f", "description": "does"}' in first
+    assert first.startswith("brief\n\n") if system else first.endswith("\n\ngo")
+    written_call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert made[-2]["content"] == f"{written_call}\n{written_call}"
+    assert made[-1]["content"] == "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+    assert in_text(MESSAGES, []) == MESSAGES
 
 
 TOOLS = [Tool("function", ToolFunction("f", None, {"properties": {"a": {"type": "string"}}})),

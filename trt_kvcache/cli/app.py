@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +25,7 @@ from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.export import export
 from trt_kvcache.cli.flags import with_flags
 from trt_kvcache.cli.generate import generate
+from trt_kvcache.cli.habits import advice_on_command
 from trt_kvcache.cli.inspect import inspect
 from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
@@ -34,15 +37,26 @@ from trt_kvcache.cli.serve import serve
 from trt_kvcache.cli.signals import last_words
 from trt_kvcache.cli.verify import verify
 from trt_kvcache.cli.worker import worker
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.errors import OptionError, TrtKvCacheError
+from trt_kvcache.files import read_file
 
 
 class _Commands(TyperGroup):
     """Turns the errors we raise on purpose into one line and an exit code; bugs keep their trace."""
 
-    def make_context(self, *args: Any, **extra: Any) -> Any:
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
+        if args[:1] in (["version"], ["-V"]):
+            args = ["--version"]
+        elif args[:1] == ["help"]:
+            args = [*args[1:2], "--help"]
         with _in_one_line():  # typer would end without a word, with 130 whatever the signal
-            return super().make_context(*args, **extra)
+            return super().make_context(info_name, args, *more, **extra)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {name for parameter in self.params for name in parameter.opts}
+        if said := advice_on_command(args, {*self.commands, *flags}):
+            raise OptionError(said)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line():
@@ -87,7 +101,7 @@ def _has_folder() -> bool:
 
 app = typer.Typer(
     cls=_Commands,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings={"help_option_names": ["--help", "-h"], "auto_envvar_prefix": "TRT_KVCACHE"},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # whose tables cut names at 80 columns
@@ -102,11 +116,45 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    options: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Options by command from a TOML file: [serve], capacity = 4096.", readable=False
+        ),
+    ] = None,
 ) -> None:
-    """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
+    """From an ONNX decoder to a TensorRT engine that updates its KV caches in place.
+
+    Options come from the command line, then from the environment (TRT_KVCACHE_SERVE_CAPACITY is --capacity of serve),
+    then from the file of --options.
+    """
+    if options is not None:
+        context.default_map = _options_of(options)
+
+
+def _options_of(file: Path) -> dict[str, dict[str, Any]]:
+    """The options of each command in a file.
+
+    Raises:
+        OptionError: it cannot be read, or has something else than options by command.
+    """
+    names = [command.__name__ for command in _COMMANDS]
+    try:
+        tables = tomllib.loads(read_file(file, 1 << 20).decode())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"--options {file} cannot be read: {reason}") from None
+    for name, table in tables.items():
+        if name not in names or not isinstance(table, dict):
+            raise OptionError(
+                f"--options {file}: {name!r} is no command with options; give [{names[0]}] and lines such as "
+                "capacity = 4096 below it"
+            )
+    return {name: {key.replace("-", "_"): value for key, value in table.items()} for name, table in tables.items()}
 
 
 _COMMANDS = (

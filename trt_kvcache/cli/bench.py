@@ -71,7 +71,7 @@ def bench(
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Time prefill by length, decode by position and by batch: medians, a table, one JSON line last.
+    """Time prefill by length, decode by position and by batch: medians in a table, or as JSON (--json).
 
     A RESULT.json in the place of the model is shown, not measured again.
     """
@@ -108,7 +108,7 @@ def bench(
         _print(results)
     if not json and len(results) == 1:
         out.print(f"\nprocess peak {human_bytes(results[0][1].peak_bytes)}")
-    if json or model.suffix != ".json":
+    if json:
         out.print(json_text(msgspec.json.encode(results[-1][1]).decode()), soft_wrap=True)
     if plot is not None:
         draw(pyplot, results, plot)

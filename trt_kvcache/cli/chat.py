@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.generate import AdapterFlags, GenerationFlags, RunFlags
+from trt_kvcache.cli.generate import AdapterFlags, GenerationFlags, RunFlags, sampling_text
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_error, visible
 from trt_kvcache.cli.prompts import TemplateOption, template_values
 from trt_kvcache.cli.signals import interruptible
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.progress import phase
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ _HELP = """\
 /help           these lines
 /quit           end; /exit, /bye and Ctrl-D do the same
 \"\"\"             begin a message of several lines; the same ends it
+Up, Down        bring earlier messages back
+Alt-Enter       begin a new line; pasted lines stay one message
 Ctrl-C          stop the answer"""
 _ENDS = ("/quit", "/exit", "/bye")
 _SEVERAL = '"' * 3
@@ -62,14 +64,17 @@ def chat(
     ) as session:
         how: dict[str, Any] = {"values": values} if values else {}
         session.render_chat([{"role": "user", "content": ""}], **how)  # without a template no message is worth typing
-        config = adapters.config(generation.config(model, session.tokenizer))
+        config = adapters.config(generation.config(model, session.tokenizer, session.sampling))
         if generation.max_new_tokens is None and generation.generation_config is None:
             config = replace(config, max_new_tokens=_LONG)
         chat = _Chat(session, Conversation(session, system, values), config)
         if sys.stdin.isatty():
             capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"
-            _tell(f"{session.name}{capacity}; /help lists commands, Ctrl-D ends")
-        while (line := _message()) is not None and line not in _ENDS:
+            _tell(f"{session.name}{capacity}; {_drawn(session, config)}")
+            _tell("/help lists commands, Ctrl-D ends")
+        for line in _read_messages():
+            if line in _ENDS:
+                break
             try:
                 if line.startswith("/"):
                     chat.command(line)
@@ -82,51 +87,65 @@ def chat(
     tell_next(model, "serve", planning)
 
 
-def _message() -> str | None:
-    """Return what was typed, several lines where it begins so; None at the end."""
-    line = _line("> ")
-    if line is None or not line.startswith(_SEVERAL):
-        return line
-    lines, line = [], line.removeprefix(_SEVERAL)
-    while line is not None and not line.endswith(_SEVERAL):
-        lines.append(line)
-        line = _line("... ")
-    return "\n".join([*lines, (line or "").removesuffix(_SEVERAL)]).strip()
+def _read_messages() -> Iterator[str]:
+    """Yield the messages that are typed or piped in, one after the other.
+
+    Raises:
+        OptionError: stdin is a terminal, and prompt_toolkit is not installed.
+    """
+    read = _line_editor() if sys.stdin.isatty() else _piped_line
+    while (message := read("> ")) is not None:
+        if message.startswith(_SEVERAL):
+            lines: list[str] = []
+            line: str | None = message.removeprefix(_SEVERAL)
+            while line is not None and not line.endswith(_SEVERAL):
+                lines.append(line)
+                line = read("... ")
+            message = "\n".join([*lines, (line or "").removesuffix(_SEVERAL)]).strip()
+        yield message
 
 
-def _line(prompt: str) -> str | None:
-    """Return a line that was typed; None at the end."""
-    if sys.stdin.isatty():
-        with suppress(ImportError):  # Windows, whose terminals do it
-            import readline  # noqa: F401 - lets `input` edit the line, and brings earlier ones back
+def _line_editor() -> Callable[[str], str | None]:
+    """Return what reads a message from the terminal: with history, and pasted lines as one message."""
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+        from prompt_toolkit.output import create_output
+    except ImportError as error:
+        raise OptionError(f"chat needs {error.name}: pip install 'trt-kvcache[text]'; or pipe messages in") from None
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    # stdout is for answers. It may be a file while a person types.
+    shown = create_output(sys.stderr if sys.stderr.isatty() else sys.stdout)
+    session: PromptSession[str] = PromptSession(output=shown, key_bindings=keys)
+
+    def read(prompt: str) -> str | None:
         try:
-            return input(prompt).strip()
+            return session.prompt(prompt).strip()
         except EOFError:
-            sys.stderr.write("\n")
             return None
         except KeyboardInterrupt:
-            sys.stderr.write("\n")
             return ""
+
+    return read
+
+
+def _piped_line(_prompt: str) -> str | None:
+    """Return the next line of a file or pipe; None at its end."""
     line = sys.stdin.readline()
     return line.strip() if line else None
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Show nothing of what is typed meanwhile; it stands in the next line that is read."""
-    if sys.platform == "win32" or not sys.stdin.isatty():
-        yield
-    else:
-        import termios
-
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-        during = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-        try:
-            termios.tcsetattr(terminal, termios.TCSANOW, during)
-            yield
-        finally:
-            termios.tcsetattr(terminal, termios.TCSANOW, before)
+def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
+    """Return how tokens are chosen, in words."""
+    if not config.do_sample:
+        return "greedy decoding"
+    own = {name: getattr(config, name) for name in session.sampling} == session.sampling
+    return sampling_text(session) if own else f"temperature {config.temperature:g}"
 
 
 class _Chat:
@@ -170,7 +189,7 @@ class _Chat:
         start = time.perf_counter()
         first, count, reason = 0.0, 0, FinishReason.CANCELLED
         events = talk.say_again(config) if line is None else talk.say(line, config)
-        with _unseen(), interruptible() as interrupted, closing(events), ExitStack() as waiting:
+        with interruptible() as interrupted, closing(events), ExitStack() as waiting:
             waiting.enter_context(phase("computing the first token"))
             for event in events:
                 waiting.close()

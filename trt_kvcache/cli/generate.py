@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _form_flag = partial(typer.Option, rich_help_panel="What the text has to be (extra structured)")
 
 
+_DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 _FOR_BATCHES = ("num_beams", "length_penalty", "early_stopping", "output_logprobs")
 
 
@@ -52,8 +54,15 @@ class GenerationFlags(Flags):
         ),
     ] = None
 
-    def config(self, model: Path, tokenizer: Tokenizer | None) -> GenerationConfig:
+    def config(
+        self, model: Path, tokenizer: Tokenizer | None, sampling: Mapping[str, Any] | None = None
+    ) -> GenerationConfig:
         """Return the settings: flags, then the file's, or the model's own tokens, then what follows from them.
+
+        Args:
+            model: as typed.
+            tokenizer: it names a token that ends texts.
+            sampling: how tokens are drawn, where neither a flag nor a file says it; None: greedily.
 
         Raises:
             OptionError: a value is illegal, or has no effect.
@@ -76,6 +85,8 @@ class GenerationFlags(Flags):
             settings["early_stopping"] = {"true": True, "false": False}.get(settings["early_stopping"], "never")
         if ignore_eos and "eos_token_id" in settings:
             raise OptionError("--eos names an end that --ignore-eos ignores; use one of them")
+        if sampling and file is None and settings.keys().isdisjoint(_DRAWN):
+            settings |= sampling
         settings = with_sampling(settings)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -99,6 +110,15 @@ class GenerationFlags(Flags):
         return config
 
 
+def sampling_text(session: DecodeSession) -> str:
+    """Return how a session draws tokens where nobody says it, and where that comes from."""
+    from trt_kvcache.runtime.beside import USUAL_SAMPLING
+
+    shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
+    source = "the model names no sampling" if session.sampling == USUAL_SAMPLING else "generation_config.json"
+    return f"{shown} ({source})" if shown else "temperature 1"
+
+
 @flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
     """Flags of a generation that is no conversation, too."""
@@ -111,7 +131,8 @@ class GrammarFlags:
     json_schema: Annotated[str | None, _form_flag(metavar="FILE|JSON", help="JSON as this schema describes it.")] = None
     regex: Annotated[str | None, _form_flag(metavar="PATTERN", help="Text that this matches as a whole.")] = None
     grammar: Annotated[
-        Path | None, _form_flag(metavar="FILE", help="Text of this grammar, in Lark's syntax.", readable=False)
+        Path | None,
+        _form_flag(metavar="FILE", help="Text of this grammar: Lark's, or llama.cpp's GBNF.", readable=False),
     ] = None
 
     def check(self) -> None:
@@ -241,11 +262,18 @@ def generate(
     running: RunFlags,
     adapters: AdapterFlags,
     planning: SessionPlanFlags,
+    prompt_text: Annotated[
+        str | None, typer.Argument(metavar="[TEXT]", help="A prompt, as --prompt gives it. Default: stdin, if piped.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Continue prompts; text comes as it is made. Ctrl-C ends it with the text so far, a second Ctrl-C at once."""
     if generation.output_logprobs and not json:
         raise OptionError("--logprobs are shown by --json; add it")
+    if prompt_text is not None:
+        text = replace(text, prompt=[prompt_text, *(text.prompt or [])])
+    elif not (encoded.source or encoded.source_tokens or encoded.source_inputs):
+        text = text.or_stdin()
     text.check()
     form.check()
     tokenizer = text.find_tokenizer(model, needed=bool(encoded.source))

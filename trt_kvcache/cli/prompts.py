@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,6 +99,13 @@ class PromptFlags:
             raise OptionError("--system is a message of a chat; add --chat")
         if self.chat_template_kwargs is not None and not self.chat:
             raise OptionError("--chat-template-kwargs are for a chat; add --chat")
+
+    def or_stdin(self) -> PromptFlags:
+        """Return the flags, with what is piped in as the prompt where they give none."""
+        if self.prompt or self.prompt_file or self.tokens or self.inputs_embeds or sys.stdin.isatty():
+            return self
+        piped = sys.stdin.read().removesuffix("\n")
+        return replace(self, prompt=[piped]) if piped else self
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
         """Return the named tokenizer, or for text the one beside the model; None where nothing needs one.

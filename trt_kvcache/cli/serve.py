@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.generate import LoraFlags, RunFlags
+from trt_kvcache.cli.generate import LoraFlags, RunFlags, sampling_text
 from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
 from trt_kvcache.cli.output import print_warnings, visible
 from trt_kvcache.errors import OptionError
@@ -56,7 +56,7 @@ def serve(
     name: NameOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Serve OpenAI's API until SIGTERM or Ctrl-C: /v1/completions, /v1/chat/completions, /metrics."""
+    """Serve OpenAI's API until SIGTERM or Ctrl-C: /v1/chat/completions, /v1/responses, /metrics."""
     options = planning.session_options(model)
     try:
         from trt_kvcache.serve.app import Service
@@ -88,7 +88,7 @@ def serve(
         def started() -> None:
             server = f"http://{shown}:{actual}"
             chat = f"a chat at {server}/, the API at {server}/v1"
-            sys.stderr.write(f"{named}: {session.name}{capacity}; {chat}; Ctrl-C ends it\n")
+            sys.stderr.write(f"{named}: {session.name}{capacity}; {sampling_text(session)}\n{chat}; Ctrl-C ends it\n")
             sys.stderr.flush()
 
         run(service, sock, drain_timeout, started)

@@ -94,7 +94,9 @@ def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
 
 
 def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
-    """Print the command that comes next to stderr, where that is a terminal: a model is built first, if it can be.
+    """Print the command that comes next to stderr, where that is a terminal.
+
+    A model is built first, if it can be, and if there is no engine under the name that this command proposes.
 
     Args:
         path: of the model or engine.
@@ -103,7 +105,12 @@ def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
     """
     if sys.stderr.isatty():
         planned = command_line(command, path, flags=flags)
-        line = next_line(path, flags, or_else=planned) if is_model(path) else command_line(command, path)
+        if not is_model(path):
+            line = command_line(command, path)
+        elif (engine := Path(_engine_name(path))).exists():
+            line = command_line(command, f"{engine}/")
+        else:
+            line = next_line(path, flags, or_else=planned)
         print_next(console(sys.stderr), line)
 
 
@@ -147,11 +154,16 @@ def next_line(
         known = {field.name for field in fields(SessionPlanFlags)}
         leave = [field.name for field in fields(flags) if field.name not in known]
         return use_line(model, flags, leave) if or_else is None else or_else
-    name = model.absolute().stem if model.suffix == ".onnx" else model.absolute().name
     more = ["--backend", "tensorrt"] if tensorrt else []
     more += ["--max-batch", str(max_batch)] if max_batch > 1 else []
     planned = ("target", "packed_native", "recheck")
-    return command_line("build", model, "-o", f"{name}-engine/", *more, flags=flags, leave=planned)
+    return command_line("build", model, "-o", f"{_engine_name(model)}/", *more, flags=flags, leave=planned)
+
+
+def _engine_name(model: Path) -> str:
+    """The folder for an engine that `next_line` proposes."""
+    whole = model.absolute()
+    return f"{whole.stem if model.suffix == '.onnx' else whole.name}-engine"
 
 
 def plan_lines(

@@ -24,6 +24,7 @@ _PACKAGES = {
     "nvidia-cuda-nvrtc": "choosing tokens on the GPU, plugin",
     "tokenizers": "generate with text",
     "jinja2": "generate --chat",
+    "prompt_toolkit": "chat",
     "llguidance": "structured output",
     "starlette": "serve",
     "uvicorn": "serve",
@@ -34,7 +35,7 @@ _PACKAGES = {
     "transformers": "export",
 }
 _EXTRAS = {
-    "text": (("tokenizers", "jinja2"), "prompts as text; token ids need neither"),
+    "text": (("tokenizers", "jinja2", "prompt_toolkit"), "prompts as text; token ids need none of these"),
     "plugin": (("nvidia-cuda-nvrtc",), "compiles the kernels that run beside engines; without it, decoding is slower"),
     "structured": (("llguidance",), "JSON schemas, regular expressions and grammars"),
     "serve": (("starlette", "uvicorn", "prometheus-client"), "OpenAI's API"),

@@ -28,6 +28,7 @@ Shape = tuple[int, ...]
 
 _MOST_STEPS = 256
 _MOST = 2**31 - 1
+_MOST_ROWS = 65_536  # of TensorRT for RTX 1.7: a profile of 4,000,000 rows has no room in its shapes
 """TensorRT's largest number of sequences, tokens and positions."""
 _LEAST_WORKSPACE = 1 << 20  # bytes; a number without a unit means another unit
 
@@ -93,7 +94,7 @@ class BuildOptions:
     """
 
     max_batch: Annotated[
-        int | None, _size("Most sequences in a step. Default: the model's own, else 1.", metavar="N", most=_MOST)
+        int | None, _size("Most sequences in a step. Default: the model's own, else 1.", metavar="N", most=_MOST_ROWS)
     ] = None
     max_chunk: Annotated[
         int | None,

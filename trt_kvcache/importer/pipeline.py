@@ -162,7 +162,10 @@ def _rewrite(
     source: SourceModel, options: PlanOptions, default_capacity: int | None = None
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, unchecked; its weights are stand-ins."""
-    usual = usual_capacity(source.path.parent) if default_capacity is None else default_capacity
+    usual = usual_capacity(source.path.parent)
+    if default_capacity is not None:
+        longest = longest_text(source.path.parent)
+        usual = default_capacity if longest is None else min(default_capacity, longest[0])
     with phase("planning"), _memory_named(source.path), _default_named(options.capacity, usual):
         return _plan_and_rewrite(source, options, usual)
 
@@ -193,6 +196,7 @@ def _plan_and_rewrite(
     source: SourceModel, options: PlanOptions, usual: int
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     refuse_rewritten(source.proto, source.path)
+    _refuse_beyond(source.path.parent, options)
     start_process(options)
     prepared = prepare(source.proto, options, usual, source.path.parent)
     options = prepared.options
@@ -212,13 +216,23 @@ def _plan_and_rewrite(
     return prepared, plan, _export(source.proto, graph)
 
 
+def _refuse_beyond(folder: Path, options: PlanOptions) -> None:
+    capacity, longest = options.capacity, longest_text(folder)
+    if capacity is not None and longest is not None and capacity > longest[0] and not options.beyond_length:
+        raise OptionError(
+            f"--capacity is {capacity}, and the model was made for texts of at most {longest[0]} tokens "
+            f"({longest[1]}): what it writes beyond them is unreliable; give at most --capacity {longest[0]}, or "
+            "--beyond-length on"
+        )
+
+
 def _beyond_texts(folder: Path, capacity: int | None) -> list[str]:
     longest = longest_text(folder)
     if capacity is None or longest is None or capacity <= longest[0]:
         return []
     return [
-        f"caches hold {capacity} tokens, and the model was made for texts of {longest[0]} ({longest[1]}): what it says "
-        f"beyond them is worth little; give at most --capacity {longest[0]}"
+        f"caches hold {capacity} tokens, and the model was made for texts of at most {longest[0]} ({longest[1]}): its "
+        "output is unreliable beyond them"
     ]
 
 

@@ -96,6 +96,13 @@ class PlanOptions:
             least=1,
         ),
     ] = None
+    beyond_length: Annotated[
+        bool,
+        Setting(
+            "Allow a capacity beyond the model's longest text, where what it writes is unreliable.",
+            choices=("on", "off"),
+        ),
+    ] = False
     cache_layout: Annotated[
         CacheLayout,
         Setting(

@@ -11,7 +11,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 
-__all__ = ["Unread", "default_config", "default_sampling", "ended_by", "find_tokenizer"]
+__all__ = ["USUAL_SAMPLING", "Unread", "default_config", "default_sampling", "ended_by", "find_tokenizer"]
 
 
 class Unread:
@@ -53,8 +53,12 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
     return config if config.eos_token_ids else ended_by(config, tokenizer)
 
 
+USUAL_SAMPLING = {"temperature": 0.8, "min_p": 0.05}
+"""For models that say nothing. At temperature 1 without a limit, unlikely tokens derail small models."""
+
+
 def default_sampling(model: Path) -> dict[str, Any]:
-    """Return what ``generation_config.json`` beside a model says of sampling: for servers, as vLLM takes it.
+    """Return how servers and chats draw tokens: as ``generation_config.json`` beside the model says, else as usual.
 
     Raises:
         OptionError: the file is unreadable, or has a value that is out of range.
@@ -65,7 +69,7 @@ def default_sampling(model: Path) -> dict[str, Any]:
     except OptionError as error:
         folder = model if model.is_dir() else model.parent
         raise OptionError(f"{folder / 'generation_config.json'}: {error.message}") from None
-    return said
+    return said or dict(USUAL_SAMPLING)
 
 
 def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:

@@ -276,14 +276,14 @@ class PromptReader:
 
 def is_one(prompts: object) -> bool:
     """True for one prompt, a text or a flat list of token ids; False for a list of prompts."""
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    if hasattr(prompts, "__array__"):  # NumPy's, and tensors of torch
+        return np.ndim(np.asarray(prompts)) == 1 and np.asarray(prompts).dtype.kind in "iuf"
     if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
-        return any(isinstance(entry, (int, np.integer)) for entry in prompts)
+        return any(isinstance(entry, (int, float, np.number)) for entry in prompts)
     return isinstance(prompts, str)
 
 
-def check_config(config: GenerationConfig, plan: CachePlan, *, draft: bool) -> None:
+def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
     """Refuse what a model cannot do.
 
     Args:
@@ -296,7 +296,15 @@ def check_config(config: GenerationConfig, plan: CachePlan, *, draft: bool) -> N
             draft.
     """
     if not isinstance(config, GenerationConfig):
-        raise OptionError(f"config is {type(config).__name__}; give a GenerationConfig")
+        kind = type(config)
+        if isinstance(config, Mapping):
+            said = "a dict; give its entries by name, as in generate(prompt, **settings)"
+        elif kind.__name__ == "GenerationConfig":
+            library = kind.__module__.partition(".")[0]
+            said = f"of {library}; save it, and give trt_kvcache.GenerationConfig.from_file(FILE)"
+        else:
+            said = f"{kind.__name__}; give a GenerationConfig"
+        raise OptionError(f"config is {said}")
     if config.prompt_lookup_num_tokens and plan.states:
         raise OptionError(
             f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "

@@ -420,6 +420,24 @@ class DecodeSession:
         """
         return self.generate(self.render_chat(messages), config, **settings)
 
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        config: GenerationConfig | None = None,
+        **settings: Unpack[Settings],
+    ) -> Iterator[TokenEvent]:
+        """Answer the last message of a conversation; events come as tokens do.
+
+        Args:
+            messages: see `chat`.
+            config: see `generate`.
+            settings: see `generate`.
+
+        Raises:
+            PromptError, OptionError: see `chat`.
+        """
+        return self.stream(self.render_chat(messages), config, **settings)
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **how: Any
     ) -> list[int]:

@@ -106,12 +106,22 @@ class Grammars:
         return self.lark("start: " + " | ".join(map(json.dumps, texts)))
 
     def lark(self, grammar: str) -> Grammar:
-        """Texts of a context-free grammar in Lark's syntax, with ``start``, as llguidance reads it.
+        """Texts of a context-free grammar, in Lark's syntax as llguidance reads it, or in llama.cpp's GBNF.
+
+        Args:
+            grammar: with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``).
 
         Raises:
             OptionError: it does not compile, or allows nothing.
         """
-        return self._compile(self._matcher.grammar_from_lark(_text(grammar, "grammar")), "grammar")
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        text = _text(grammar, "grammar")
+        try:
+            text = any_to_lark(text) if "::=" in text else text
+        except Exception as error:  # noqa: BLE001 - it has errors of several classes, and of none of its own
+            raise OptionError(f"the grammar is no GBNF that can be read: {error}") from None
+        return self._compile(self._matcher.grammar_from_lark(text), "grammar")
 
     @property
     def special_texts(self) -> list[str]:

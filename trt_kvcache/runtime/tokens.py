@@ -22,7 +22,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
     Raises:
         PromptError: they are no flat list of integers, or the model does not know one.
     """
-    if isinstance(tokens, Iterable) and not isinstance(tokens, (np.ndarray, Sequence, Mapping)):
+    if isinstance(tokens, Iterable) and not (hasattr(tokens, "__array__") or isinstance(tokens, (Sequence, Mapping))):
         tokens = list(tokens)
     try:
         array = np.asarray(tokens)
@@ -32,7 +32,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
         return []
     huge = array.dtype.kind == "O" and all(isinstance(token, int) for token in array.flat)  # for any type of NumPy's
     if array.ndim != 1 or not (array.dtype.kind in "iu" or huge):
-        raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of integers")
+        raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of whole numbers")
     wrong = array[(array < 0) | (array >= vocab)]
     if wrong.size:
         raise PromptError(f"token id {shown(int(wrong[0]))} is out of range; the model has 0 to {vocab - 1}")

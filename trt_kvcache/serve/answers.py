@@ -98,9 +98,10 @@ class Answer:
         self._said = [""] * len(asked.works)
         self._readers = None if asked.uses is None else [asked.uses.reader() for _ in asked.works]
         self._start, self._first = time.perf_counter(), 0.0
+        self._created = int(time.time())
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
+            "created": self._created,
             "model": model,
         }
 
@@ -122,7 +123,7 @@ class Answer:
         for place, done in enumerate(self._done):
             choice = self._choice(place, done.finish_reason, self._logprobs[place], done.tokens)
             if self._chat:
-                calls, said = self._calls(place), self._said[place]
+                calls, said = self.calls(place), self._said[place]
                 choice["message"] = {"role": "assistant", "content": said or (None if calls else ""), "refusal": None}
                 choice["message"] |= {"tool_calls": calls} if calls else {}
             else:
@@ -131,7 +132,7 @@ class Answer:
                     choice["prompt_token_ids"] = done.prompt
             choices.append(choice)
         body = {"object": "chat.completion" if self._chat else "text_completion", **self._head}
-        body |= {"choices": choices, "usage": self._usage()}
+        body |= {"choices": choices, "usage": self.usage}
         if self._chat and self._with_ids:
             body["prompt_token_ids"] = self._done[0].prompt
         return body
@@ -143,7 +144,7 @@ class Answer:
 
     def told(self) -> str:
         """Counts and times so far, for a log."""
-        usage, now = self._usage(), time.perf_counter()
+        usage, now = self.usage, time.perf_counter()
         tokens, first = usage["completion_tokens"], self._first - self._start
         later = tokens - len(self._done)  # the first of each sequence comes with the others of its step
         rate = f", {later / (now - self._first):.1f} tokens/s" if later > 0 and now > self._first else ""
@@ -169,9 +170,9 @@ class Answer:
 
     def chunk(self, place: int, event: TokenEvent) -> dict[str, Any] | None:
         """Add an event; what a stream says of it, or None."""
-        known = len(self._calls(place))
+        known = len(self.calls(place))
         text = self.take(place, event)
-        calls = [{"index": at, **call} for at, call in enumerate(self._calls(place)) if at >= known]
+        calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
         tokens = [] if event.token is None else [event.token]
         said = self._logprobs[place][-len(tokens) :] if self._with_logprobs and tokens else []
         if not (text or calls or event.finish_reason or said or (tokens and self._with_ids)):
@@ -186,9 +187,10 @@ class Answer:
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The usage, where the request wants it."""
-        return self._chunk([]) | {"usage": self._usage()} if self._with_usage else None
+        return self._chunk([]) | {"usage": self.usage} if self._with_usage else None
 
-    def _calls(self, place: int) -> list[dict[str, Any]]:
+    def calls(self, place: int) -> list[dict[str, Any]]:
+        """The tool calls of a sequence that are complete."""
         return [] if self._readers is None else self._readers[place].calls
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -201,7 +203,7 @@ class Answer:
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": place, "logprobs": None}
         choice["finish_reason"] = None if reason is None else REASONS.get(reason, "stop")
-        if reason is FinishReason.EOS and self._calls(place):
+        if reason is FinishReason.EOS and self.calls(place):
             choice["finish_reason"] = "tool_calls"
         if self._with_logprobs and self._chat:
             content = [{**said["chosen"], "top_logprobs": said["top"]} for said in logprobs]
@@ -240,7 +242,22 @@ class Answer:
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {**self._names.of(token), "logprob": max(logprob, _NEVER)}
 
-    def _usage(self) -> dict[str, int]:
+    def said(self, place: int) -> str:
+        """The text of a sequence so far, without calls."""
+        return self._said[place]
+
+    def finish_reason(self, place: int) -> FinishReason | None:
+        """Why a sequence has ended; None: it has not."""
+        return self._done[place].finish_reason
+
+    @property
+    def created(self) -> int:
+        """The second since 1970 in which the request was taken."""
+        return self._created
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Counts of tokens so far, in OpenAI's form."""
         # The sequences of one prompt share it.
         count = self._asked.request.n or 1
         prompt = sum(len(done.prompt) for done in self._done[::count])

@@ -41,6 +41,7 @@ from trt_kvcache.serve.protocol import (
     read_request,
     too_many,
 )
+from trt_kvcache.serve.responses import ResponseAnswer, ResponsesRequest, as_chat
 from trt_kvcache.serve.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 
 __all__ = ["Service"]
@@ -210,11 +211,18 @@ class Service:
     async def _embeddings(self, request: Request) -> Response:
         raise ApiError(404, "embeddings are not served: the model makes text; use /v1/completions", code="unsupported")
 
-    async def _responses(self, request: Request) -> Response:
-        raise ApiError(
-            404, "responses are not served: they are kept, and nothing is kept here; use /v1/chat/completions",
-            code="unsupported",
-        )  # fmt: skip
+    async def _responses(self, http: Request) -> Response:
+        request = read_request(await _body(http), ResponsesRequest)
+        adapter = find_adapter(request.model, self._name, self._session.adapters)
+        asked = await asyncio.to_thread(prepare, self._session, as_chat(request), self._most, adapter)
+        answer = http.scope[_ANSWER] = Answer(asked, adapter or self._name, self._names)
+        response = ResponseAnswer(request, answer, adapter or self._name)
+        events = self.core.events(asked.works, asked.config)
+        if not request.stream:
+            await _unless_gone(http, whole_answer(events, answer))
+            return _json(response.whole())
+        first = await _unless_gone(http, _first(events))
+        return _Stream(_response_lines(first, events, response), media_type="text/event-stream", headers=_NO_CACHE)
 
     async def _tokenize(self, http: Request) -> Response:
         request = read_request(await _body(http), TokenizeRequest)
@@ -367,6 +375,23 @@ async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer)
     if (usage := answer.last_chunk()) is not None:
         yield _line(usage)
     yield b"data: [DONE]\n\n"
+
+
+async def _response_lines(
+    first: tuple[int, TokenEvent], events: _Events, response: ResponseAnswer
+) -> AsyncIterator[bytes]:
+    """Server-sent events of a stream of the Responses API."""
+    async with aclosing(events):
+        for line in response.first_events():
+            yield line
+        try:
+            item: tuple[int, TokenEvent] | None = first
+            while item is not None:
+                for line in response.events(*item):
+                    yield line
+                item = await anext(events, None)
+        except TrtKvCacheError as error:
+            yield response.failed(_said(error))
 
 
 def _line(chunk: dict[str, Any]) -> bytes:

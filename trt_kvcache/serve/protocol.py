@@ -18,7 +18,7 @@ from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.core import EndingError, QueueFullError, Work
 from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, grammar_of
-from trt_kvcache.serve.tools import Tool, ToolUse, use_tools
+from trt_kvcache.serve.tools import GENERIC, Tool, ToolUse, form_of, in_text, use_tools
 
 __all__ = [
     "LATER",
@@ -27,6 +27,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "as_api",
+    "as_request",
     "find_adapter",
     "prepare",
     "read_adapter_request",
@@ -282,8 +283,18 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
         raise ApiError(400, f"the body is no JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
-    fields = _cleaned(fields, _NESTED)
+    return as_request(_cleaned(fields, _NESTED), kind)
+
+
+def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Return a request with types, of fields without null.
+
+    Raises:
+        ApiError: a field is unknown, of another type, out of range or not supported.
+    """
     for name, (values, why) in _ONLY.items():
+        if name in kind.__struct_fields__:
+            continue
         value = fields.pop(name, None)
         if value is not None and not any(type(value) is type(v) and value == v for v in values):
             raise ApiError(400, f"{name}: {why}", name, "unsupported")
@@ -317,6 +328,9 @@ _NESTED: dict[str, Any] = {
     "stream_options": {},
     "response_format": {"json_schema": {}},
     "structured_outputs": {},
+    "input": {"content": {}},
+    "text": {"format": {}},
+    "reasoning": {},
     "prompt": {},
     "tokens": {},
 }
@@ -412,9 +426,19 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
     elif request.add_generation_prompt is False:
         how["generation_prompt"] = False
     try:
+        if (tools or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)) and _takes_no_tools(session):
+            messages, tools = in_text(messages, tools), []
         return session.render_chat(messages, tools or None, **how)
     except OptionError as error:
         raise _quoting(error, "messages", "the chat template does not take them") from None
+
+
+def _takes_no_tools(session: DecodeSession) -> bool:
+    """True if the chat template knows no tools; a form of calls that cannot be read is refused where they are used."""
+    try:
+        return form_of(session) is GENERIC
+    except (OptionError, PromptError):
+        return False
 
 
 def _called(call: ToolCall, at: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trt_kvcache.runtime.structured import JSON_FORM
 from trt_kvcache.runtime.text.incremental import StopStrings
 from trt_kvcache.serve.structure import grammars_of
 
-__all__ = ["CallReader", "Tool", "ToolForm", "ToolUse", "find_form", "use_tools"]
+__all__ = ["GENERIC", "CallReader", "Tool", "ToolForm", "ToolUse", "find_form", "form_of", "in_text", "use_tools"]
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,6 +64,16 @@ class ToolForm:
         return match[0] if match else self.begin
 
 
+GENERIC = ToolForm(
+    '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>\n<tool_call>\n{"name": "', "}\n</tool_call>"
+)
+"""For chat templates that know no tools: the form of Hermes, which many models have seen."""
+
+_ASKED = (
+    "You can call functions. To call one, answer with its name and its arguments as JSON, in this form:\n"
+    '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>\nThe functions:'
+)
+
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None], str]
 
 _NAMES = ("first_name_9", "second_name_9")
@@ -74,19 +84,19 @@ _ARGUMENTS = {"argument_9": "value_9"}
 
 
 def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
-    """Return how a chat template writes calls, as it shows when it writes some.
+    """Return how a chat template writes calls, as it shows when it writes some; `GENERIC` if it knows no tools.
 
     Args:
         render: gives the prompt of messages and tools.
         special_tokens: texts that an answer does not show.
 
     Raises:
-        OptionError: it takes no tools, or writes calls in another way than name, then arguments as JSON.
+        OptionError: it writes calls in another way than name, then arguments as JSON.
     """
     tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in _NAMES]
     prompt = render([_USER], tools)
     if prompt == render([_USER], None):
-        raise OptionError("the chat template of the model takes no tools; leave them out")
+        return GENERIC
     plain = _after(render([_USER, {"role": "assistant", "content": _TEXT}], tools), prompt)
     around = plain.partition(_TEXT)[::2]
     written = json.dumps(_ARGUMENTS)
@@ -136,6 +146,41 @@ def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], nam
     if not said.endswith(tail):
         raise _unread("calls that end as text does")
     return said.removeprefix(head).removesuffix(tail)
+
+
+def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for a template that knows no tools: tools, calls and results are text in the generic form.
+
+    Args:
+        messages: of a chat.
+        tools: that may be called. They stand in the system message, or else in the first message of the user.
+    """
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        content, calls = message.get("content") or "", message.get("tool_calls") or []
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if written and written[-1]["role"] == "user":
+                written[-1]["content"] += f"\n{result}"
+            else:
+                written.append({"role": "user", "content": result})
+            continue
+        if calls:
+            said = (GENERIC.between or "").join(
+                f"{call['function']['name']}{GENERIC.middle}{call['function']['arguments']}" for call in calls
+            )
+            content = "\n".join(filter(None, (content, f"{GENERIC.begin}{said}{GENERIC.end}")))
+        written.append({"role": message["role"], "content": content})
+    if tools:
+        asked = "\n".join([_ASKED, *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)])
+        first = next((m for m in written if m["role"] in ("system", "developer")), None)
+        if first is not None:
+            first["content"] += f"\n\n{asked}"
+        elif (user := next((m for m in written if m["role"] == "user"), None)) is not None:
+            user["content"] = f"{asked}\n\n{user['content']}"
+        else:
+            written.insert(0, {"role": "user", "content": asked})
+    return written
 
 
 _forms: WeakKeyDictionary[DecodeSession, ToolForm] = WeakKeyDictionary()

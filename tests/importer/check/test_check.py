@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,28 @@ def keys_in_bfloat16(model: onnx.ModelProto) -> None:
 def test_what_the_rewritten_side_rounds_widens_no_tolerance(fault: m.Mistake, dtype: type, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="computes something else.*: (.* in the rewritten|the rewritten)"):
         check(make_decoder(Decoder(dtype=dtype)), tmp_path, PLAN, fault)
+
+
+def in_float16(g: Build, x: str) -> str:
+    return g.Cast(g.Cast(x, to=TensorProto.FLOAT16), to=TensorProto.FLOAT)
+
+
+def operand_in_float16(model: onnx.ModelProto, place: int) -> None:
+    """Queries, keys or values of the first attention are rounded."""
+    found = m.nodes(model, "Attention")[0]
+    m.insert(model, found, place, "Cast", to=TensorProto.FLOAT16)
+    m.insert(model, found, place, "CastLike", m.constant(model, 0, np.float32))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_what_float32_passes_unrounded_beside_float16_stays_so(part: str, place: int, tmp_path: Path) -> None:
+    """The original rounds keys or values, and the rewritten model rounds one operand, the same or another."""
+    model = make_decoder(Decoder(**{part: in_float16}))
+    own = place == ["", "keys", "values"].index(part)
+    refused = pytest.raises(UnsupportedModelError, match=r"the rewritten model alone rounds '[\w.]+'")
+    with nullcontext() if own else refused:
+        check(model, tmp_path, PLAN, lambda wrong: operand_in_float16(wrong, place))
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto
 
+from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import Term
 from trt_kvcache.importer.operators import ROUNDS
+from trt_kvcache.importer.protos import FLOATS, elem_type_of, is_op
 from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.element_types import all_types
 from trt_kvcache.importer.steps.runnable import NARROW
@@ -23,6 +25,7 @@ _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2
 """Tolerances of numbers computed in float32: constants such as scales are as exact as the model's own type."""
 _EXPORTED_TOLERANCE = 2e-2  # of float16, whose roundings differ in their order
 _ROUNDED_TOLERANCE = 5e-2  # a number close to the middle of two steps goes to either
+_DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # binary, of what a type holds
 FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten times as coarsely
 
 
@@ -48,10 +51,43 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
 
 def added_rounding(region: Region) -> str:
-    """In words, a type that the rewritten side alone rounds to, which the check computes in a wider one; or nothing."""
-    original, rewritten = (all_types(model).intersection(NARROW) for model in region.models)
-    names = [TensorProto.DataType.Name(kind).lower() for kind in sorted(rewritten - original)]
-    return f"the rewritten model computes in {names[0]} there, and the original does not" if names else ""
+    """In words, where the rewritten side alone rounds to a narrower type; or nothing.
+
+    The numbers do not show it: both sides run in float32, or within a tolerance that the original's own rounding needs.
+    So this follows from the graphs. What reaches a result of the original without a cast to a narrower type has to do
+    so in the rewritten model.
+    """
+    types = [all_types(model).intersection(NARROW) for model in region.models]
+    if added := types[1] - types[0]:
+        return f"the rewritten model computes in {_type_name(min(added))} there, and the original does not"
+    if not types[1]:
+        return ""
+    original, rewritten = (Graph(model) for model in region.models)
+    caches = [((name,), (name,)) for name in original.inputs if name in rewritten.inputs]
+    wide = [b.names for b in region.boundaries if b.elem_type not in NARROW and b.elem_type in FLOATS]
+    wide += [names for names in caches if elem_type_of(original.inputs[names[0][0]]) == TensorProto.FLOAT]
+    for names in wide:
+        before, after = (_narrowest(graph, own) for graph, own in zip((original, rewritten), names, strict=True))
+        for result in (*region.joins, *region.presents):
+            if before.get(result, 0) > after.get(result, _DIGITS[TensorProto.FLOAT]):
+                return f"the rewritten model alone rounds '{names[0][0]}' on its way to '{result}'"
+    return ""
+
+
+def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
+    """Digits of the narrowest type on the widest way from `sources` to each tensor."""
+    digits = dict.fromkeys(sources, _DIGITS[TensorProto.FLOAT])
+    for node in graph.nodes:
+        ways = [digits[name] for name in graph.reads[id(node)] if name in digits]
+        if ways and node.op_type not in ("Shape", "Size"):
+            types = {a.i for a in node.attribute if a.name == "to"} if is_op(node, "Cast") else set()
+            width = min(max(ways), *(_DIGITS[kind] for kind in types & _DIGITS.keys()), _DIGITS[TensorProto.FLOAT])
+            digits |= {name: width for name in node.output if name and name not in digits}
+    return digits
+
+
+def _type_name(kind: int) -> str:
+    return str(TensorProto.DataType.Name(kind)).lower()
 
 
 def cache_differs(

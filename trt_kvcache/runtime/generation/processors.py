@@ -208,6 +208,8 @@ def _called(processor: LogitsProcessor, scores: Scores, tokens: Tokens) -> Score
     except Exception as error:
         raise SessionError(f"logits_processor {name} failed: {type(error).__name__}: {error}") from error
     kind = f"{result.dtype} {list(result.shape)}"
+    if result.shape == () and result.item() is None:
+        kind = "None, and a change in place has no effect"
     if result.shape == scores.shape and result.dtype.kind in "fiu":
         if not np.isnan(result).any():
             with np.errstate(over="ignore"):  # as above

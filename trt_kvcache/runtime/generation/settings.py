@@ -68,6 +68,8 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
     known = [f.name for f in fields(GenerationConfig)]
     for name in settings:
         if name not in known:
+            if said := _ELSEWHERE.get(name):
+                raise OptionError(f"'{name}' is no setting of a generation: {said}")
             near = SYNONYMS.get(name) or next(iter(get_close_matches(name, known, 1)), "")
             raise OptionError(
                 f"'{name}' is no setting of a generation; {f'did you mean {near}?' if near else 'see GenerationConfig'}"
@@ -84,6 +86,16 @@ def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {**settings, **_GREEDY}
     return {"do_sample": True, **settings}
 
+
+_ELSEWHERE = {
+    **dict.fromkeys(("n", "num_return_sequences"), "give the prompt as often in a list, with do_sample=True"),
+    **dict.fromkeys(("stream", "streamer"), "call session.stream, or session.stream_chat for messages"),
+    **dict.fromkeys(("pad_token_id", "padding", "attention_mask"), "nothing is padded here; leave it out"),
+    **dict.fromkeys(("use_cache", "cache_implementation", "past_key_values"), "there are always caches; leave it out"),
+    **dict.fromkeys(("return_dict_in_generate", "output_scores"), "results are objects; output_logprobs has scores"),
+    **dict.fromkeys(("typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), "there is no such sampling"),
+}
+"""Names of transformers, vLLM and OpenAI that have another place here, and which."""
 
 SYNONYMS = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "n_predict": "max_new_tokens",

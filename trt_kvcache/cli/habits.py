@@ -1,0 +1,243 @@
+"""What people type who know other tools, and what does the same here: one table for commands, one for flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+__all__ = ["advice_on_address", "advice_on_command", "advice_on_flags", "advice_on_more", "translated"]
+
+_TYPES = "an engine computes in the types of the model; export it in float16 or bfloat16"
+_MODEL = "the model or engine is the argument, without a flag"
+_QUIET = "leave it out; what is long shows on a terminal alone, and errors are one line"
+FOREIGN: dict[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("fp16", "bf16", "fp8", "best", "half", "dtype", "noTF32"), _TYPES),
+    **dict.fromkeys(("int8", "precision", "bits"), ("give --int4 for weights of 4 bits, or --dtype", _TYPES)),
+    "int4": _TYPES,
+    **dict.fromkeys(
+        ("quantization", "quantize"),
+        ("give --int4 for weights of 4 bits", "quantize the model before or as it is exported"),
+    ),
+    **dict.fromkeys(("e", "execution-provider", "provider", "backend-device"), ("give --device cuda, or cpu",)),
+    **dict.fromkeys(("f", "file-prompt"), "give --prompt-file FILE"),
+    **dict.fromkeys(
+        ("t", "threads", "num-threads"),
+        ("give --threads N", "ONNX Runtime takes one thread for each core; in Python, open(..., threads=N)"),
+    ),
+    "no-cnv": "generate is no conversation; leave it out",
+    **dict.fromkeys(("quiet", "q", "silent", "log-disable", "v", "vv", "debug"), _QUIET),
+    **dict.fromkeys(("log-level", "loglevel", "log-verbosity"), _QUIET),
+    "num-return-sequences": "give the prompt several times, each with --prompt",
+    "stream": "text comes as it is made; leave it out",
+    **dict.fromkeys(
+        ("atol", "rtol", "tolerance", "threshold"),
+        "what may differ follows from rounding, which is measured; leave it out",
+    ),
+    **dict.fromkeys(("onnx", "model", "m", "loadEngine", "engine", "engine-dir"), _MODEL),
+    **dict.fromkeys(("saveEngine", "save-engine", "output-dir"), "give -o ENGINE, or -o FOLDER/"),
+    **dict.fromkeys(("max-tokens", "max-length", "n-predict", "max-output-len"), "give --max-new-tokens N"),
+    **dict.fromkeys(
+        ("max-model-len", "max-seq-len", "max-seq-length", "max-input-len", "ctx-size", "context-length"),
+        "give --capacity TOKENS",
+    ),
+    **dict.fromkeys(("max-num-seqs", "batch-size", "max-batch-size", "batch"), "give --max-batch N"),
+    **dict.fromkeys(("max-num-batched-tokens", "prefill-chunk", "max-num-tokens"), "give --max-chunk TOKENS"),
+    **dict.fromkeys(("memPoolSize", "max-workspace-size"), "give --workspace SIZE, such as --workspace 4GiB"),
+    **dict.fromkeys(("presence-penalty", "frequency-penalty"), "give --repetition-penalty X"),
+    **dict.fromkeys(("stop-token-ids", "end-id", "eos-token-id"), "give --eos ID"),
+    **dict.fromkeys(
+        ("tensor-parallel-size", "pipeline-parallel-size", "tp-size", "tp", "num-gpus"),
+        "an engine is for one GPU; leave it out",
+    ),
+    "builderOptimizationLevel": "give --opt-level N",
+    "timingCacheFile": "give --timing-cache FILE",
+    "versionCompatible": "give --version-compatible",
+    "stripWeights": "give --strip-plan",
+    "profilingVerbosity": "give --profiling-verbosity",
+    "shapes": "give --minShapes, --optShapes and --maxShapes, for inputs of unknown role",
+    "stronglyTyped": f"{_TYPES}, always; leave it out",
+    "do-sample": "give --sample",
+    "logit-processors": "rules of your own are Python: GenerationConfig(logits_processor=...)",
+    **dict.fromkeys(("temp",), "give --temperature T"),
+    **dict.fromkeys(("repeat-penalty",), "give --repetition-penalty X"),
+    **dict.fromkeys(("parallel", "np"), "give --max-batch N"),
+    **dict.fromkeys(("predict",), "give --max-new-tokens N"),
+    **dict.fromkeys(("system-prompt", "sys"), "give --system TEXT, of a chat"),
+    **dict.fromkeys(("file", "prompt-path"), "give --prompt-file FILE"),
+    **dict.fromkeys(("input-text", "prompt-text"), "give --prompt TEXT"),
+    **dict.fromkeys(
+        ("model-draft", "md", "speculative-model", "speculative-config", "draft-model"), "give --draft MODEL"
+    ),
+    **dict.fromkeys(("draft-max", "num-speculative-tokens"), "give --num-assistant-tokens N, with --draft"),
+    **dict.fromkeys(("cache-type-k", "cache-type-v", "kv-cache-dtype", "kv-cache-type"), "give --cache-dtype int8"),
+    **dict.fromkeys(("served-model-name", "alias", "model-name"), "give --name NAME"),
+    **dict.fromkeys(("api-key", "api-keys"), "give --api-key-file FILE"),
+    **dict.fromkeys(("enable-prefix-caching", "cache-reuse", "prompt-cache"), "give --prefix-cache SIZE"),
+    **dict.fromkeys(("tokenizer-dir", "tokenizer-path"), "give --tokenizer FILE"),
+    **dict.fromkeys(("max-beam-width", "beam-width"), "give --num-beams N"),
+    **dict.fromkeys(("grammar-file", "guided-grammar"), "give --grammar FILE"),
+    **dict.fromkeys(("guided-json", "response-format"), "give --json-schema FILE"),
+    **dict.fromkeys(("guided-regex",), "give --regex PATTERN"),
+    **dict.fromkeys(("iterations", "avgRuns", "num-iters"), "give --repeats N"),
+    **dict.fromkeys(("warmUp", "num-iters-warmup"), "give --warmup N"),
+    **dict.fromkeys(("output-len", "random-output-len"), "give --repeats N and --positions N"),
+    **dict.fromkeys(("input-len", "random-input-len", "n-prompt"), "give --lengths N"),
+    **dict.fromkeys(("n-gpu-layers", "ngl", "gpu-layers"), "an engine runs on the GPU as a whole; leave it out"),
+    **dict.fromkeys(("flash-attn", "fa", "attention-backend"), "TensorRT chooses its kernels; leave it out"),
+    **dict.fromkeys(("enforce-eager", "useCudaGraph", "cuda-graph"), "CUDA graphs are on; leave it out"),
+    **dict.fromkeys(("trust-remote-code",), "no code of a model is run; leave it out"),
+    **dict.fromkeys(("chat-template", "chat-template-file"), "it is read from the file beside the model"),
+    **dict.fromkeys(
+        ("enable-auto-tool-choice", "tool-call-parser", "jinja"), "tools work by the chat template; leave it out"
+    ),
+    **dict.fromkeys(("swap-space", "cpu-offload-gb"), "sequences are offloaded in Python: open(..., max_sequences=N)"),
+    **dict.fromkeys(("hf-repo", "hf", "model-id", "model-name-or-path", "pretrained-model"), _MODEL),
+    **dict.fromkeys(("interactive", "conversation", "cnv"), "that is a command of its own: trt-kvcache chat"),
+    **dict.fromkeys(("dumpProfile", "dumpLayerInfo", "exportProfile"), "NVIDIA's Nsight Systems shows layers"),
+    **dict.fromkeys(("useDLACore", "allowGPUFallback"), "engines run on a GPU alone; leave it out"),
+    **dict.fromkeys(("mirostat", "typical", "typical-p"), "there is no such sampling; leave it out"),
+    **dict.fromkeys(("torch-dtype", "device-map", "load-in-4bit", "load-in-8bit"), _TYPES),
+    **dict.fromkeys(("opset", "task", "monolith"), "an exporter's own; run that exporter by hand for it"),
+    "device-id": "choose the GPU by CUDA_VISIBLE_DEVICES",
+    "num-beams": "beam search is for generate",
+    "logprobs": "generate shows them in JSON, and serve gives them to who asks",
+    "gpu-memory-utilization": "memory follows from --max-batch and --capacity; leave it out",
+    "verbose": "leave it out; errors say what to do, and build has its own",
+}  # fmt: skip
+"""Flags of trtexec, vLLM, TensorRT-LLM, llama.cpp and transformers, with dashes, and what does the same here."""
+
+
+_SHORT = ("m", "md", "np", "ngl", "fa", "sys", "hf", "cnv", "no-cnv", "tp", "e", "f", "t", "q", "v", "vv")
+"""Names of these with one dash there."""
+
+
+_COMMANDS = {
+    **dict.fromkeys(("run", "infer", "start"), "give trt-kvcache chat MODEL, or generate MODEL, or serve MODEL"),
+    **dict.fromkeys(
+        ("list", "ls", "models"), "models are files: give the path of one, as in trt-kvcache plan model.onnx"
+    ),
+    **dict.fromkeys(("ps", "stop", "top"), "a server tells at /metrics what runs, and Ctrl-C ends it"),
+    **dict.fromkeys(
+        ("pull", "download", "push", "login"),
+        "hf download NAME brings a model of the hub; then give trt-kvcache export NAME -o FOLDER/",
+    ),
+    **dict.fromkeys(("show", "info", "view"), "give trt-kvcache plan MODEL, or inspect ENGINE"),
+    **dict.fromkeys(
+        ("create", "convert", "compile", "optimize", "import"),
+        "give trt-kvcache export CHECKPOINT -o FOLDER/ for ONNX, and build MODEL -o ENGINE/ for an engine",
+    ),
+    **dict.fromkeys(
+        ("quantize", "quantization"),
+        "give trt-kvcache export CHECKPOINT -o FOLDER/ --int4; for caches, build MODEL -o ENGINE/ --cache-dtype int8",
+    ),
+    **dict.fromkeys(("completion", "completions"), "give trt-kvcache --install-completion"),
+    **dict.fromkeys(("perplexity", "eval", "evaluate"), "give trt-kvcache score MODEL --prompt-file FILE"),
+    **dict.fromkeys(
+        ("tokenize", "tokens", "detokenize"), "a server has /tokenize; in Python, Tokenizer.load(FILE).encode(TEXT)"
+    ),
+    **dict.fromkeys(("embed", "embedding", "embeddings"), "models here make text; there are no embeddings"),
+    **dict.fromkeys(("benchmark", "profile", "throughput", "latency"), "give trt-kvcache bench MODEL"),
+    **dict.fromkeys(("complete", "prompt", "ask", "text-generation"), "give trt-kvcache generate MODEL TEXT"),
+    **dict.fromkeys(("server", "api", "launch"), "give trt-kvcache serve MODEL"),
+    **dict.fromkeys(("rm", "delete", "cp", "mv"), "models and engines are files; the shell copies and deletes them"),
+}
+"""Commands of ollama, llama.cpp, vLLM, TensorRT-LLM and optimum-cli, and what does the same here."""
+
+_MORE = {
+    "verify": "it compares MODEL with its own rewrite; give --rewritten FILE for one that you wrote",
+    "export": "it takes one checkpoint; give -o FOLDER/ for the output",
+    "build": "it takes one model; give -o ENGINE/ for the output",
+    "rewrite": "it takes one model; give -o FILE for the output",
+    "inspect": "it takes an engine alone; trt-kvcache plan shows a model",
+}
+"""By command: what to type in the place of a second argument."""
+
+_SPELLED = {
+    "--device": {"gpu": "cuda"},
+    "--dtype": {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"},
+}
+"""Values under another name."""
+
+
+def translated(args: Sequence[str]) -> list[str]:
+    """Return the arguments with values of other tools under their names here."""
+    changed = list(args)
+    for at, arg in enumerate(changed):
+        flag, equals, value = arg.partition("=")
+        known = _SPELLED.get(flag, {})
+        if equals and value in known:
+            changed[at] = f"{flag}={known[value]}"
+        elif not equals and at + 1 < len(changed):
+            changed[at + 1] = known.get(changed[at + 1], changed[at + 1])
+    return changed
+
+
+def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
+    """Return what to type in the place of a command that is not there; else nothing.
+
+    Args:
+        args: after the program's name.
+        own: the commands and flags that are there.
+    """
+    word = args[0] if args else ""
+    if word in _COMMANDS:
+        return f"there is no command {word!r}: {_COMMANDS[word]}"
+    flag = word.partition("=")[0]
+    if flag.startswith("-") and flag not in own and flag.lstrip("-") in (*FOREIGN, *_SHORT, "p", "prompt"):
+        return f"{flag} needs a command before it, such as trt-kvcache build MODEL -o ENGINE/, or generate MODEL TEXT"
+    return ""
+
+
+def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
+    """Return what to type where an argument is too many, or no number; else nothing.
+
+    Args:
+        command: its name.
+        args: after it.
+        said: what the parser says.
+    """
+    if "unexpected extra argument" in said:
+        return f"there is an argument too many: {_MORE.get(command, 'it takes one model or engine; quote paths')}"
+    if (match := re.search(r"'(--[\w-]+)'.*valid (integer|number)", said)) and match[1] in args[:-1]:
+        kind = "a whole number" if match[2] == "integer" else "a number"
+        return f"{match[1]} is {args[args.index(match[1]) + 1]}; give {kind}"
+    places = [arg for arg in args if not arg.startswith("-")]
+    if "'--output'" in said and len(places) > 1:
+        return f"the output is a flag: give -o {places[-1]}"
+    return ""
+
+
+def advice_on_address(args: Sequence[str]) -> str:
+    """Return what to type where the first argument is an address of the web; else nothing."""
+    match = re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)|https?://", args[0]) if args else None
+    name = "NAME" if match is None else match[1] or "NAME"
+    return (match and f"{args[0]} is an address: give hf download {name}, and then the name or the folder") or ""
+
+
+def advice_on_flags(args: Sequence[str], own: Collection[str]) -> str:
+    """Return what to type where an argument shows what was meant; else nothing.
+
+    Args:
+        args: after the command.
+        own: its flags.
+    """
+    for arg, following in zip(args, [*args[1:], ""], strict=False):
+        flag, equals, value = arg.partition("=")
+        typed = flag
+        if not flag.startswith("--"):
+            if flag in own or flag[1:] not in _SHORT:
+                continue
+            flag = f"-{flag}"
+        value = value if equals else following
+        dashed = "--" + flag[2:].replace("_", "-")
+        if flag not in own:
+            if dashed in own:
+                return f"{flag} is written {dashed}"
+            known = FOREIGN.get(flag[2:]) or FOREIGN.get(dashed[2:], "")
+            for said in (known,) if isinstance(known, str) else known:
+                named = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said))
+                if said and (not named or named & {*own}):
+                    return f"there is no {typed}: {said}"
+        elif match := re.fullmatch(r"(\d+(?:\.\d+)?)[kK]", value):
+            return f"{flag} is {value}; write {int(float(match[1]) * 1024)}"
+    return ""

@@ -1,0 +1,298 @@
+"""OpenAI's Responses API without a store: requests become chats, and answers become items and events.
+
+Nothing is kept between requests. Each request has the whole conversation in its ``input``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.serve.answers import Answer
+from trt_kvcache.serve.protocol import ApiError, ChatRequest, as_request
+
+__all__ = ["ResponseAnswer", "ResponsesRequest", "as_chat"]
+
+_STATELESS = "nothing is stored here; send the whole conversation in input"
+_REFUSED = {
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "prompt": "prompts are not stored here; send the text in input",
+    "max_tool_calls": "tools run at the client, which counts its calls; leave it out",
+}
+
+
+class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """How much a model thinks; for chat templates that read the effort."""
+
+    effort: str | None = None
+    summary: str | None = None  # thoughts are not summed up
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request to ``/v1/responses``."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    top_logprobs: Literal[0] | None = None
+    metadata: dict[str, str] | None = None
+    # read by no one here: the answer is the same
+    store: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    stream_options: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    background: Literal[False] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    # refused by name
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    max_tool_calls: int | None = None
+
+
+def as_chat(request: ResponsesRequest) -> ChatRequest:
+    """Return the chat that a request asks for.
+
+    Raises:
+        ApiError: it asks for something that is stored elsewhere, or has an item that is not known.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(request, name) is not None:
+            raise ApiError(400, f"{name}: {why}", name, "unsupported")
+    fields: dict[str, Any] = {
+        "messages": _messages(request),
+        "max_completion_tokens": request.max_output_tokens,
+        "reasoning_effort": request.reasoning and request.reasoning.effort,
+        "response_format": _format(request.text),
+        "tools": [_tool(tool) for tool in request.tools or []] or None,
+        "tool_choice": _choice(request.tool_choice),
+        **{name: getattr(request, name) for name in ("model", "temperature", "top_p", "parallel_tool_calls")},
+    }
+    return as_request({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    for at, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role", "user"), "content": _content(item.get("content"), at)})
+        elif kind == "function_call":
+            if not (messages and messages[-1]["role"] == "assistant"):
+                messages.append({"role": "assistant"})
+            function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", ""))}
+            call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = _content(item.get("output"), at)
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+        elif kind == "item_reference":
+            raise ApiError(400, f"input[{at}]: {_STATELESS}", "input", "unsupported")
+        elif kind != "reasoning":  # thoughts of an earlier answer, which no template asks for
+            known = "message, function_call, function_call_output, reasoning"
+            raise ApiError(400, f"input[{at}].type is {str(kind)[:40]!r}; supported: {known}", "input", "unsupported")
+    return messages
+
+
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""By type of a part: the field with its text."""
+
+
+def _content(content: Any, at: int) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [p.get(_TEXTS.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in parts]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(texts):
+        raise ApiError(400, f"input[{at}]: supported are text, and parts of type input_text or output_text", "input")
+    return "".join(strings)
+
+
+def _format(text: TextSettings | None) -> dict[str, Any] | None:
+    """The format of a chat, which has the schema in a record of its own."""
+    asked = text and text.format
+    if not asked or asked.get("type") != "json_schema":
+        return asked or None
+    return {"type": "json_schema", "json_schema": {name: asked[name] for name in asked if name != "type"}}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ApiError(
+            400, f"tools: there is no tool of type {str(tool.get('type'))[:40]!r} here; supported: function", "tools",
+            "unsupported",
+        )  # fmt: skip
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(choice: Any) -> Any:
+    """The choice of a chat, which has the name in a record of its own."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+class ResponseAnswer:
+    """The answer to one request.
+
+    Args:
+        request: as read.
+        answer: of the chat that it became; it takes the events.
+        model: its name.
+    """
+
+    def __init__(self, request: ResponsesRequest, answer: Answer, model: str) -> None:
+        self._request, self._answer, self._model = request, answer, model
+        self._id, self._number = f"resp_{secrets.token_hex(12)}", 0
+        self._message_id = f"msg_{secrets.token_hex(12)}"
+        self._items: list[dict[str, Any]] = []  # those that are complete
+        self._text = ""
+        self._in_text = False
+
+    def whole(self) -> dict[str, Any]:
+        """The answer that is complete, once `answer` has all events."""
+        for _ in self._ends():
+            pass
+        return self._body(self._status())
+
+    def first_events(self) -> Iterator[bytes]:
+        """The events of a stream before any token."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._body("in_progress"))
+
+    def events(self, place: int, event: TokenEvent) -> Iterator[bytes]:
+        """Add an event; yield what a stream says of it."""
+        text = self._answer.take(place, event)
+        if text:
+            yield from self._begins_text()
+            self._text += text
+            yield self._event(
+                "response.output_text.delta", delta=text, logprobs=[], content_index=0, **self._place(self._message_id)
+            )
+        if event.finish_reason is None and len(self._answer.calls(0)) == self._called:
+            return
+        yield from self._ends(whole=event.finish_reason is not None)
+        if event.finish_reason is not None:
+            status = self._status()
+            yield self._event(f"response.{status}", response=self._body(status))
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event that ends a stream which cannot go on."""
+        body = self._body("failed") | {"error": {"code": "server_error", "message": error.message}}
+        return self._event("response.failed", response=body)
+
+    @property
+    def _called(self) -> int:
+        """Calls that are among the items."""
+        return sum(item["type"] == "function_call" for item in self._items)
+
+    def _begins_text(self) -> Iterator[bytes]:
+        if not self._in_text:
+            self._in_text = True
+            place = self._place(self._message_id)
+            item = self._message("in_progress", [])
+            yield self._event("response.output_item.added", item=item, output_index=place["output_index"])
+            yield self._event("response.content_part.added", part=_part(""), content_index=0, **place)
+
+    def _ends(self, *, whole: bool = True) -> Iterator[bytes]:
+        """The text before the next call or the end, and the calls that are new."""
+        calls = self._answer.calls(0)
+        self._text = self._answer.said(0)
+        if whole and not calls and not self._items:  # an answer of no tokens has a message, too
+            yield from self._begins_text()
+        if not self._items and (self._in_text or self._text):
+            place = self._place(self._message_id)
+            item = self._message("completed", [_part(self._text)])
+            yield self._event("response.output_text.done", text=self._text, logprobs=[], content_index=0, **place)
+            yield self._event("response.content_part.done", part=_part(self._text), content_index=0, **place)
+            yield self._event("response.output_item.done", item=item, output_index=place["output_index"])
+            self._items.append(item)
+        for call in calls[self._called :]:
+            item = {
+                "type": "function_call", "id": f"fc_{secrets.token_hex(12)}", "call_id": call["id"],
+                "status": "completed", **call["function"],
+            }  # fmt: skip
+            place, arguments = self._place(item["id"]), item["arguments"]
+            begun = item | {"arguments": "", "status": "in_progress"}
+            yield self._event("response.output_item.added", item=begun, output_index=place["output_index"])
+            yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
+            named = {"arguments": arguments, "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **named, **place)
+            yield self._event("response.output_item.done", item=item, output_index=place["output_index"])
+            self._items.append(item)
+
+    def _status(self) -> str:
+        cut = self._answer.finish_reason(0) in (FinishReason.LENGTH, FinishReason.CAPACITY)
+        return "incomplete" if cut else "completed"
+
+    def _place(self, item: str) -> dict[str, Any]:
+        return {"item_id": item, "output_index": len(self._items)}
+
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "type": "message", "id": self._message_id, "role": "assistant", "status": status, "content": content
+        }  # fmt: skip
+
+    def _body(self, status: str) -> dict[str, Any]:
+        request = self._request
+        usage = self._answer.usage
+        said = {name: getattr(request, name) for name in ("instructions", "max_output_tokens", "user")}
+        return {
+            "id": self._id, "object": "response", "created_at": self._answer.created, "status": status,
+            "error": None, "model": self._model, "output": list(self._items), "previous_response_id": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None, **said,
+            "metadata": request.metadata or {}, "store": False, "background": False, "truncation": "disabled",
+            "temperature": request.temperature, "top_p": request.top_p, "service_tier": "default",
+            "tools": request.tools or [], "tool_choice": request.tool_choice or "auto",
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "usage": None if status == "in_progress" else {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }  # fmt: skip
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body: Mapping[str, Any] = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
