@@ -63,29 +63,24 @@ class Samples:
         blueprint: the model.
         capacity: tokens per sequence.
         fixed_length: S where the model fixes it, else 0.
-        singly: steps after others have one token.
     """
 
-    def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int, *, singly: bool = False) -> None:
+    def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
         self.blueprint = blueprint
         self.capacity = capacity
-        self.singly = singly
         self._interface = interface
-        self._fixed_rows = interface.fixed_rows
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
         fixed = self.fixed_length = d if isinstance(d := self._sizes.get("sequence"), int) else 0
-        tried = ((2, 0, 3), *_SMALL) if singly else _SMALL
-        small = [s for s in tried if s[1] + (fixed or s[2]) <= capacity] or [(1, 0, 1)]
-        last = fixed or (1 if singly else min(2, capacity))
+        small = [s for s in _SMALL if s[1] + (fixed or s[2]) <= capacity] or [(1, 0, 1)]
+        last = fixed or min(2, capacity)
         # The last two differ in nothing but the past, from none to all that there is room for.
         ends = [(1, 0, fixed or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
         self.plain = tuple({(s.batch, s.past, s.length): s for s in (self.step(*s) for s in (*small, *ends))}.values())
         self.few = self.plain[0], self.plain[-1]
-        length = fixed or (1 if singly else min(3, max(1, capacity // 2)))
-        has_ends = bool(interface.of(OriginalRole.FIXED_CACHE))
-        has_end = has_ends or self._fixed_rows is not None  # a past that grows has none
-        longest = max(0, capacity - length) if has_end else 9
+        length = fixed or min(3, max(1, capacity // 2))
+        has_ends = bool(interface.of(OriginalRole.FIXED_CACHE))  # a past that grows has none
+        longest = max(0, capacity - length) if has_ends else 9
         self.twins = self.step(2, min(5, longest // 2), length), self.step(2, min(9, longest), length)
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2)) if has_ends else ()
         self.wrapped = tuple(self.step(*s, wrapped=True) for s in beyond)
@@ -98,13 +93,12 @@ class Samples:
         `other` is the size of axes that nothing explains; None: nothing is known of inputs that have such an axis.
         """
         batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
-                         (("batch", batch), ("sequence", 1 if self.singly and past else length)))  # fmt: skip
+                         (("batch", batch), ("sequence", length)))  # fmt: skip
         shapes: dict[str, Shape] = {}
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
         for tensor in self._interface.inputs.values():
             in_cache = past if tensor.kept is None else min(past, tensor.kept)
-            in_cache = in_cache if self._fixed_rows is None else self._fixed_rows
             total = in_cache + length
             sizes = {
                 "batch": batch, "sequence": length, "capacity": self.capacity, "past": in_cache, "total": total,
@@ -125,30 +119,13 @@ class Samples:
                 value = np.full(shape, past)
             elif tensor.role is OriginalRole.PADDING_MASK:
                 value = np.zeros(shape)
-                if self._fixed_rows is not None:  # tokens first, then rows that hold nothing, then the new tokens
-                    value[:, :past] = value[:, in_cache:] = 1
-                else:
-                    value[:, :total] = 1
+                value[:, :total] = 1
             else:
                 own[tensor.name] = value = self._mask(shape)
                 if np.issubdtype(dtype, np.floating):
                     value = np.where(value, 0, -256 * self._rng.integers(128, 256, shape))
             values[tensor.name] = value.astype(dtype)
         return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
-
-    def that_run(self) -> Samples:
-        """These samples; or those of which steps after others have one token, if the model runs in such steps alone.
-
-        OpenAI's Whisper adds masks ``[S, S]`` over the new tokens alone, which do not fit scores ``[.., S, P + S]``.
-        """
-        last = self.plain[-1]
-        if self.fixed_length or not last.past or last.length == 1 or self._runs(last):
-            return self
-        singly = Samples(self.blueprint, self._interface, self.capacity, singly=True)
-        return singly if all(map(self._runs, singly.plain)) else self
-
-    def _runs(self, step: Sample) -> bool:
-        return all(step.probe.shape(value.name) is not None for value in self.blueprint.model.graph.output)
 
     def _mask(self, shape: Shape) -> Array:
         """A mask of the caller's own: the keys that queries see."""
