@@ -303,7 +303,10 @@ def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monk
     onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")
     assert plan_model(tmp_path / "model.onnx", PLAN).attention[0].dtype == "float"
     monkeypatch.setattr(Reader, "read", lie)
-    with pytest.raises(UnsupportedModelError, match="overflows in the rewritten model alone, for large numbers"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="overflows in the rewritten model alone, for large numbers|the rewritten model alone rounds",
+    ):
         plan_model(tmp_path / "model.onnx", PLAN)
 
 
