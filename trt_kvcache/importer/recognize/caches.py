@@ -40,7 +40,7 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
     found: dict[int, Cache] = {}
     # Logits are as long as the tokens.
     for present in sorted(graph.outputs, key=lambda t: sum(d in counted for d in dims(t) or ())):
-        if producer(present) is None or dims(present) is None:
+        if producer(present) is None or dims(present) is None or _is_copy(graph, present):
             continue
         fits = {id(t): axis for t in left.values() if (axis := _axis(t, present, counted)) is not None}
         past = _nearest(present, [left[i] for i in fits]) if fits else None
@@ -52,6 +52,14 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
     caches = [found[id(t)] for t in graph.inputs if id(t) in found]
     ranks = {len(c.past.shape) for c in caches}
     return [c for c in caches if c.growing or len(c.past.shape) == max(ranks)]  # others are text, or state
+
+
+def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
+    """True for an output that is an input unchanged, as keys and values of an encoder's text are."""
+    tensor = present
+    while (node := producer(tensor)) is not None and is_op(node, "Identity"):
+        tensor = node.inputs[0]
+    return contains(graph.inputs, tensor)
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
