@@ -47,7 +47,7 @@ def batch(
         int | None, typer.Option(min=1, metavar="N", help="With --ray. Default: one for each GPU, or one on the CPU.")
     ] = None,
 ) -> None:
-    """Answer a file of requests, in its order. Killed at any moment, the same command goes on where it was."""
+    """Answer a file of requests, in its order. After a kill, the same command continues with the rows that are left."""
     named = name or model.resolve().name
     options = running.options() | adapters.options(named) | planning.session_options(model) | {"tokenizer": tokenizer}
     fields = json_object(defaults, "--defaults", '{"max_tokens": 200}')

@@ -125,7 +125,7 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure, and print rows as they come where `rows` says so; True, too, where Ctrl-C ended it."""
+    """Measure; return the report, and True if Ctrl-C ended the run. Print each row at once if `rows` is set."""
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report

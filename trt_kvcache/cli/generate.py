@@ -111,7 +111,7 @@ class GenerationFlags(Flags):
 
 
 def sampling_text(session: DecodeSession) -> str:
-    """Return how a session draws tokens where nobody says it, and where that comes from."""
+    """Return the default sampling of a session, and the file that it comes from."""
     from trt_kvcache.runtime.beside import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
@@ -121,7 +121,7 @@ def sampling_text(session: DecodeSession) -> str:
 
 @flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
-    """Flags of a generation that is no conversation, too."""
+    """Flags of a generation, with those that a conversation does not have."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class RunFlags(Flags):
         """Return the arguments of `DecodeSession.open`.
 
         Raises:
-            OptionError: a size is none.
+            OptionError: a size is malformed.
         """
         from trt_kvcache.engine.options import parse_bytes
 

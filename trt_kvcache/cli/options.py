@@ -131,7 +131,7 @@ class SessionPlanFlags(Flags):
 
         Raises:
             OptionError: a flag has no effect without another.
-            InvalidModelError: there is no such file.
+            InvalidModelError: the file does not exist.
             TrtKvCacheError: see `calibrate_caches`.
         """
         options = self.options()
@@ -153,7 +153,7 @@ class SessionPlanFlags(Flags):
         Raises:
             OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
                 without another.
-            InvalidModelError: there is no such model.
+            InvalidModelError: the model does not exist.
         """
         if is_model(path):
             return self.options_for(path)
@@ -208,10 +208,10 @@ class PlanFlags(TensorRTPlanFlags):
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Return folders by name, of ``NAME=FOLDER`` or of a folder that says its name.
+    """Read ``NAME=FOLDER``, or FOLDER, whose last part is then the name; return the folders by name.
 
     Raises:
-        OptionError: a name comes twice, or there is none.
+        OptionError: a name is missing, or comes twice.
     """
     folders: dict[str, Path] = {}
     for text in values:

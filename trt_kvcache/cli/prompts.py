@@ -108,10 +108,10 @@ class PromptFlags:
         return replace(self, prompt=[piped]) if piped else self
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
-        """Return the named tokenizer, or for text the one beside the model; None where nothing needs one.
+        """Return the named tokenizer, or the one beside the model if there is text; None if no prompt needs one.
 
         Raises:
-            OptionError: text needs one, and there is none; or there is no such model.
+            OptionError: text needs a tokenizer that is missing, or the model does not exist.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None
@@ -133,10 +133,10 @@ class PromptFlags:
         return [read_embedded(file) for file in self.inputs_embeds or []]
 
     def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:
-        """Return all prompts as token ids: texts, then files, then ids, then those of embeddings.
+        """Return all prompts as token ids, in this order: texts, files, ids, embeddings.
 
         Raises:
-            OptionError: there are none, or a file cannot be read.
+            OptionError: there is no prompt, or a file cannot be read.
         """
         texts = [*(self.prompt or []), *(read_text(file) for file in self.prompt_file or [])]
         ids = [token_ids(text, "--tokens") for text in self.tokens or []]
@@ -257,7 +257,7 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
     """Return the JSON object in the text of an option.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the text is no JSON object.
     """
     try:
         value = msgspec.json.decode(text)

@@ -91,7 +91,7 @@ def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
 
 
 def _outcome_of(model: ModelProto, folder: Path, options: PlanOptions) -> dict[str, Any]:
-    """The outcome of a stripped model, as whoever gets the report will see it."""
+    """Plan the stripped model, as the reader of the report will; return its outcome."""
     import tempfile
 
     from trt_kvcache.importer.files.stripped import pack, unpacked

@@ -95,7 +95,7 @@ def serve(
 
 
 def _start_log() -> Callable[[str], None]:
-    """Return a function that writes a line to stderr and never waits: lines are lost where nobody reads them."""
+    """Return a function that writes a line to stderr and never waits. If nobody reads stderr, lines are lost."""
     lines: queue.Queue[str] = queue.Queue(_LINES)
 
     def write() -> None:
