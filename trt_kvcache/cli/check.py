@@ -19,15 +19,15 @@ def check(
         Path | None,
         typer.Option(
             metavar="MODEL",
-            help="If it disagrees: build MODEL, which it was built from, again with layers as outputs, and name the "
-            "first that differs from ONNX Runtime.",
+            help="If the engine is wrong: build its MODEL again with layers as outputs, and name the first layer "
+            "that differs from ONNX Runtime.",
             readable=False,
         ),
     ] = None,
     every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Replay the engine's proof on the GPU: a decode of the original model, recorded when it was built."""
+    """Replay the engine's proof on the GPU: a decode that was recorded when the engine was built."""
     from trt_kvcache.cli.output import print_json
     from trt_kvcache.names import engine_in
     from trt_kvcache.proof.check import check_engine_on_gpu

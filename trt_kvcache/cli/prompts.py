@@ -29,7 +29,7 @@ _prompt_flag = partial(typer.Option, rich_help_panel="Prompts to continue")
 _source_flag = partial(typer.Option, rich_help_panel="Sources for an encoder (translation, speech, ...)")
 TemplateOption = Annotated[
     str | None,
-    _prompt_flag(metavar="JSON", help="More for the chat template, such as '{\"enable_thinking\": false}'."),
+    _prompt_flag(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
 ]
 _NEEDED = ("input_ids", "inputs_embeds")
 
@@ -54,21 +54,25 @@ class PromptFlags:
     """Flags that give prompts, and inputs of the model beside them."""
 
     prompt: Annotated[
-        list[str] | None, _prompt_flag("--prompt", "-p", metavar="TEXT", help="For several, give it several times.")
+        list[str] | None,
+        _prompt_flag("--prompt", "-p", metavar="TEXT", help="Prompt text. Repeat it for several prompts."),
     ] = None
     prompt_file: Annotated[
-        list[Path] | None, _prompt_flag(metavar="FILE", help="Text from a file; - is stdin.", readable=False)
+        list[Path] | None,
+        _prompt_flag(metavar="FILE", help="File with the text of a prompt; - is stdin.", readable=False),
     ] = None
-    tokens: Annotated[list[str] | None, _prompt_flag(metavar="ID,...", help="Token ids.")] = None
+    tokens: Annotated[list[str] | None, _prompt_flag(metavar="ID,...", help="Prompt as token ids.")] = None
     tokenizer: Annotated[
         Path | None,
         _prompt_flag(
             metavar="FILE",
-            help="tokenizer.json or its folder. Default for text: the one beside the model.",
+            help="tokenizer.json or its folder. Default: the one beside the model.",
             readable=False,
         ),
     ] = None
-    chat: Annotated[bool, _prompt_flag("--chat", help="Each text is a user's message; uses the chat template.")] = False
+    chat: Annotated[
+        bool, _prompt_flag("--chat", help="Treat each text as a message of a user, with the chat template.")
+    ] = False
     system: Annotated[str | None, _prompt_flag(metavar="TEXT", help="System message of the chat.")] = None
     chat_template_kwargs: TemplateOption = None
     constants: Annotated[
@@ -178,9 +182,11 @@ class SourceFlags:
 
     source: Annotated[
         list[str] | None,
-        _source_flag(metavar="TEXT", help="Text, such as the text to translate. For several, give it several times."),
+        _source_flag(metavar="TEXT", help="Text for the encoder, such as a text to translate. Repeat it for several."),
     ] = None
-    source_tokens: Annotated[list[str] | None, _source_flag(metavar="ID,...", help="The same as token ids.")] = None
+    source_tokens: Annotated[
+        list[str] | None, _source_flag(metavar="ID,...", help="Text for the encoder as token ids.")
+    ] = None
     source_inputs: Annotated[
         list[Path] | None,
         _source_flag(
