@@ -575,7 +575,7 @@ class DecodeSession:
                         taken, constants=constants, adapter=config.adapter, queue=True
                     )
                 else:
-                    self.cache.seat(name)
+                    self.cache.give_row(name)
                     held = len(self.cache.slot(name).tokens)
                 entry = new.after(self.cache.slot(name))
                 self._loop.add(name, entry, continuation, self._streams.added, keep_slot=keep, client=client)
