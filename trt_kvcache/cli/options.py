@@ -86,7 +86,7 @@ CheckOption = Annotated[
     Literal["first", "always", "off"],
     run_flag(
         help="Replay of an engine's proof. first: once for each GPU, driver and version of TensorRT, which leaves a "
-        "receipt beside the engine."
+        ".passed_check file beside the engine."
     ),
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], run_flag(help="auto: the device that the file is made for.")]

@@ -18,11 +18,11 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.steps.contents import all_contents, find_caches, find_states
+from trt_kvcache.importer.steps.contents import CacheTensor, all_contents, find_caches, find_states
 from trt_kvcache.importer.steps.inputs import StepInputs, arrange, draw_constants, span_inputs
 from trt_kvcache.importer.steps.step import Step
 
-__all__ = ["Rewritten", "RewrittenSteps", "WideSession"]
+__all__ = ["Rewritten", "RewrittenSteps", "WideSession", "copy_rows"]
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -64,9 +64,8 @@ class RewrittenSteps:
         self._others = [t for t in inputs if t.name not in constants]
         self._rng, self._limits, self._rows = np.random.default_rng(seed), limits, rows
         self.ends = [0] * rows
-        named = {c.role.name: c for c in self._carried}
-        contents = all_contents(named, seed, self.ends, garbage, 0)
-        self.caches: Feeds = {name: _wide(named[name].to_physical(values)).copy() for name, values in contents}
+        self._seed, self._garbage, self.caches = seed, garbage, Feeds()
+        self._begin(0)
 
     def feeds(
         self, length: int, rows: Sequence[int], *, span: str = "tight", kept: int | None = None,
@@ -97,12 +96,32 @@ class RewrittenSteps:
                 given, whole = feeds[other.name], "float" not in other.dtype
                 values = numbers_of(other.name, tokens, given.shape, other.axes, whole=whole)
                 feeds[other.name] = values if given.dtype.name in _NARROW else values.astype(given.dtype)
-        return _widened(feeds) | {name: values[list(rows)] for name, values in self.caches.items()}
+        # Of all rows, nothing is copied: caches of many rows would take longer than the model.
+        every = [*rows] == [*range(self._rows)]
+        return _widened(feeds) | {n: values if every else values[list(rows)] for n, values in self.caches.items()}
+
+    def skip(self, piece: Piece) -> None:
+        """Leave out tokens: see `trt_kvcache.compare.decode.Piece.skip`."""
+        for cache in self._carried:
+            for row in piece.rows if cache.update is not None and not piece.drawn else ():
+                copy_rows(cache, self.caches[cache.role.name][row], self.ends[row], self.ends[row] + piece.skip)
+        for row in piece.rows:
+            self.ends[row] += piece.skip
+        if piece.drawn:
+            self._begin(1)
+
+    def _begin(self, number: int) -> None:
+        """Fill the caches with random numbers for the tokens that there are, and with garbage."""
+        named = {c.role.name: c for c in self._carried}
+        contents = all_contents(named, self._seed, self.ends, self._garbage, number)
+        self.caches = {name: _wide(named[name].to_physical(values)).copy() for name, values in contents}
 
     def accept(self, length: int, rows: Sequence[int], outputs: Mapping[str, Array]) -> None:
         """Take the caches that a step gave for these rows."""
         for cache in self._carried:
-            if cache.output is not None:
+            if cache.output is not None and [*rows] == [*range(self._rows)]:
+                self.caches[cache.role.name] = outputs[cache.output]
+            elif cache.output is not None:
                 self.caches[cache.role.name][list(rows)] = outputs[cache.output]
         for row in rows:
             self.ends[row] += length
@@ -136,6 +155,18 @@ class Rewritten:
         self._axes = next(t.axes for t in plan.tensors if t.io == "output" and t.name == self._output)
         self._steps: RewrittenSteps | None = None
 
+    @property
+    def caches(self) -> Feeds:
+        """See `RewrittenSteps`."""
+        assert self._steps is not None
+        return self._steps.caches
+
+    @property
+    def ends(self) -> list[int]:
+        """See `RewrittenSteps`."""
+        assert self._steps is not None
+        return self._steps.ends
+
     def start(self, rows: int) -> None:
         """See `Runner.start`."""
         self._steps = RewrittenSteps(
@@ -146,11 +177,28 @@ class Rewritten:
         """See `Runner.step`."""
         assert self._steps is not None
         values = tokens if self._table is None else self._table[tokens]
+        if piece.skip or piece.drawn:
+            self._steps.skip(piece)
         feeds = self._steps.feeds(piece.length, piece.rows, span=piece.span, kept=piece.kept, tokens=values)
         outputs = self._run(feeds)
         self.watch(feeds, outputs)
         self._steps.accept(piece.length, piece.rows, outputs)
-        return by_position(outputs[self._output], self._axes, len(piece.rows))
+        logits = by_position(outputs[self._output], self._axes, len(piece.rows))
+        return logits if piece.kept is None else logits[:, -piece.kept :].copy()
+
+
+def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
+    """Let a cache of `length` tokens hold `start`: the further ones are copies of those; changed in place.
+
+    Args:
+        cache: whose contents they are.
+        values: of one text ``[*physical_shape[1:]]``.
+        length: see above.
+        start: see above.
+    """
+    rows = cache.physical_rows(values[None])[0]
+    places = np.arange(max(start - len(rows), 0), start) % len(rows)
+    rows[places] = rows[places % min(length, len(rows))]
 
 
 def output_of(plan: CachePlan) -> str:

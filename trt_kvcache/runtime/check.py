@@ -1,0 +1,182 @@
+"""An engine against its proof, on the GPU at hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from trt_kvcache import __version__
+from trt_kvcache.compare.proof import Proof, decode_proof
+from trt_kvcache.engine.manifest import Manifest, load_manifest, proof_path
+from trt_kvcache.errors import BackendError, ManifestError, SessionError, VerificationError
+from trt_kvcache.files import read_file
+from trt_kvcache.runtime.passed_checks import PassedCheck, passed_check_path, read_passed_check, write_passed_check
+from trt_kvcache.runtime.replay import Difference, Finding, replay, rows_needed
+
+__all__ = ["CheckReport", "check_engine_on_gpu", "load_proof", "prove"]
+
+_LARGEST = 4 << 20  # bytes of a proof's file
+_AGAIN = "copy engine, manifest and proof together, or build again"
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The result of checking an engine.
+
+    Attributes:
+        ran_on: TensorRT and GPU.
+        recorded_on: what ran the model.
+        steps: of the proof that were run.
+        outputs: the largest difference of each output.
+        findings: disagreements.
+        passed_check: path of the file that says so to the next start; empty where the engine disagrees.
+        notes: what else the reader should know.
+        layer: the first layer that differs, in words, if it was looked for.
+    """
+
+    engine: str
+    passed: bool
+    ran_on: str
+    recorded_on: str
+    driver: str
+    steps: int
+    outputs: tuple[Difference, ...]
+    findings: tuple[Finding, ...]
+    passed_check: str
+    notes: tuple[str, ...] = ()
+    layer: str = ""
+
+    def check(self) -> None:
+        """Does nothing where the engine passed.
+
+        Raises:
+            VerificationError: it did not; the message names output, step, row and difference.
+        """
+        if self.passed:
+            return
+        more = f" ({len(self.findings) - 1} other outputs, too)" if len(self.findings) > 1 else ""
+        raise VerificationError(
+            f"{self.engine}: does not give the numbers of its proof on {self.ran_on}, driver {self.driver}: "
+            f"{self.findings[0]}{more}; do not use it here: build it with another version of TensorRT, and see "
+            f"'trt-kvcache check --locate'"
+        )
+
+
+def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
+    """Check an engine before a session opens it: once for each GPU, driver and TensorRT, or each time.
+
+    Args:
+        engine: its path.
+        check: ``"first"``, ``"always"`` or ``"off"``.
+        options: of `TensorRTRunner`; sizes of the session are not those of the replay.
+
+    Raises:
+        VerificationError: it does not give the numbers of its proof.
+        ManifestError, BackendError: see `check_engine_on_gpu`.
+    """
+    if check == "off":
+        return
+    manifest = load_manifest(engine)
+    if manifest.is_encoder or (check == "first" and manifest.proof is None):
+        return
+    check_engine_on_gpu(engine, options, again=check == "always").check()
+
+
+def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
+    """Replay the proof of an engine, and remember it if it agrees.
+
+    Args:
+        engine: its path.
+        options: of `TensorRTRunner`, but for sizes.
+        again: also where it agreed here before.
+
+    Raises:
+        ManifestError: it has no proof, or another engine's, or one that was changed.
+        BackendError: TensorRT or a GPU is missing, or the GPU has too little memory.
+    """
+    from trt_kvcache.runtime.trt.cuda import Cuda, cuda_bindings
+    from trt_kvcache.runtime.trt.load import load_tensorrt
+    from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+
+    manifest = load_manifest(engine)
+    proof = load_proof(manifest, engine)
+    assert manifest.proof is not None
+    settings = {n: v for n, v in options.items() if n not in ("max_batch", "max_chunk")}
+    bindings = settings.get("bindings") or Bindings(load_tensorrt(manifest.backend), cuda_bindings())
+    settings["bindings"] = bindings
+    gpu = Cuda(settings.get("device", 0), bindings.cuda)
+    name, capability, driver = gpu.name, gpu.compute_capability, _driver(gpu.driver_version)
+    gpu.close()
+    now = PassedCheck(
+        manifest.engine.blake3, manifest.proof.blake3, f"{name} ({capability})", driver,
+        f"{manifest.backend} {bindings.tensorrt.__version__}", __version__,
+    )  # fmt: skip
+    folder = settings.get("kernel_cache")
+    path = passed_check_path(engine, name, None if folder is None else Path(folder))
+    why = read_passed_check(path, now)
+    if not why and not again:
+        here = f"{now.backend}, {now.gpu}"
+        return CheckReport(str(engine), True, here, proof.facts.recorded_on, driver, 0, (), (), str(path))
+    rows, chunk = rows_needed(proof, manifest.plan, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
+    try:
+        runner = TensorRTRunner(engine, max_batch=rows, max_chunk=chunk, **settings)
+    except BackendError as error:
+        raise type(error)(
+            f"the proof cannot be replayed: {error.message}; --check off opens the engine without it"
+        ) from error
+    try:
+        result = replay(runner, proof)
+        ran_on = runner.name
+    except SessionError as error:
+        raise type(error)(f"{engine}: the proof cannot be replayed: {error.message}") from error
+    finally:
+        runner.close()
+    if result.passed:
+        write_passed_check(path, replace(now, largest=max((d.part for d in result.outputs), default=0.0)))
+    notes = tuple(filter(None, (why, proof.facts.note)))
+    return CheckReport(
+        str(engine), result.passed, ran_on, proof.facts.recorded_on, driver, result.steps, result.outputs,
+        result.findings, str(path) if result.passed else "", notes,
+    )  # fmt: skip
+
+
+def load_proof(manifest: Manifest, engine: Path) -> Proof:
+    """The proof that was built with an engine.
+
+    Raises:
+        ManifestError: there is none, it is not the one that the manifest names, or of another engine.
+    """
+    path = proof_path(engine)
+    if manifest.proof is None:
+        raise ManifestError(f"{engine}: was built without a proof: {manifest.no_proof}")
+    try:
+        content = read_file(path, _LARGEST)
+    except OSError as error:
+        raise ManifestError(
+            f"{path}: the proof that was built with {engine.name} cannot be read ({error.strerror}); {_AGAIN}; "
+            "--check off opens the engine without it"
+        ) from None
+    if (len(content), blake3(content).hexdigest()) != (manifest.proof.size, manifest.proof.blake3):
+        raise ManifestError(f"{path}: not the proof that was built with {engine.name}: it was cut or changed; {_AGAIN}")
+    try:
+        proof, of = decode_proof(content)
+    except ValueError as error:
+        raise ManifestError(f"{path}: the proof is {error}; {_AGAIN}") from None
+    if of != manifest.engine.blake3:
+        raise ManifestError(f"{path}: the proof of another engine, {of[:16]}; {_AGAIN}")
+    return proof
+
+
+def _driver(cuda: tuple[int, int]) -> str:
+    """The driver: the version of CUDA that it is for, and its own, where the system says it."""
+    try:
+        match = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
+    except OSError:  # not on Linux
+        match = None
+    return "for CUDA {}.{}".format(*cuda) + (f", {match[0]}" if match else "")
