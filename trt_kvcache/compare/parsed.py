@@ -22,7 +22,7 @@ from trt_kvcache.compare.decode import Piece, plan_pieces
 from trt_kvcache.compare.exported import Exported
 from trt_kvcache.compare.float32_copy import float32_copy
 from trt_kvcache.compare.network import Network, NetworkError, Node, UnknownLayerError
-from trt_kvcache.compare.rewritten import GARBAGE, RewrittenSteps, WideSession
+from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.importer.extensions import for_cpu
@@ -118,16 +118,16 @@ def compare_network(
             wide, place = float32_copy(runs, folder, Path(name), replaced)
             rows = max((row + 1 for piece in pieces for row in piece.rows), default=limits.batch)
             watch, session = NetworkWatch(network, trt, wide, place, garbage), WideSession(wide, place)
-            steps = RewrittenSteps(plan, index_limits(model, plan), rows, garbage=garbage)
+            steps = Rewritten(plan, index_limits(model, plan), garbage=garbage)
+            steps.start(rows)
             chosen = pieces or plan_pieces(limits, plan, (5,), 1)[:_PIECES]
             for count, piece in enumerate(chosen):
-                text = tokens[count] if tokens else None
-                feeds = steps.feeds(piece.length, piece.rows, span=piece.span, kept=piece.kept, tokens=text)
+                feeds = steps.feeds(piece, tokens[count] if tokens else None)
                 wanted = session.run(feeds)
                 watch(feeds, wanted)
                 if watch.found.finding or watch.found.note:
                     break
-                steps.accept(piece.length, piece.rows, wanted)
+                steps.accept(piece, wanted)
             return watch.found
     except (OptionError, OutputError, RunError, UnsupportedModelError) as error:
         return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
