@@ -289,7 +289,7 @@ def plan_pieces(
     found = {**places, **windows, **dict.fromkeys(limits.circular, "wrap")}
     for place in sorted(found):
         middle = sorted(ends)[len(ends) // 2]
-        if place > middle and (far or place <= _REACH):
+        if far or middle < place <= _REACH:
             walk(f"{found[place]} {place}", place - single - middle)
     if full and room is not None and (far or room <= _REACH):
         walk("full", room - 2 * single - max(ends))
