@@ -228,8 +228,8 @@ class BuildOptions:
     proof: Annotated[
         str | int,
         _how(
-            "The decode of the original that the engine has to repeat where it runs. auto: unless it takes more than "
-            "two minutes; STEPS: of so many steps, whatever they take.",
+            "The decode of the rewritten model that the engine has to repeat where it runs. auto: unless it takes more "
+            "than two minutes; STEPS: of so many steps, whatever they take.",
             "auto also leaves it out if memory does not do.",
             metavar="auto|off|STEPS",
         ),
