@@ -1,8 +1,7 @@
 """The corpus: every model that the tests plan, verify, build, or see refused.
 
-A family is a module here; its `entries` give a name, a builder and the options of the plan for each model. What is
-expected of a model is in `net.txt`: the facts of its plan, with idiom and route of each cache, or the words of its
-refusal; and the verdict of `verify`. Nothing is built before it is asked for.
+A family is a module here; its `entries` give a name, a builder and the options of the plan for each model. Those in
+`promises.txt` are taken and right, any other is refused or right. Nothing is built before it is asked for.
 """
 
 from __future__ import annotations
