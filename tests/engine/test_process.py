@@ -78,7 +78,7 @@ def children() -> list[psutil.Process]:
         p
         for p in found
         if not re.search(
-            "importer.check.checker|template_process|tokenizer_process|multiprocessing|proof.recorder",
+            "importer.check.checker|multiprocessing|proof.recorder",
             " ".join(p.cmdline()),
         )
     ]
