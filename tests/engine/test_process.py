@@ -75,7 +75,7 @@ def children() -> list[psutil.Process]:
         p
         for p in found
         if not re.search(
-            "importer.check.checker|template_process|tokenizer_process|multiprocessing",
+            "importer.check.checker|multiprocessing",
             " ".join(p.cmdline()),
         )
     ]

@@ -13,12 +13,12 @@ with a function of that name for each.
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
 
 `folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route, and the
-pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. Five families have no
+pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. Four families have no
 record, since no cheap test tells: a build and a session ask for `encoders` where there is an encoder beside the
 decoder; `normalize` asks for `latent_attention` where no attention reads a cache as it is, or tokens meet what is made
-of positions, for `position_biases` where more than a mask is added to scores, for `rounded_attention` where a decoder
-has QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache or
-shifts the rows of one. Stations reach them as attributes of this package, which load them.
+of positions, for `position_biases` where more than a mask is added to scores, and for `ring_windows` with ``--sliding
+circular`` or where a model writes a circular cache or shifts the rows of one. Stations reach them as attributes of this
+package, which load them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.extensions import position_biases as position_biases
     from trt_kvcache.importer.extensions import quantized_caches as quantized_caches
     from trt_kvcache.importer.extensions import ring_windows as ring_windows
-    from trt_kvcache.importer.extensions import rounded_attention as rounded_attention
     from trt_kvcache.importer.extensions import stacked_caches as stacked_caches
 else:
 
@@ -215,27 +214,19 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def _by_quantizer(model: onnx.ModelProto) -> bool:
-    """Operators of TensorRT's domain, or biases of int32."""
-    biases = {t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT32}
-    dequantized = (node for node in model.graph.node if node.op_type == "DequantizeLinear")
-    return any(node.input[0] in biases for node in dequantized if node.input) or any(
-        node.domain == "trt" for scope in iter_scopes(model) for node in scope.node
-    )
+    """Operators of TensorRT's domain."""
+    return any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node)
 
 
 def _multiplies_integers(model: onnx.ModelProto) -> bool:
     operators = _operators(model)
-    return bool(operators & {"DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}) or any(
+    return bool(operators & {"QuantizeLinear", "DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}) or any(
         op.startswith("QLinear") for op in operators
     )
 
 
-def _rounds(model: onnx.ModelProto) -> bool:
-    return "QuantizeLinear" in _operators(model)
-
-
 def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
-    return bool(_operators(model) & {*QUANTIZES, *_BLOCKS}) or any(
+    return bool(_operators(model) & _BLOCKS) or any(
         t.data_type == onnx.TensorProto.FLOAT4E2M1 for t in model.graph.initializer
     )
 
@@ -257,8 +248,6 @@ EXTENSIONS: dict[str, dict[str, Test]] = {
     "quantizers": {
         "read": _by_quantizer,
         "standardize": _multiplies_integers,
-        "note": _rounds,
-        "for_tensorrt": _rounds,
         "for_cpu": _only_on_tensorrt,
     },
     "plugin_route": {"define": _updates_outside_onnx},

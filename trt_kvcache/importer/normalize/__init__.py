@@ -5,7 +5,7 @@
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
                                                         read_updates (update_runs); new_rows
     attention over them                                 attention: search, masks
-                                                        extensions: rounded_attention, position_biases
+                                                        extensions: position_biases
     keys and values computed from caches                extensions: latent_attention
     caches inside operators                             idioms: attention_past
     state that is no cache                              idioms: states
@@ -122,8 +122,6 @@ def normalize(
             return extensions.ring_windows.slide(model, options, usual)
         return model, None
     graph = read_graph(model)
-    if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
-        extensions.rounded_attention.round_new_rows(graph)
     exported = _recognize(graph, weights, options, usual)
     return (model, None) if exported is None else canonical_form(exported, options)
 
@@ -190,10 +188,6 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]] 
     tidy(graph)
     if any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
-    if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
-        extensions.rounded_attention.round_first(
-            graph, {t.name for c in find_candidates(graph) for t in (c.present, *c.node.outputs)}
-        )
     candidates = find_candidates(graph)
     if not candidates and not any(map(has_inner_caches, graph.nodes)):
         return None

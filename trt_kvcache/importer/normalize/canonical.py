@@ -22,7 +22,6 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import FLOAT, SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.findings import AttentionSite, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
-from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS
 
 _INT64 = int(onnx.TensorProto.INT64)
 _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -149,8 +148,6 @@ class Canonical:
             "is_causal": int(seen.causal),
             "scale": float(np.float32(site.scale)),
         }
-        rounding = {SCORES: site.rounded_scores, WEIGHTS: site.rounded_weights}
-        attrs |= {name: how.numbers for name, how in rounding.items() if how is not None}
         if site.softcap:
             attrs["softcap"] = float(np.float32(site.softcap))
         if site.precision:

@@ -11,7 +11,6 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.normalize.candidate import ExportedUpdate
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.plan import Dim, InterfaceChange, OriginalTensor, StateUpdate, TensorRole
-from trt_kvcache.importer.planning.rounding import Rounding
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.extensions.position_biases import RelativeBias
@@ -101,8 +100,6 @@ class AttentionSite:
             so, or in double, or in the one of float16 and bfloat16 that the caches are not.
         wide_weights: the softmax is, or the product of what it makes and values.
         sinks: logits beside the scores; None: none.
-        rounded_scores, rounded_weights: how scores, before their softcap and mask, and what the softmax makes of them
-            are rounded; None: not. `scale` is before the former.
         precision: ONNX element type of the softmax; 0: that of the queries.
         query_is_flat: `query` has the same numbers in another shape, of which the editor makes `[B, Hq, S, D]`.
         output_shape: the shape of `output` where it is another one: "batch" and "sequence" are those of the tokens, "?"
@@ -123,8 +120,6 @@ class AttentionSite:
     query_type: int
     output_type: int
     sinks: Sinks | None = None
-    rounded_scores: Rounding | None = None
-    rounded_weights: Rounding | None = None
     precision: int = 0
     wide: bool = False
     wide_weights: bool = False

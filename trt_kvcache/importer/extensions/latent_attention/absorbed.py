@@ -203,8 +203,6 @@ def find_absorbed(sites: Sequence[AttentionSite], computed: Computed, samples: S
     finder = _Finder(computed, sample)
     absorbed: dict[str, Absorbed] = {}
     for site in sites:
-        if site.rounded_scores or site.rounded_weights:  # over latents, these would be other numbers
-            continue
         if site.heads < 2 or not {site.key.present.name, site.value.present.name} & computed.heads.keys():
             continue
         keys = finder.parts(site.key, site.heads, site.head_size)

@@ -15,7 +15,7 @@ check decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
@@ -24,7 +24,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import DOUBLE, FLOAT, consumers, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
@@ -34,7 +33,6 @@ from trt_kvcache.importer.normalize.findings import AttentionSite, Sinks, Write
 from trt_kvcache.importer.normalize.views import MOVES, is_float_cast
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.attention_facts import gives_scores
-from trt_kvcache.importer.planning.rounding import Rounding
 
 _WIDE = (FLOAT, DOUBLE)
 _HALVES = {int(onnx.TensorProto.FLOAT16), int(onnx.TensorProto.BFLOAT16)}  # each holds numbers that the other does not
@@ -50,7 +48,6 @@ class _Operators:
         key, value: the caches that keys and values are made of.
         keys: how many there are in the smallest step.
         scale, softcap: of the scores.
-        rounding, weights: how scores, and what the softmax makes of them, are rounded.
         added: what is added to the scores: what the Softmax reads, or the mask of an Attention; None: nothing.
         product: the scores; None: those of an Attention.
     """
@@ -65,8 +62,6 @@ class _Operators:
     softcap: float
     added: gs.Tensor | None
     product: gs.Tensor | None = None
-    rounding: Rounding | None = None
-    weights: Rounding | None = None
 
 
 def find_attentions(
@@ -157,14 +152,12 @@ class _Finder:
                 f"Softmax '{softmax.name}' is over axis {axis} of scores {list(shape)}, made of the cache "
                 f"'{keys[0].past.name}'; supported is the last axis, that of the keys"
             )
-        scale, softcap, rounding = self._scale(between, keys[1])
+        scale, softcap = self._scale(between, keys[1])
         self._check_order(product.inputs[0], product.inputs[1], keys)
         self._check_order(after[-1].outputs[0], after[-1].inputs[1], values)
-        weights = (_rounding(node, "what the softmax makes of scores") for node in after)
         return _Operators(
             softmax, product.inputs[0], after[-1].outputs[0], keys[0], values[0],
             (self._shape(product.outputs[0]) or (0,))[-1], scale, softcap, softmax.inputs[0], product.outputs[0],
-            rounding, next((pair for pair in weights if pair is not None), None),
         )  # fmt: skip
 
     def _check_order(self, like: gs.Tensor, read: gs.Tensor, cache: tuple[Write, float]) -> None:
@@ -202,10 +195,9 @@ class _Finder:
                     pending += [(t, (*path, node)) for t in reversed(list(after(node)))]
         return []
 
-    def _scale(self, between: Sequence[gs.Node], scale: float) -> tuple[float, float, Rounding | None]:
-        """Factor, softcap and rounding of scores; `between` are the nodes from these on, `scale` is that of keys."""
-        softcap, before = 0.0, 1.0
-        rounding: Rounding | None = None
+    def _scale(self, between: Sequence[gs.Node], scale: float) -> tuple[float, float]:
+        """Factor and softcap of scores; `between` are the nodes from these on, `scale` is that of keys."""
+        softcap = 0.0
         for node in between:
             pair = self._factor(node) if is_op(node, "Mul", "Div") else None
             if pair is not None:
@@ -213,11 +205,7 @@ class _Finder:
                 softcap *= pair[1]  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
             if is_op(node, "Tanh"):
                 softcap = 1.0
-            if (rounds := _rounding(node, "scores")) is not None:
-                if softcap:  # the check takes both orders for the same, up to what is rounded
-                    raise UnsupportedModelError(f"'{node.name}' rounds scores that are capped already")
-                before, scale, rounding = scale, 1.0, rounds
-        return (scale, softcap, None) if rounding is None else (before, softcap, replace(rounding, factor=scale))
+        return scale, softcap
 
     def _fused(self, node: gs.Node) -> _Operators | None:
         """An Attention node over caches, or None.
@@ -272,7 +260,7 @@ class _Finder:
         softmax = after if ops.product is None else sample.probe.elem_type(ops.node.outputs[0].name)
         return AttentionSite(
             name, output, query, key, ops.value, ops.scale, ops.softcap, visibility, heads, size, value_size,
-            query_type, output_type, sinks, ops.rounding, ops.weights,
+            query_type, output_type, sinks,
             wide=product in _WIDE or {product, elem_type(key.past)} == _HALVES,
             wide_weights=not {softmax, after}.isdisjoint(_WIDE),
             query_is_flat=query_shape is not None, output_shape=output_shape,
@@ -333,14 +321,6 @@ def smallest(samples: Samples) -> Sample:
 def _read(write: Write) -> tuple[gs.Tensor, ...]:
     """The tensors of a cache that attention may read: not a present that is cut to less than that."""
     return (write.present, *write.aliases) if write.kept is None or write.shifted else write.aliases
-
-
-def _rounding(node: gs.Node, what: str) -> Rounding | None:
-    """The rounding of scores or weights by a DequantizeLinear after a QuantizeLinear; None for other nodes."""
-    if not is_op(node, "DequantizeLinear"):
-        return None
-    pair = extensions.rounded_attention.read_pair(node, what)
-    return None if pair is None else pair[1]
 
 
 def _earlier(tensor: gs.Tensor) -> gs.Tensor | None:
