@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from inspect import getdoc
 from typing import Any
@@ -11,6 +12,12 @@ import griffe
 
 class Settings(griffe.Extension):
     """Takes docstrings that `described` has completed, and of ``Annotated[type, Setting(...)]`` the type."""
+
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        """Show defaults by what they are, not by the name of a constant of the module."""
+        for part in func.parameters:
+            if re.fullmatch(r"_[A-Z]+", str(part.default)):
+                part.default = f"{part.annotation}()"
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         """Edit a class of options."""

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -35,14 +35,13 @@ TESTS = Path(__file__).resolve().parent
 PATHS = (TESTS.parent, TESTS.parent / "scripts", TESTS, TESTS / "corpus")
 sys.path[:0] = [str(p) for p in PATHS if str(p) not in sys.path]
 
-from hostile.attempts import caches, configs, manifests, models, templates, tokenizers  # noqa: E402
+from hostile.attempts import caches, configs, manifests, models  # noqa: E402
 from hostile.faults import full, kills, replaced  # noqa: E402
 from hostile.held import Fell  # noqa: E402
 from hostile.threads import sessions  # noqa: E402
 
 from trt_kvcache import cpu  # noqa: E402
 from trt_kvcache.child import Child, ChildError, serve  # noqa: E402
-from trt_kvcache.runtime.text import template_process, tokenizer_process  # noqa: E402
 
 os.environ["TRT_KVCACHE_VERDICTS"] = "off"  # each attempt is checked, and leaves nothing
 SECONDS = 300.0
@@ -53,7 +52,7 @@ _GLIBC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_T
 _FEW = 40  # attempts, before growth says anything
 
 KINDS: dict[str, Callable[[random.Random, Path], str]] = {
-    f.__name__: f for f in (models, manifests, caches, templates, tokenizers, configs, kills, full, replaced, sessions)
+    f.__name__: f for f in (models, manifests, caches, configs, kills, full, replaced, sessions)
 }
 
 
@@ -80,9 +79,7 @@ class Answer:
 @contextmanager
 def _short_limits() -> Iterator[None]:
     """Limits on time that are far below `SECONDS`."""
-    with ExitStack() as stack:
-        for module, seconds in ((template_process, 2.0), (tokenizer_process, 5.0), (cpu, 5.0)):
-            stack.enter_context(patch.object(module, "SECONDS", seconds))
+    with patch.object(cpu, "SECONDS", 5.0):
         yield
 
 

@@ -1,17 +1,16 @@
-"""The net: plans, refusals and verdicts of many models, recorded in `net.txt` and compared with what they are now.
+"""The net: many models, each of which is refused, or taken and right; those of `promises.txt` are taken.
 
 `corpus` makes the models::
 
-    python tests/net.py                     plan all, say what differs from the record; exit code 1 if anything does
-    python tests/net.py --quick             stored exports only
+    python tests/net.py -j 2                plan all; exit code 1 if a promise is broken or a plan ends in a trace
+    python tests/net.py --quick             the promised ones only
     python tests/net.py --verify            run both models of each plan in ONNX Runtime as well
-    python tests/net.py --write [PATTERN]   record; with a pattern such as 'cut/*' those models only
-    python tests/net.py -j 2 --only 'mutant/*' --show
+    python tests/net.py --only 'mutant/*' --show
+    python tests/net.py -j 2 --save before.txt       before a change
+    python tests/net.py -j 2 --against before.txt    after it: what became refused or taken, what differs
 
-A change on purpose is recorded with ``--write PATTERN`` in the commit that makes it, so that its diff shows the change.
-Each model has a line: its key, what the plan decides or how the error begins, and the verdict, with tabs between them.
-A model that cannot be made any longer is "gone". Models that are taken now and were refused, or the other way round,
-come first.
+An outcome is "refused", by an error of ours, or "taken"; with ``--verify``, "equal" if both models give the same
+numbers, and "taken" if `verify` cannot decode the model. "wrong" and "trace" break the promise for every model.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,63 @@ PATHS = (TESTS.parent, TESTS.parent / "scripts", TESTS, TESTS / "corpus")
 sys.path[:0] = [str(p) for p in PATHS if str(p) not in sys.path]
 os.environ["TRT_KVCACHE_VERDICTS"] = "off"  # each run finds its own
 
-from corpus import FAMILIES, Entry, entries  # noqa: E402
+from corpus import Entry, entries  # noqa: E402
 
+from trt_kvcache.errors import TrtKvCacheError, VerificationError  # noqa: E402
 from trt_kvcache.importer import import_model  # noqa: E402
-from trt_kvcache.importer.plan import CachePlan, PlanOptions  # noqa: E402
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Route  # noqa: E402
 from trt_kvcache.verify import VerifyOptions, verify_import  # noqa: E402
 
-RECORD = TESTS / "net.txt"
+PROMISES = TESTS / "promises.txt"
 SECONDS, WIDTH = 60, 100  # for one model; characters of an error
 VERIFY = VerifyOptions(batch=2, chunks=(4, 2), tokens=2, station=("rewritten",))
+ELSEWHERE = ("node/", "case/", "route, ")
+"""Begin the keys of single nodes, whose numbers `conformance` compares."""
+REFUSED, TAKEN, EQUAL, WRONG, TRACE = "refused", "taken", "equal", "wrong", "trace"
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What `promises.txt` says."""
+
+    models: dict[str, bool]
+    """Keys of models that are taken and right; True where a cache may be copied."""
+    cells: dict[str, tuple[str, ...]]
+    """Families that are right, by exporter."""
+    spellings: float
+    """Share of the drawn spellings that is taken."""
+
+
+def promises() -> Promises:
+    """Read `promises.txt`."""
+    models: dict[str, bool] = {}
+    cells: dict[str, tuple[str, ...]] = {}
+    spellings = 0.0
+    for line in PROMISES.read_text(encoding="utf-8").splitlines():
+        if line.startswith("cells "):
+            exporter, _, families = line.removeprefix("cells ").partition(": ")
+            cells[exporter] = tuple(families.split())
+        elif line.startswith("spellings "):
+            spellings = float(line.removeprefix("spellings ").removesuffix("%")) / 100
+        elif line and not line.startswith("#"):
+            key, _, how = line.partition("\t")
+            if key in models or how not in ("", "copied"):
+                raise ValueError(f"{PROMISES.name}: {line!r} is twice there, or says more than 'copied'")
+            models[key] = how == "copied"
+    return Promises(models, cells, spellings)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a model."""
+
+    key: str
+    word: str
+    facts: str
+    """What the plan decides, or how the error begins."""
+    in_place: bool = True
+    reason: str = ""
+    """Why it is wrong, or is not verified."""
 
 
 _SIDES = ("input", "output")
@@ -89,62 +137,75 @@ def _counted(lines: list[str]) -> list[str]:
     return [f"{n} x {line}" for line, n in Counter(lines).items()]
 
 
-def treat(entry: Entry, verify: bool) -> tuple[str, str, str]:
-    """Key, facts or error, and verdict of one model; the verdict is empty where none was asked for."""
+def treat(entry: Entry, verify: bool) -> Outcome:
+    """Plan one model, and verify it if asked to."""
     key, make, options = entry
     signal.signal(signal.SIGALRM, _ring)
     with tempfile.TemporaryDirectory() as folder:
 
         def said(error: Exception) -> str:
-            words = str(getattr(error, "message", error)).replace(f"{folder}/", "").replace("\n", " / ")
-            return f"{type(error).__name__}: {re.sub(r'[^ ]*/(?=[^/ ]*[.]onnx)', '', words)[:WIDTH]}"
+            words = str(getattr(error, "message", error)).replace(f"{folder}/", "")
+            return f"{type(error).__name__}: {re.sub(r'[^ ]*/(?=[^/ ]*[.]onnx)', '', words)}"
 
         try:
             path = make(Path(folder))
             signal.alarm(SECONDS)
             imported = import_model(path, PlanOptions(**options))
-            found = facts(imported.plan)
-        except Exception as error:  # noqa: BLE001 - an error that is none of ours is a fact, too
-            return key, said(error), ""
+        except TrtKvCacheError as error:
+            words = said(error)
+            if "\n" in words or len(words.partition(": ")[2]) < 20:
+                return Outcome(key, TRACE, words[:WIDTH], reason="no refusal of one line that says what was found")
+            return Outcome(key, REFUSED, words[:WIDTH])
+        except Exception as error:  # noqa: BLE001 - an error that is none of ours is an outcome, too
+            return Outcome(key, TRACE, said(error).replace("\n", " / ")[:WIDTH])
         finally:
             signal.alarm(0)
-        if not verify:
-            return key, found, ""
+        plan = imported.plan
+        found, in_place = facts(plan), all(c.route is not Route.FUNCTIONAL for c in plan.caches)
+        if not verify or key.startswith(ELSEWHERE):
+            return Outcome(key, TAKEN, found, in_place)
+        word, reason = EQUAL, ""
         try:
             signal.alarm(2 * SECONDS)
             verify_import(imported, VERIFY).check()
+        except VerificationError as error:
+            word, reason = WRONG, said(error)
+        except TrtKvCacheError as error:  # verify does not decode it
+            word, reason = TAKEN, said(error)
         except Exception as error:  # noqa: BLE001
-            return key, found, re.sub(r"[\d.e+-]*\d", "#", said(error))
+            word, reason = TRACE, said(error)
         finally:
             signal.alarm(0)
-    return key, found, "equal"
+        return Outcome(key, word, found, in_place, reason[:WIDTH])
 
 
-def is_error(line: str) -> bool:
-    """True if a model was refused."""
-    return re.match(r"\w+(Error|Exception)?: ", line) is not None
+def broken(outcome: Outcome, promised: dict[str, bool], verified: bool) -> str:
+    """The promise that an outcome breaks, or nothing.
+
+    Args:
+        outcome: of one model.
+        promised: see `Promises.models`.
+        verified: it was asked to be verified.
+    """
+    key, word = outcome.key, outcome.word
+    if word in (WRONG, TRACE):
+        return f"{word}: {outcome.reason or outcome.facts}"
+    if key not in promised:
+        return ""
+    if word == REFUSED:
+        return f"promised, and refused: {outcome.facts}"
+    if verified and word != EQUAL and not key.startswith(ELSEWHERE):
+        return f"promised, and not verified: {outcome.reason}"
+    if not (outcome.in_place or promised[key]):
+        return f"promised in place, and copied: {outcome.facts}"
+    return ""
 
 
 def _ring(*_: object) -> None:
     raise TimeoutError(f"more than {SECONDS} s")
 
 
-def load() -> dict[str, tuple[str, str]]:
-    """Read the record: facts and verdict by key."""
-    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-    record = {}
-    for line in lines:
-        key, found, verdict = line.split("\t")
-        record[key] = (found, verdict)
-    return record
-
-
-def dump(record: dict[str, tuple[str, str]]) -> None:
-    """Write the record."""
-    RECORD.write_text("".join(f"{key}\t{record[key][0]}\t{record[key][1]}\n" for key in sorted(record)))
-
-
-def run(corpus: list[Entry], jobs: int, verify: bool) -> Iterator[tuple[str, str, str]]:
+def run(corpus: list[Entry], jobs: int, verify: bool) -> Iterator[Outcome]:
     """Treat all, in `jobs` processes."""
     global _corpus
     _corpus = corpus
@@ -158,47 +219,60 @@ def run(corpus: list[Entry], jobs: int, verify: bool) -> Iterator[tuple[str, str
 _corpus: list[Entry] = []
 
 
-def _treat_one(index: int, verify: bool) -> tuple[str, str, str]:
+def _treat_one(index: int, verify: bool) -> Outcome:
     return treat(_corpus[index], verify)
 
 
-def _taken(recorded: tuple[str, str] | None) -> bool:
-    return recorded is not None and not is_error(recorded[0])
+def compare(before: dict[str, tuple[str, str]], outcomes: list[Outcome]) -> Iterator[str]:
+    """What differs from a saved run, as lines: what became refused or taken first."""
+    later = {o.key: (REFUSED if o.word == REFUSED else TAKEN, o.facts) for o in outcomes}
+    both = [key for key in later if key in before and before[key] != later[key]]
+    for key in sorted(both, key=lambda key: before[key][0] == later[key][0]):
+        (old, old_facts), (new, new_facts) = before[key], later[key]
+        yield f"{key}: {'differs' if old == new else f'became {new}'}\n- {old_facts}\n+ {new_facts}\n"
+    new = [key for key in later if key not in before]
+    if new:
+        yield f"{len(new)} models are new: {', '.join(new[:9])}\n"
+
+
+def load(path: Path) -> dict[str, tuple[str, str]]:
+    """A saved run: word and facts by key."""
+    lines = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
+    return {key: (word, found) for key, word, found in lines}
 
 
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", nargs="?", const="*", metavar="PATTERN", help="record, instead of comparing")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="compare those models only")
-    parser.add_argument("--quick", action="store_true", help="stored exports only")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="those models only")
+    parser.add_argument("--quick", action="store_true", help="promised models only")
     parser.add_argument("--verify", action="store_true", help="verify what is taken, too")
     parser.add_argument("--show", action="store_true", help="print the facts")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write words and facts")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="print what differs from those saved")
     parser.add_argument("-j", type=int, default=1, metavar="N", help="processes")
     given = parser.parse_args()
     started = time.monotonic()
-    pattern = given.write or given.only
-    families = ("stored_exports",) if given.quick else FAMILIES
-    record = load()
-    known = "stored/" if given.quick else ""
-    asked = {key for key in record if fnmatch.fnmatch(key, pattern) and key.startswith(known)}
-    found: dict[str, tuple[str, str]] = {}
-    for key, line, verdict in run(entries(pattern, families), given.j, given.verify):
-        found[key] = (line, verdict if given.verify else record.get(key, ("", ""))[1])
+    promised = promises().models
+    corpus = [entry for entry in entries(given.only) if not given.quick or entry[0] in promised]
+    gone = [key for key in promised if fnmatch.fnmatch(key, given.only) and key not in {entry[0] for entry in corpus}]
+    outcomes, faults = [], [f"{key}: promised, and no model of the corpus" for key in gone]
+    for outcome in run(corpus, given.j, given.verify):
+        outcomes.append(outcome)
         if given.show:
-            sys.stdout.write("\n".join([key, line, *filter(None, [verdict])]) + "\n\n")
-    gone = ("gone", "")
-    differing = [key for key in sorted({*asked, *found}) if record.get(key, ("new", "")) != found.get(key, gone)]
-    for key in sorted(differing, key=lambda key: _taken(record.get(key)) == _taken(found.get(key))):
-        for sign, (line, verdict) in (("-", record.get(key, ("new", ""))), ("+", found.get(key, gone))):
-            sys.stdout.write(f"{sign} {key}: {line} {verdict}\n")
-    seconds = time.monotonic() - started
-    other = sum(_taken(record.get(key)) != _taken(found.get(key)) for key in differing)
-    sys.stdout.write(f"{len(found)} models, {len(differing)} differ ({other} in being taken), {seconds:.0f} s\n")
-    if given.write:
-        dump({key: value for key, value in record.items() if key not in asked} | found)
-        return 0
-    return 1 if differing else 0
+            sys.stdout.write("\n".join([outcome.key, outcome.word, outcome.facts, outcome.reason]).rstrip() + "\n\n")
+        if fault := broken(outcome, promised, given.verify):
+            faults.append(f"{outcome.key}: {fault}")
+    if given.against:
+        sys.stdout.writelines(compare(load(given.against), outcomes))
+    if given.save:
+        words = {o.key: REFUSED if o.word == REFUSED else TAKEN for o in outcomes}
+        lines = [f"{o.key}\t{words[o.key]}\t{o.facts}\n" for o in outcomes]
+        given.save.write_text("".join(sorted(lines)), encoding="utf-8")
+    sys.stdout.writelines(f"{fault}\n" for fault in faults)
+    counts = ", ".join(f"{n} {word}" for word, n in sorted(Counter(o.word for o in outcomes).items()))
+    sys.stdout.write(f"{counts}; {len(faults)} promises broken; {time.monotonic() - started:.0f} s\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import onnx
 from runtime.engines import edit, write_engine
 from runtime.fake_tensorrt import MAGIC
 
+from trt_kvcache.compare.bounds import Bounds
+from trt_kvcache.compare.proof import Proof, encode_proof
+from trt_kvcache.compare.record import record_proof
 from trt_kvcache.engine.manifest import Manifest, load_manifest, proof_path
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.proof.file import Proof, encode_proof
-from trt_kvcache.proof.record import record_proof
-from trt_kvcache.proof.schedule import Most
 
 BATCH, CHUNK = 3, 8
 
@@ -28,7 +28,7 @@ def recorded(model: Path, options: PlanOptions | None = None, batch: int = BATCH
     """The proof of a model, recorded once for all of the same contents."""
     key = model.read_bytes(), options, batch
     if key not in _PROOFS:
-        _PROOFS[key] = record_proof(import_model(model, options or PlanOptions()), Most(batch, CHUNK, 4))
+        _PROOFS[key] = record_proof(import_model(model, options or PlanOptions()), Bounds(batch, CHUNK, 4))
     return _PROOFS[key]
 
 

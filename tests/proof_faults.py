@@ -32,6 +32,8 @@ from decoders import DecoderConfig, write_decoder
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.proof import Proof
+from trt_kvcache.compare.record import Bounds, record_proof
 from trt_kvcache.compare.rounding import UNITS, with_rounding
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
@@ -40,12 +42,9 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import state_type
-from trt_kvcache.proof.file import Proof
-from trt_kvcache.proof.record import record_proof
-from trt_kvcache.proof.replay import Replay, replay
-from trt_kvcache.proof.schedule import Most
 from trt_kvcache.runtime.ort import runner as ort_runner
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.replay import Replay, replay
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 MODELS = Path(__file__).parent / "models"
@@ -146,8 +145,8 @@ def subject(name: str, path: Path, options: PlanOptions, chunk: int = CHUNK, bat
     """Record the proof of a model."""
     imported = import_model(path, options)
     tables = index_limits(imported.model, imported.plan)
-    most = Most(batch, chunk, LOGITS, min(tables.positions.values(), default=None))
-    proof = record_proof(imported, most)
+    bounds = Bounds(batch, chunk, LOGITS, min(tables.positions.values(), default=None))
+    proof = record_proof(imported, bounds)
     rewritten = imported.model
     if proof.facts.dtype == "bfloat16":
         rewritten, _ = float32_copy(rewritten, path.parent, path.parent)

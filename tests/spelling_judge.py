@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 from spellings import CAPACITY, VOCABULARY, Spelling, make, twin
 
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.errors import AmbiguousRoleError, TrtKvCacheError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.pipeline import ImportedModel
 from trt_kvcache.importer.plan import PlanOptions, Role
@@ -99,7 +99,6 @@ def rewritten(made: ImportedModel, batch: int) -> list[Array]:
                     Role.WRITE_INDICES: np.full(batch, past),
                     Role.VALID_LENGTHS: np.full(batch, past + length),
                     Role.SPAN: np.arange(past + length),
-                    Role.OTHER: np.broadcast_to(past + np.arange(length), ids.shape),  # positions without a name
                 }[t.role]  # fmt: skip
         span = plan.logits_span
         if span is not None:
@@ -127,7 +126,7 @@ def judge(spelling: Spelling) -> Outcome:
         path = Path(folder) / "model.onnx"
         onnx.save(model, path)
         try:
-            made = import_model(path, PlanOptions(capacity=CAPACITY))
+            made = _import(path)
         except TrtKvCacheError as error:
             return Outcome(REFUSED, f"{type(error).__name__}: {error}")
         except Exception:  # noqa: BLE001 - a bug
@@ -138,6 +137,16 @@ def judge(spelling: Spelling) -> Outcome:
             return Outcome(TRACE, "running: " + traceback.format_exc())
     why = _apart(wanted, found)
     return Outcome(WRONG, why) if why else Outcome(EQUAL)
+
+
+def _import(path: Path) -> ImportedModel:
+    """Where names say nothing, with the config that the refusal wrote."""
+    try:
+        return import_model(path, PlanOptions(capacity=CAPACITY))
+    except AmbiguousRoleError as error:
+        config = path.with_suffix(".yaml")
+        config.write_text(str(error)[str(error).index("roles: {") :])
+        return import_model(path, PlanOptions(capacity=CAPACITY, config=str(config)))
 
 
 def _fixed_batch(model: onnx.ModelProto) -> bool:

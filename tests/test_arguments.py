@@ -23,10 +23,12 @@ from trt_kvcache import (
     VerifyOptions,
     build_engine,
     calibrate_caches,
+    export_checkpoint,
     inspect_engine,
     load_manifest,
     plan_model,
     rewrite_model,
+    score,
     verify_model,
 )
 from trt_kvcache.runtime.cache import KVCache
@@ -59,6 +61,16 @@ def refusals(call: Call) -> Iterator[str]:
         assert len(said) < 1000
 
 
+def exported(model: Path, **given: Any) -> object:
+    """Export what looks like a checkpoint. Nothing is exported: the interpreter has no exporter."""
+    folder = model.parent / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    given = {"checkpoint": folder, "output": model.parent / "new", "python": model, **given}
+    return export_checkpoint(given.pop("checkpoint"), given.pop("output"), **given)
+
+
 FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "plan_model": (lambda m, v: plan_model(v), ""),
     "plan_model options": (lambda m, v: plan_model(m, v), ""),
@@ -76,6 +88,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "calibrate_caches": (lambda m, v: calibrate_caches(v, [[1]]), ""),
     "calibrate_caches prompts": (lambda m, v: calibrate_caches(m, v), ""),
     "calibrate_caches options": (lambda m, v: calibrate_caches(m, [[1]], v), ""),
+    "score": (lambda m, v: score(v, [1, 2]), ""),
+    **{
+        f"export_checkpoint {name}": (lambda m, v, name=name: exported(m, **{name: v}), "")  # type: ignore[misc]
+        for name in ("checkpoint", "output", "exporter", "dtype", "int4", "capacity", "python", "told")
+    },
     "inspect_engine": (lambda m, v: inspect_engine(v), ""),
     "load_manifest": (lambda m, v: load_manifest(v), ""),
     "from_file": (lambda m, v: GenerationConfig.from_file(v), ""),
@@ -127,6 +144,7 @@ SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
     "generate config": (lambda s, v: s.generate([[1]], v, max_new_tokens=2), "None"),
     "generate a setting": (lambda s, v: s.generate([[1]], max_new_tokens=v), "int, huge, NumPy int"),
     "chat": (lambda s, v: s.chat(v), ""),
+    "stream_chat": (lambda s, v: list(s.stream_chat(v)), ""),
     "render_chat": (lambda s, v: s.render_chat(v), ""),
     "generate constants": (lambda s, v: s.generate([[1]], BRIEF, v), "None"),
     "generate constants of one": (lambda s, v: s.generate([[1]], BRIEF, [v]), "None, dict"),
@@ -227,6 +245,6 @@ def test_everything_public_is_here() -> None:
         "give_back",
         "recall",
         "remember",
-        "seat",
+        "give_row",
         "seat_together",
     } <= {name.split()[0] for name in SESSION}

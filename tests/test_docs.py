@@ -68,16 +68,18 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {
-        page: (tmp_path / page / "index.html").read_text(encoding="utf-8") for page in (".", "about", "cli", "api")
+        page: (tmp_path / page / "index.html").read_text(encoding="utf-8")
+        for page in (".", "about", "cli", "api", "api-decoding", "api-plan", "api-reports")
     }
+    reference = "".join(text for page, text in pages.items() if page.startswith("api"))
     assert "The capital of France is Paris." in pages["."]
     assert 'href="../serving/"' in pages["about"]
     assert "--compute-capabilities" in pages["cli"]
     for module in (trt_kvcache, errors, plan, decoding, reports):
         for name in set(module.__all__) - {"__version__"}:
             home = trt_kvcache if name in trt_kvcache.__all__ else module
-            assert f'id="{home.__name__}.{name}"' in pages["api"], name
-    text = re.sub(r"<[^>]*>|\s", "", pages["api"])
+            assert f'id="{home.__name__}.{name}"' in reference, name
+    text = re.sub(r"<[^>]*>|\s", "", reference)
     for kind in (PlanOptions, BuildOptions, VerifyOptions, GenerationConfig):  # the defaults of each
         for default in (f for f in fields(kind) if isinstance(f.default, (int, float)) and f.default is not True):
             assert re.search(rf"{default.name}:[^,=]*={default.default}\b", text), default.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -23,7 +22,7 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from hostile.files import NO_FILES
 from hostile.models import SMALL, before_logits, endless, terabytes
-from hostile.texts import PATTERNS, TEMPLATES, TOKENIZERS
+from hostile.texts import PATTERNS
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, cpu, plan_model, rewrite_model, verify_model
@@ -56,7 +55,6 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 
 from runtime.tokenizers_in_code import byte_level  # noqa: E402
 
-from trt_kvcache.runtime.text import template_process, tokenizer_process  # noqa: E402
 from trt_kvcache.runtime.text.tokenizer import Tokenizer  # noqa: E402
 
 SECONDS = 60
@@ -135,21 +133,6 @@ def test_names_in_configs_stay_in_the_folder(name: str, inside: bool) -> None:
     assert is_inside(name) is inside
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_templates_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    (_saved_tokenizer(tmp_path) / "chat_template.jinja").write_text(TEMPLATES[kind])
-    made = Tokenizer.load(tmp_path)
-    monkeypatch.setattr(template_process, "SECONDS", 3.0)
-    with pytest.raises(
-        TrtKvCacheError, match=r"^the chat template of .*(took more than|needs more than|was killed|failed)"
-    ):
-        made.render_chat([{"role": "user", "content": "hi"}])
-    monkeypatch.undo()
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    assert Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
-
-
 def test_onnx_runtime_writes_and_tells_nothing_on_its_own(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, head_size=16, capacity=16))
     home = tmp_path / "home"
@@ -205,29 +188,6 @@ def test_verify_gives_up_a_step_that_does_not_end(tmp_path: Path, monkeypatch: p
 
 def _refuse(*_: object) -> None:
     raise RunError("refused")
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_tokenizers_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    tree = json.loads(_saved_tokenizer(tmp_path).joinpath("tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree | TOKENIZERS[kind]))
-    words = r"took more than|was killed by SIG|needs more than|regex|retry-limit|decodes by|decoders, which"
-
-    def load_and_encode() -> None:
-        made = Tokenizer.load(tmp_path)
-        monkeypatch.setattr(tokenizer_process, "SECONDS", 0.5)
-        made.encode("the cache keeps what the model wrote " * 200)
-
-    with pytest.raises(TrtKvCacheError, match=words):
-        load_and_encode()
-
-
-def test_an_encoder_that_was_ended_starts_again(tmp_path: Path) -> None:
-    made = Tokenizer.load(_saved_tokenizer(tmp_path))
-    wanted = made.encode("the cache")
-    made._tokenizer._process._children[0].end()
-    assert made.encode("the cache") == wanted
 
 
 @pytest.mark.few(6)

@@ -23,11 +23,13 @@ from onnx import ModelProto, TensorProto
 
 from trt_kvcache.arguments import as_options
 from trt_kvcache.compare.decode import Decode, Difference, Piece, Runner, compare, plan_pieces
-from trt_kvcache.compare.exported import Exported
+from trt_kvcache.compare.exported import Exported, ExportedTexts
 from trt_kvcache.compare.first_layer import first_layer, inner_names, marked
 from trt_kvcache.compare.float32_copy import NARROW, Float32Copies
 from trt_kvcache.compare.inputs import check_values, load_inputs
+from trt_kvcache.compare.proof import token_table
 from trt_kvcache.compare.quantized import with_numbers, with_quantized_rows
+from trt_kvcache.compare.record import chooses_experts, one_row_each
 from trt_kvcache.compare.report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
 from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession, output_of
 from trt_kvcache.compare.rounding import UNITS, with_rounding
@@ -39,7 +41,7 @@ from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role, UpdateMode
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.importer.rewritten import check_same_interface, recorded_options
 from trt_kvcache.importer.steps.contents import fixed_rows, original_rows
 from trt_kvcache.importer.steps.element_types import all_types
@@ -55,8 +57,6 @@ Array = npt.NDArray[Any]
 _PLAN = PlanOptions()
 _VERIFY = VerifyOptions()
 _CAPACITY = 96  # tokens of caches that grow: a decode reaches their end
-_TABLE = 256  # embeddings that stand for tokens
-_SIZE = 0.5  # of the numbers in them
 _WIDE = 2.0**-20  # rounding that is measured for what computes in float32: sixteen times its own
 _FLOOR = 5e-5  # the least that two computations in float32 may differ by (Gemma 3 270M: 2.5e-5)
 _FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
@@ -227,17 +227,17 @@ class _Verification:
         plan = self.imported.plan
         limits = read_limits(plan, self.verify.batch)
         ends = [n for n in (limits.linear, *self.rings, *self.limits.positions.values()) if n is not None]
-        shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
-        apart = all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
-        limits = replace(limits, linear=min(ends, default=None), ragged=limits.ragged and apart)
+        limits = replace(limits, linear=min(ends, default=None), ragged=one_row_each(plan, limits))
         pieces = plan_pieces(
-            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.whole_prompts, large=self.large
+            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.whole_prompts, full=not self.large
         )
         if not pieces:
             raise OptionError("the caches of this model hold no step of this size; give shorter --chunks")
         tokens = plan.tensor(Role.TOKENS)
         has_ids = tokens is not None and not tokens.embedded
-        vocabulary = min(self.limits.tokens.values(), default=2) if has_ids else _TABLE
+        vocabulary = (
+            min(self.limits.tokens.values(), default=2) if has_ids else len(self.table) if self.table is not None else 2
+        )
         goes_on = has_ids and plan.tensor(Role.LOGITS, "output") is not None
         return Decode(pieces, limits.batch, vocabulary, self.verify.seed, goes_on=goes_on)
 
@@ -265,11 +265,7 @@ class _Verification:
 
     @cached_property
     def table(self) -> Array | None:
-        tokens = self.imported.plan.tensor(Role.TOKENS)
-        if tokens is None or not tokens.embedded:
-            return None
-        shape = (_TABLE, int(tokens.shape[-1]))
-        return np.random.default_rng(self.verify.seed).normal(0, _SIZE, shape).astype(np.float32)
+        return token_table(self.imported.plan, self.verify.seed)
 
     @cached_property
     def given(self) -> dict[str, Array]:
@@ -279,15 +275,15 @@ class _Verification:
         drawn = draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed, twin=True)
         return drawn | values
 
-    def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> _Reference:
+    def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> ExportedTexts:
         plan = self.imported.plan
         exported = Exported(
             self.imported.source, plan, wide=True, given=self.given, table=self.table, edit=edit, copies=self.copies
         )
         exported.last = _LAST
-        return _Reference(exported)
+        return ExportedTexts(exported)
 
-    def _hidden(self, reference: _Reference) -> float:
+    def _hidden(self, reference: ExportedTexts) -> float:
         """The largest garbage in caches of a fixed length that the model as exported hides itself."""
         original = self.imported.plan.original
         if original and not any(t.role is OriginalRole.FIXED_CACHE for t in original):
@@ -416,6 +412,7 @@ class _Verification:
 
     def _session(self) -> Station:
         from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+        from trt_kvcache.runtime.replay import SessionSteps
 
         plan = self.imported.plan
         options = plan.options if self.quantized is None else self.quantized.plan.options
@@ -428,7 +425,7 @@ class _Verification:
         try:
             half = self.dtype == "float16"  # bfloat16 runs in float32
             floor, unit = (_UNITS * UNITS["float16"], 2 * UNITS["float16"]) if half else (_FLOORS[self.dtype], _WIDE)
-            session = _Session(runner, self.given, self.table)
+            session = SessionSteps(runner, self.given, self.table)
             if self.quantized is None:
                 return self._compared("session", session, self.decode, floor, unit, "the model as exported")
             floor = max(floor, self.moved.largest)  # a number between two codes may become either
@@ -461,7 +458,7 @@ class _Verification:
         where: Callable[[Difference], str] = lambda _: "",
     ) -> Station:  # fmt: skip
         """A station against what `decode` holds; rounding is measured only if it has to explain something."""
-        given, outliers = self.verify.tolerance, _CHOSEN if self._chooses else 0.0
+        given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
         found = self._last(compare(decode, runner, floor if given is None else given, stop=not outliers))
         note = ""
         if given is None and not _passes(found, outliers):
@@ -478,11 +475,6 @@ class _Verification:
     def _last(self, pieces: Iterator[Difference]) -> Difference:
         found: list[Difference] = [*self._counted(self.title, pieces)]
         return found[-1]
-
-    @property
-    def _chooses(self) -> bool:
-        proto = self.imported.source.proto
-        return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(proto) for node in scope.node)
 
     def _where(self, found: Difference) -> str:
         assert found.piece is not None
@@ -503,25 +495,6 @@ def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-class _Reference:
-    """The model as exported, as a runner: each text by itself."""
-
-    def __init__(self, exported: Exported) -> None:
-        self.exported, self.name = exported, f"ONNX Runtime {ort.__version__}, float32"
-        self._rows = 0
-
-    def start(self, rows: int) -> None:
-        self._rows = rows
-        self.exported.start([()] * rows)
-
-    def step(self, piece: Piece, tokens: Array) -> Array:
-        pieces: list[list[int]] = [[] for _ in range(self._rows)]
-        for row, values in zip(piece.rows, tokens, strict=True):
-            pieces[row] = values.tolist()
-        logits = self.exported.step(pieces)
-        return np.stack([logits[row] for row in piece.rows]).astype(np.float32)
-
-
 class _Replayed:
     """Logits that are there already, as a runner."""
 
@@ -536,49 +509,3 @@ class _Replayed:
     def step(self, piece: Piece, tokens: Array) -> Array:
         self._at += 1
         return self._decode.wanted[self._at - 1]
-
-
-class _Session:
-    """What a session on the CPU runs, as a runner."""
-
-    def __init__(self, runner: Any, given: dict[str, Array], table: Array | None) -> None:
-        from trt_kvcache.runtime.encoders.constants import ConstantInputs
-        from trt_kvcache.runtime.positions import PositionInput
-
-        self._runner, self._given, self._table = runner, given, table
-        self.name = runner.name
-        self._inputs = ConstantInputs(runner.plan)
-        self._planes = PositionInput(runner.plan).planes
-        self._starts = np.zeros(0, np.int64)
-
-    def start(self, rows: int) -> None:
-        self._starts = np.zeros(rows, np.int64)
-        for row in range(rows):
-            self._runner.zero_rows(row, 0, 1 << 40)
-        named = {n: v for n, v in self._given.items() if n in {t.name for t in self._inputs.tensors}}
-        self._constants = tuple(
-            self._inputs.read({n: v[row : row + 1] if len(v) == rows else v for n, v in named.items()})
-            for row in range(rows if named else 0)
-        )
-
-    def step(self, piece: Piece, tokens: Array) -> Array:
-        from trt_kvcache.dtypes import array_dtype
-        from trt_kvcache.runtime.runner import StepBatch
-
-        starts, embeds = self._starts[list(piece.rows)], None
-        if self._table is not None:
-            role = self._runner.plan.tensor(Role.TOKENS)
-            embeds = self._table[tokens].astype(array_dtype(role.dtype))
-        positions = None
-        if self._planes > 1:
-            counted = np.add.outer(starts, np.arange(piece.length))[:, None]
-            positions = counted // np.arange(1, self._planes + 1)[:, None]
-        keep = piece.length if piece.kept is None else piece.kept
-        most = self._runner.max_logits
-        batch = StepBatch(
-            piece.rows[0], tokens.astype(np.int64), starts, keep if most is None else min(keep, most),
-            self._constants[: len(piece.rows)], embeds, positions,
-        )  # fmt: skip
-        logits = np.array(self._runner.step(batch), np.float32)
-        self._starts[list(piece.rows)] += piece.length
-        return logits

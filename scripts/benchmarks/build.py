@@ -6,8 +6,8 @@ the benchmark; the ratios mean little then.
 All sides start a new Python, read the same model with its weights in external data, use two optimization profiles
 (prefill and decode) of the same sizes, and write the engine to a file. Ours also plans, rewrites and checks the model,
 hashes it and the engine, waits until the engine is on disk, and writes the manifest; once without a proof, and once
-with the proof that is the default, for which the original decodes on the CPU. The bare side does none of that, and its
-engine gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
+with the proof that is the default, for which the rewritten model decodes on the CPU. The bare side does none of that
+and gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
 Time is from start to end of the process; memory is the largest sum of resident memory over the whole process tree,
 looked at every 50 ms (pages that parent and child share count twice). The builds of a turn follow each other, now in

@@ -91,7 +91,7 @@ def test_build_and_inspect(model: Path, tmp_path: Path) -> None:
     for label in ("backend", "engine", "model", "limits", "caches", "attention", "memory", "checked", "next"):
         assert any(line.startswith(f"{label} ") for line in lines)
     every = run("inspect", engine, "--all").stdout
-    for part in ("4x16", "prefill", "write_indices", "the hash is the manifest's"):
+    for part in ("4x16", "prefill", "write_indices", "hash: ok"):
         assert part in every
     report = msgspec.json.decode(run("inspect", engine, "--json").stdout, type=EngineReport)
     assert report.manifest == manifest

@@ -76,7 +76,7 @@ def test_hints_name_flags_that_exist() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_80_columns_wide_and_cuts_no_name(name: str) -> None:
-    text = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [name, "--help"]).stdout
+    text = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [name, "--help-all"]).stdout
     assert max(map(len, text.splitlines())) <= 80
     for parameter in COMMANDS[name].params:
         for flag in (*parameter.opts, *parameter.secondary_opts) if parameter.param_type_name == "option" else ():
@@ -162,3 +162,11 @@ def test_zeros_are_given_and_empty_lists_are_not(tmp_path: Path) -> None:
     for given, value in (("true", True), ("false", False), ("never", "never")):
         made = BatchGenerationFlags(num_beams=2, early_stopping=given).config(tmp_path / "model.onnx", None)
         assert made.early_stopping == value
+
+
+def test_the_options_of_plans_are_shown_once() -> None:
+    short, whole = (CliRunner().invoke(app, ["generate", flag]).stdout for flag in ("--help", "--help-all"))
+    assert "--sliding" not in short
+    assert "options of trt-kvcache plan, such as --capacity; --help-all shows them" in " ".join(short.split())
+    assert "--sliding" in whole
+    assert "--sliding" in CliRunner().invoke(app, ["plan", "--help"]).stdout

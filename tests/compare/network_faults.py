@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.network import Network, Node
 from trt_kvcache.compare.parsed import LIMIT, NetworkComparison, compare_network
 from trt_kvcache.importer import ImportedModel, import_model
@@ -194,22 +195,22 @@ def plant(imported: ImportedModel, content: bytes, seed: int) -> Fault | None:
 def _changes(exact: Parsed, broken: Parsed) -> bool:
     """Compare two networks with each other, without the model."""
     from trt_kvcache.compare.parsed import share_between
-    from trt_kvcache.compare.rewritten import RewrittenSteps
+    from trt_kvcache.compare.rewritten import Rewritten
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.steps.step import read_limits
 
     imported = exact.imported
     limits = read_limits(imported.plan, 2)
-    steps = RewrittenSteps(imported.plan, index_limits(imported.model, imported.plan), limits.batch, seed=7)
+    steps = Rewritten(imported.plan, index_limits(imported.model, imported.plan), seed=7)
+    steps.start(limits.batch)
     left, right = Network(exact.network, TRT), Network(broken.network, TRT)
-    rows = list(range(limits.batch))
     for length in (4, 1, 3, 1):
-        length = limits.length or min(length, limits.longest)
-        feeds = steps.feeds(length, rows)
+        piece = Piece(limits.length or min(length, limits.longest), tuple(range(limits.batch)))
+        feeds = steps.feeds(piece)
         wanted, had = left.run(feeds), right.run(feeds)
         if any(share_between(v, had[n]) > 2 * LIMIT for n, v in wanted.items()):
             return True
-        steps.accept(length, rows, wanted)
+        steps.accept(piece, wanted)
     return False
 
 

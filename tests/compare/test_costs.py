@@ -62,8 +62,9 @@ def _traffic(name: str, capacity: int) -> _Traffic:
     pytest.importorskip("tensorrt_rtx")
     from compare.network_faults import TRT, parsed, read
 
+    from trt_kvcache.compare.decode import Piece
     from trt_kvcache.compare.network import Network, Node
-    from trt_kvcache.compare.rewritten import RewrittenSteps
+    from trt_kvcache.compare.rewritten import Rewritten
     from trt_kvcache.importer.planning.index_limits import index_limits
 
     imported, content = read(MODELS / name / "model.onnx", capacity)
@@ -74,9 +75,10 @@ def _traffic(name: str, capacity: int) -> _Traffic:
         for output, values, dtype in zip(node.outputs, results, node.dtypes, strict=True):
             written[output] = values.size * _BITS[dtype] // 8
 
-    steps = RewrittenSteps(imported.plan, index_limits(imported.model, imported.plan), 1)
+    steps = Rewritten(imported.plan, index_limits(imported.model, imported.plan))
+    steps.start(1)
     steps.ends[0] = TOKENS - 1
-    feeds = steps.feeds(1, (0,))
+    feeds = steps.feeds(Piece(1, (0,)))
     network.run(feeds, watch)
     return _Traffic(imported.plan, network, written, {name: values.nbytes for name, values in feeds.items()})
 

@@ -1,8 +1,7 @@
 """The corpus: every model that the tests plan, verify, build, or see refused.
 
-A family is a module here; its `entries` give a name, a builder and the options of the plan for each model. What is
-expected of a model is in `net.txt`: the facts of its plan, with idiom and route of each cache, or the words of its
-refusal; and the verdict of `verify`. Nothing is built before it is asked for.
+A family is a module here; its `entries` give a name, a builder and the options of the plan for each model. Those in
+`promises.txt` are taken and right, any other is refused or right. Nothing is built before it is asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Builders = dict[str, Callable[[], onnx.ModelProto]]
 
 FAMILIES = (
     "stored_exports", "layer_graphs", "concat_graphs", "grouped_graphs", "merged_graphs", "latent_graphs",
-    "rope_graphs", "slope_graphs", "cut_graphs", "foreign_tools", "block_graphs", "rounded_graphs", "canonical_models",
+    "rope_graphs", "slope_graphs", "cut_graphs", "foreign_tools", "block_graphs", "canonical_models",
     "hybrids", "scan_graphs", "cases", "onnx_cases", "attention_forms", "mask_forms", "odd_steps", "position_forms",
     "batch_forms", "size_forms", "reader_forms", "update_graphs", "shifted_graphs", "held_graphs", "window_graphs",
     "overflow_graphs", "plain_graphs", "state_graphs", "packed_past_graphs", "edited_exports", "inlined_graphs",

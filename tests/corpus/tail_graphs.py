@@ -1,4 +1,4 @@
-"""Logits of the last positions: cut where the tail works on each position by itself, and exact wherever it is cut."""
+"""Logits of the last positions: cut before the last product, or of all positions where odd operators follow it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,6 @@ def norm_of_operators(t: Tail) -> str:
     return t.head(t.Mul(t.Div(t.x, size), t.random(WIDTH)))
 
 
-def quantized(t: Tail) -> str:
-    scale, zero = t.f(0.05), t.constant(128, np.uint8)
-    return t.head(t.DequantizeLinear(t.QuantizeLinear(t.x, scale, zero), scale, zero))
-
-
 def half(t: Tail) -> str:
     x, weight = (t.Cast(name, to=TensorProto.FLOAT16) for name in (t.x, "head.weight"))
     return t.Cast(t.MatMul(x, weight), to=TensorProto.FLOAT)
@@ -106,7 +101,6 @@ CUT: dict[str, Callable[[Tail], str]] = {
     "packed gate": packed_gate,
     "cut vocabulary": cut_vocabulary,
     "half": half,
-    "quantized": quantized,
     "norm of operators": norm_of_operators,
     "from the left": from_the_left,
     "attends itself": attends_itself,

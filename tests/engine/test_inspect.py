@@ -107,11 +107,11 @@ def test_without_a_gpu_says_why_the_engine_was_not_opened(engine: Path, monkeypa
     assert (report.view, report.not_opened) == (None, "no NVIDIA driver that works: gone")
     result = CliRunner().invoke(app, ["inspect", str(engine)])
     assert result.exit_code == 0
-    assert "checked    the hash is the manifest's; not opened: no NVIDIA driver that works: gone\n" in result.stdout
+    assert "checked    hash: ok. Not opened: no NVIDIA driver that works: gone\n" in result.stdout
     for part in ("tensorrt-rtx 1.7.1.116", "4 of 4 caches in place", "4 sequences, 64 tokens per update"):
         assert part in result.stdout
     every = CliRunner().invoke(app, ["inspect", str(engine), "--all"]).stdout
-    for part in ("not opened: no NVIDIA driver", "key_cache.0..1", "prefill", "4x64"):
+    for part in ("Not opened: no NVIDIA driver", "key_cache.0..1", "prefill", "4x64"):
         assert part in every
     data = CliRunner().invoke(app, ["inspect", str(engine), "--json"])
     assert msgspec.json.decode(data.stdout, type=EngineReport) == report

@@ -69,16 +69,13 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def children() -> list[psutil.Process]:
-    """Build processes. Those that check models stay; templates, tokenizers and pools may be those of other tests.
-
-    Those that record proofs end with the build, as tests/proof/test_build.py sees.
-    """
+    """Build processes. Those that check models stay; templates, tokenizers and pools may be those of other tests."""
     found = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     return [
         p
         for p in found
         if not re.search(
-            "importer.check.checker|template_process|tokenizer_process|multiprocessing|proof.recorder",
+            "importer.check.checker|multiprocessing",
             " ".join(p.cmdline()),
         )
     ]
@@ -104,7 +101,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
         ),
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while parsing .*; it was probably out of memory"),
         (
-            "send(Stage(STAGES[3])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
+            "send(Stage(STAGES[4])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
             r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)",
         ),
         ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last words: no python\)"),

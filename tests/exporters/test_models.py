@@ -18,7 +18,7 @@ CAPACITY = 64
 TAKEN = [
     name
     for name in sorted(path.parent.relative_to(MODELS).as_posix() for path in MODELS.glob("*/*/model.onnx"))
-    if not net.is_error(net.load()[f"stored/{name}"][0])
+    if f"stored/{name}" in net.promises().models
 ]
 # The others are attention blocks, and a decoder that reads what an encoder has made.
 DECODERS = [name for name in TAKEN if not name.startswith("plain-torch/") and name != "optimum/t5"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from hostile.files import NO_FILES, damaged, edited
 from hostile.held import LIMITS, Fell, refused, run
 from hostile.manifests import CONTRADICTIONS
 from hostile.models import SMALL, spoil, write_model
-from runtime.tokenizers_in_code import byte_fallback, byte_level
+from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.engine.manifest import encode_manifest
 from trt_kvcache.files import identify
-from trt_kvcache.runtime.text import template_process
 from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 
@@ -95,30 +93,6 @@ def caches(rng: random.Random, folder: Path) -> str:
             if session.cache.tokens(name) != prompt or not np.array_equal(session.update({name: [1]})[name], wanted):
                 raise Fell("another cache than was saved")
         return "loaded"
-
-
-def templates(rng: random.Random, folder: Path) -> str:
-    """Chat templates."""
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(texts.template(rng))
-    text = refused(lambda: Tokenizer.load(folder).render_chat([{"role": "user", "content": "hi"}]))
-    if text is not None and len(text) > template_process.LONGEST:
-        raise Fell(f"a text of {len(text)} characters")
-    return "refused" if text is None else "rendered"
-
-
-def tokenizers(rng: random.Random, folder: Path) -> str:
-    """Tokenizers: text to tokens and back."""
-    good = (byte_level() if rng.random() < 0.5 else byte_fallback()).to_str()
-    spoilt = damaged(rng, good.encode()) if rng.random() < 0.2 else texts.tokenizer(rng, good).encode()
-    (folder / "tokenizer.json").write_bytes(spoilt)
-    made = refused(lambda: Tokenizer.load(folder))
-    if made is None:
-        return "refused"
-    ids = refused(lambda: made.encode("the cache keeps what the model wrote, eeee" * rng.choice([1, 200])))
-    with suppress(Exception):  # at ids that it does not know; streams make an error of it
-        made.decode([1, 5, 9] if ids is None else ids[:32])
-    return "refused text" if ids is None else "encoded"
 
 
 def configs(rng: random.Random, folder: Path) -> str:

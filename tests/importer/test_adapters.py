@@ -25,9 +25,9 @@ from trt_kvcache import (
 )
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import AdapterProduct, CachePlan, Role
-from trt_kvcache.proof.file import load_proof
-from trt_kvcache.proof.replay import replay
+from trt_kvcache.runtime.check import load_proof
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.replay import replay
 
 OPTIONS = PlanOptions(capacity=64, lora_rank=4)
 TORCH = MODELS / "torch" / "llama_dynamic_float16_sdpa" / "model.onnx"

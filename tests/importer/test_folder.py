@@ -10,7 +10,7 @@ from decoders import DecoderConfig, write_decoder
 from graphs import Graph
 from onnx import TensorProto
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, rewrite_model
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.files.folder import find_model
 from trt_kvcache.importer.files.source import load_source
@@ -54,6 +54,16 @@ def test_the_decoder_lies_in_a_folder_of_its_own(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         touch(tmp_path / name, "model.onnx")
     assert find_model(tmp_path) == tmp_path / "decoder" / "model.onnx"
+
+
+def test_what_rewrite_wrote_is_passed_over(tmp_path: Path) -> None:
+    write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, form="mobius"))
+    for name in ("model2.onnx", "a.onnx"):
+        rewrite_model(tmp_path / "model.onnx", tmp_path / name)
+    assert find_model(tmp_path) == tmp_path / "model.onnx"
+    (tmp_path / "model.onnx").unlink()
+    with pytest.raises(InvalidModelError, match=r"2 models that may be the decoder \(a.onnx, model2.onnx\)"):
+        find_model(tmp_path)
 
 
 def test_several_are_listed(tmp_path: Path) -> None:

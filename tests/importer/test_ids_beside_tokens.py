@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from greedy import Make, greedy
 from onnx import TensorProto
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import AmbiguousRoleError, UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions, Role
 from trt_kvcache.verify import VerifyOptions, verify_model
@@ -62,14 +61,10 @@ def types_of(value: int) -> Make:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "kind"),
-    [
-        ("token_type_ids", "token", TensorProto.INT64), ("s", "token", TensorProto.INT32),
-        *(("speaker", shape, TensorProto.INT64) for shape in SHAPES),
-    ],
-)  # fmt: skip
-def test_ids_that_nobody_gives_are_refused_by_name(tmp_path: Path, name: str, shape: str, kind: int) -> None:
-    model = write(tmp_path, ids(name, shape, kind=kind))
+    ("name", "shape"), [("token_type_ids", "token"), ("speaker", "row"), ("speaker", "one"), ("speaker", "text")]
+)
+def test_ids_that_nobody_gives_are_refused_by_name(tmp_path: Path, name: str, shape: str) -> None:
+    model = write(tmp_path, ids(name, shape))
     assert role(model, name) is Role.OTHER
     said = "constant" if shape in ("row", "one") else "zeros"  # a scalar is nothing that each sequence has
     with pytest.raises(
@@ -78,33 +73,21 @@ def test_ids_that_nobody_gives_are_refused_by_name(tmp_path: Path, name: str, sh
         tokens(model)
 
 
-def test_positions_beside_them_stay_positions(tmp_path: Path) -> None:
-    def both(g: Build, x: str) -> str:
-        return ids("position_ids", rows=4096)(g, ids("speaker", rows=4096)(g, x))
-
-    model = write(tmp_path, both)
-    assert (role(model, "speaker"), role(model, "position_ids")) == (Role.OTHER, Role.POSITIONS)
+@pytest.mark.parametrize("kind", [TensorProto.INT64, TensorProto.INT32])
+def test_ids_for_each_token_without_a_name_are_refused_with_the_config_to_write(tmp_path: Path, kind: int) -> None:
+    """They are positions as likely as anything else."""
+    model = write(tmp_path, ids("s", kind=kind))
+    with pytest.raises(AmbiguousRoleError, match="'s' is; .*: roles: {tokens: input_ids, positions: s}$") as error:
+        plan_model(model, PlanOptions(capacity=24))
+    config = tmp_path / "roles.yaml"
+    config.write_text(str(error.value)[str(error.value).index("roles: ") :])
+    assert role(model, "s", str(config)) is Role.POSITIONS
 
 
 def test_a_name_alone_makes_rows_of_a_table_positions(tmp_path: Path) -> None:
     model = write(tmp_path, ids("position_ids"))
     wanted = greedy(model, PROMPT, 6, position_ids=lambda done, new: np.arange(done, done + new)[np.newaxis])
     assert tokens(model) == wanted != greedy(model, PROMPT, 6, position_ids=types_of(0))
-
-
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_token_types_are_0_if_the_configuration_says_that_there_are_some(tmp_path: Path, kinds: int) -> None:
-    model = write(tmp_path, ids("token_type_ids", rows=kinds))
-    (tmp_path / "config.json").write_text(json.dumps({"type_vocab_size": kinds}))
-    assert role(model, "token_type_ids") is Role.ZEROS
-    assert tokens(model) == greedy(model, PROMPT, 6, token_type_ids=types_of(0))
-
-
-@pytest.mark.parametrize("content", ['{"type_vocab_size": 0}', '{"type_vocab_size": true}', "{}", "[", "[2]"])
-def test_another_configuration_says_nothing(tmp_path: Path, content: str) -> None:
-    model = write(tmp_path, ids("token_type_ids"))
-    (tmp_path / "config.json").write_text(content)
-    assert role(model, "token_type_ids") is Role.OTHER
 
 
 def test_the_caller_may_ask_for_zeros(tmp_path: Path) -> None:
@@ -146,7 +129,7 @@ def test_sines_of_a_timestep_are_no_positions(tmp_path: Path) -> None:
 
 
 def test_a_mask_of_the_hidden_keys_is_none_of_the_visible_ones(tmp_path: Path) -> None:
-    """It goes through Not: ones, which a session gives for tokens, would hide them all."""
+    """It goes through Not: ones, which a session gives for tokens, would hide them all. Its name says nothing."""
 
     def attend(g: Build, query: str, keys: str, values: str) -> str:
         hidden = g.input("key_padding", TensorProto.BOOL, ["batch", "total"])
@@ -156,7 +139,7 @@ def test_a_mask_of_the_hidden_keys_is_none_of_the_visible_ones(tmp_path: Path) -
 
     model = tmp_path / "model.onnx"
     onnx.save(make_decoder(replace(PLAIN, attend=attend, opset=24)), model)
-    with pytest.raises(UnsupportedModelError, match="does not run: .* Name:'node_and_63'"):
+    with pytest.raises(AmbiguousRoleError, match=r"'key_padding' is; .* mask: key_padding}$"):
         tokens(model)
 
 

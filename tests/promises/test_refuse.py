@@ -11,13 +11,16 @@ import net
 import pytest
 from corpus import Entry, entries
 
-from trt_kvcache import build_engine, errors
+from trt_kvcache import build_engine
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 
-RECORD = net.load()
-REFUSED = [entry for entry in entries() if net.is_error(RECORD[entry[0]][0])]
+OTHERS = [e for e in entries() if e[0] not in net.promises().models]
+REFUSED = (
+    "odd/counts at 7", "case/in-op-cache", "stored/plain-torch/narrow_copy_legacy_op17", "batch/roll", "sizes/tokens",
+)  # fmt: skip
+"""Keys of models that are refused at different stations."""
 
 
 def _takes(options: dict[str, Any]) -> bool:
@@ -27,12 +30,19 @@ def _takes(options: dict[str, Any]) -> bool:
     return False
 
 
-KINDS = {re.sub(r"'[^']*'|\d+", "", RECORD[e[0]][0]): e for e in REFUSED if _takes(e[2])}
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("entry", KINDS.values(), ids=lambda entry: entry[0])
+@pytest.mark.parametrize("entry", [e for e in OTHERS if e[0] in REFUSED], ids=lambda entry: entry[0])
 def test_what_is_not_planned_is_neither_rewritten_nor_built(entry: Entry, tmp_path: Path) -> None:
+    _check_refused(entry, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [e for e in OTHERS if _takes(e[2])], ids=lambda entry: entry[0])
+def test_any_other_model_that_is_not_planned(entry: Entry, tmp_path: Path) -> None:
+    if net.treat(entry, verify=False).word == net.REFUSED and entry[2].get("target") != Target.TENSORRT:
+        _check_refused(entry, tmp_path)
+
+
+def _check_refused(entry: Entry, tmp_path: Path) -> None:
     _, make, options = entry
     (tmp_path / "model").mkdir()
     path, plan_options = make(tmp_path / "model"), PlanOptions(**{**options, "target": Target.TENSORRT_RTX})
@@ -43,11 +53,3 @@ def test_what_is_not_planned_is_neither_rewritten_nor_built(entry: Entry, tmp_pa
     with pytest.raises(type(planned.value), match=re.escape(str(planned.value))):
         build_engine(path, tmp_path / "out.engine", options=plan_options)
     assert [found.name for found in tmp_path.iterdir()] == ["model"]
-
-
-def test_every_refusal_is_one_of_ours_and_one_line() -> None:
-    for entry in REFUSED:
-        name, _, words = RECORD[entry[0]][0].partition(": ")
-        assert issubclass(getattr(errors, name), errors.TrtKvCacheError), entry[0]
-        assert len(words) > 30, entry[0]
-        assert " / " not in words, entry[0]

@@ -24,15 +24,15 @@ from typer.testing import CliRunner
 from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.manifest_view import manifest_lines
+from trt_kvcache.compare.proof import draws_digest
 from trt_kvcache.engine import marked
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
 from trt_kvcache.engine.protocol import Done, Job
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, VerificationError
 from trt_kvcache.files import identify
-from trt_kvcache.proof import check as checking
-from trt_kvcache.proof import contents
-from trt_kvcache.proof.check import CheckReport, check_engine_on_gpu
-from trt_kvcache.proof.locate import with_layer
+from trt_kvcache.runtime import check as checking
+from trt_kvcache.runtime.check import CheckReport, check_engine_on_gpu
+from trt_kvcache.runtime.locate import with_layer
 from trt_kvcache.runtime.trt.runner import Bindings
 
 
@@ -60,8 +60,8 @@ class Gpu:
         return DecodeSession.open(engine, bindings=Bindings(self.module, self.machine.bindings()), **options)
 
 
-def receipts(engine: Path) -> list[Path]:
-    return list(engine.parent.glob("*.proved"))
+def passed_checks(engine: Path) -> list[Path]:
+    return list(engine.parent.glob("*.passed_check"))
 
 
 def wrong_scale(model: onnx.ModelProto) -> None:
@@ -80,18 +80,18 @@ def one_row_late(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_open_replays_and_leaves_a_receipt(own: Path) -> None:
+def test_the_first_open_replays_and_leaves_a_passed_check(own: Path) -> None:
     engine, gpu = write_proved(own), Gpu()
     with gpu.open(engine) as session:
         assert gpu.opened == 2, "once for the proof, once for the session"
         (text,) = session.generate([[1, 2, 3]])
         assert len(text.tokens) > 3
-    (receipt,) = receipts(engine)
-    facts = json.loads(receipt.read_text())
+    (passed,) = passed_checks(engine)
+    facts = json.loads(passed.read_text())
     assert facts["engine"] == load_manifest(engine).engine.blake3
     assert 0 <= facts["largest"] < 0.5
     with gpu.open(engine):
-        assert gpu.opened == 3, "the receipt counts"
+        assert gpu.opened == 3, "the passed check counts"
     with gpu.open(engine, check="always"):
         assert gpu.opened == 5
     with gpu.open(engine, check="off"):
@@ -102,11 +102,11 @@ def test_the_first_open_replays_and_leaves_a_receipt(own: Path) -> None:
 @pytest.mark.parametrize("fault", [wrong_scale, one_row_late])
 def test_a_wrong_engine_is_refused_by_output_step_row_and_size(own: Path, fault: Callable[..., None]) -> None:
     engine, gpu = write_proved(own, fault=fault), Gpu()
-    with pytest.raises(VerificationError, match=r"output '\S+' at step \d of '\w+', row \d: ") as refused:
+    with pytest.raises(VerificationError, match=r"output '\S+' at step \d+ \('[\w ]+'\), row \d: ") as refused:
         gpu.open(engine)
     assert "\n" not in str(refused.value)
     assert "differs by" in str(refused.value) or "no token went to" in str(refused.value)
-    assert not receipts(engine)
+    assert not passed_checks(engine)
     assert gpu.machine.used == 0
     with gpu.open(engine, check="off") as session:
         assert session.vocab
@@ -132,7 +132,7 @@ def test_sizes_of_the_session_are_not_those_of_the_replay(own: Path) -> None:
         ("driver was", lambda: Gpu(Machine(driver=13010))),
     ],
 )
-def test_a_receipt_of_another_gpu_driver_or_tensorrt_does_not_count(
+def test_a_passed_check_of_another_gpu_driver_or_tensorrt_does_not_count(
     own: Path, what: str, gpu: Callable[[], Gpu]
 ) -> None:
     engine = write_proved(own)
@@ -144,25 +144,25 @@ def test_a_receipt_of_another_gpu_driver_or_tensorrt_does_not_count(
     assert "\n" not in report.notes[0]
     now = other.opened
     other.open(engine).close()
-    assert other.opened == now + 1, "the new receipt counts"
+    assert other.opened == now + 1, "the new one counts"
 
 
-def test_a_damaged_receipt_is_replaced(own: Path) -> None:
+def test_a_damaged_passed_check_is_replaced(own: Path) -> None:
     engine, gpu = write_proved(own), Gpu()
     gpu.open(engine).close()
-    (receipt,) = receipts(engine)
-    whole = receipt.read_bytes()
-    receipt.write_bytes(whole[:20])
+    (passed,) = passed_checks(engine)
+    whole = passed.read_bytes()
+    passed.write_bytes(whole[:20])
     gpu.open(engine).close()
-    assert receipt.read_bytes() == whole
+    assert passed.read_bytes() == whole
 
 
-def test_a_folder_that_takes_no_receipt_is_worth_a_warning(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_takes_no_passed_check_is_worth_a_warning(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = write_proved(own)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         Gpu().open(engine, kernel_cache=own.parent / "nowhere").close()
-    assert any("no receipt is kept" in str(w.message) for w in said)
+    assert any("no passed check is kept" in str(w.message) for w in said)
 
 
 def cut(engine: Path) -> None:
@@ -193,25 +193,28 @@ def no_proof_at_all(engine: Path) -> None:
 
 def of_another_format(engine: Path) -> None:
     content = proof_path(engine).read_bytes()
-    proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.3", b"trt_kvcache.proof.4"))
+    proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.4", b"trt_kvcache.proof.3"))
     edit(engine, lambda m: named(m, proof_path(engine)))
 
 
 def of_another_vocabulary(engine: Path) -> None:
     proof = recorded(engine.with_suffix(".onnx"))
-    arrays = {n: a[..., :100] if n.endswith("logits") else a for n, a in proof.arrays.items()}
+    arrays = {n: np.minimum(a, 99) if n.endswith("tokens") else a[..., :100] for n, a in proof.arrays.items()}
     bind(engine, replace(proof, facts=replace(proof.facts, vocab=100), arrays=arrays))
 
 
 def of_other_caches(engine: Path) -> None:
     proof = recorded(engine.with_suffix(".onnx"))
-    bind(engine, replace(proof, arrays={n: a for n, a in proof.arrays.items() if "/rows/" not in n}))
+    bind(engine, replace(proof, arrays={n: a for n, a in proof.arrays.items() if n.split("/")[0].isdigit()}))
 
 
 def of_more_rows(engine: Path) -> None:
     proof = recorded(engine.with_suffix(".onnx"))
-    episodes = tuple(replace(e, starts=(*e.starts, 0, 0)) for e in proof.facts.episodes)
-    bind(engine, replace(proof, facts=replace(proof.facts, episodes=episodes)))
+    rows = (0, 1, 2, 3, 4)
+    pieces = tuple(replace(p, rows=rows) if len(p.rows) == 3 else p for p in proof.facts.pieces)
+    steps = {n: a for n, a in proof.arrays.items() if n.split("/")[0].isdigit()}
+    arrays = {n: np.concatenate([a, a[:2]]) if len(a) == 3 else a for n, a in steps.items()}
+    bind(engine, replace(proof, facts=replace(proof.facts, pieces=pieces), arrays=arrays))
 
 
 @pytest.mark.few(3)
@@ -223,7 +226,7 @@ def of_more_rows(engine: Path) -> None:
         (gone, "cannot be read"),
         (of_another_engine, "the proof of another engine"),
         (no_proof_at_all, "not readable as one"),
-        (of_another_format, "of format trt_kvcache.proof.4"),
+        (of_another_format, "of format trt_kvcache.proof.3"),
         (of_another_vocabulary, "vocabulary of 100 tokens"),
         (of_other_caches, "does not fit the engine"),
         (of_more_rows, "does not fit the engine"),
@@ -237,13 +240,13 @@ def test_what_is_no_proof_of_the_engine_is_refused_in_one_line(
     with pytest.raises(ManifestError, match=words) as refused:
         gpu.open(engine)
     assert "\n" not in str(refused.value)
-    assert not receipts(engine)
+    assert not passed_checks(engine)
     assert gpu.machine.used == 0
 
 
 def test_another_numpy_that_draws_other_numbers(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = write_proved(own)
-    monkeypatch.setattr("trt_kvcache.proof.replay.draws_digest", lambda seed: contents.draws_digest(seed + 1))
+    monkeypatch.setattr("trt_kvcache.runtime.replay.draws_digest", lambda seed: draws_digest(seed + 1))
     with pytest.raises(ManifestError, match="draws other numbers from a seed"):
         Gpu().open(engine)
 
@@ -255,7 +258,7 @@ def test_no_memory_for_the_replay(own: Path) -> None:
         gpu.open(engine)
     assert "\n" not in str(refused.value)
     assert gpu.machine.used == 0
-    assert not receipts(engine)
+    assert not passed_checks(engine)
 
 
 def test_an_engine_without_a_proof(own: Path) -> None:
@@ -293,7 +296,7 @@ def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trt_kvcache.runtime.trt.cuda.cuda_bindings", gpu.machine.bindings)
     right = CliRunner().invoke(app, ["check", str(write_proved(own))])
     assert right.exit_code == 0, right.output
-    assert "the engine gives the original's numbers; receipt: " in right.stdout
+    assert "the engine gives the numbers of its proof: " in right.stdout
     assert "logits" in right.stdout
     wrong = CliRunner().invoke(app, ["check", str(write_proved(own, fault=wrong_scale)), "--json"])
     assert wrong.exit_code == 1

@@ -15,14 +15,15 @@ from decoders import DecoderConfig, write_decoder
 from proof_engines import write_proved
 from safetensors.numpy import load, save
 
+from trt_kvcache.compare.bounds import Bounds
+from trt_kvcache.compare.proof import FORMAT, Proof, decode_proof, encode_proof
+from trt_kvcache.compare.record import record_proof
 from trt_kvcache.engine.manifest import load_manifest, proof_path
 from trt_kvcache.errors import ManifestError, TrtKvCacheError
 from trt_kvcache.importer import import_model
-from trt_kvcache.proof.file import FORMAT, Proof, decode_proof, encode_proof, load_proof
-from trt_kvcache.proof.record import record_proof
-from trt_kvcache.proof.replay import replay
-from trt_kvcache.proof.schedule import Most
+from trt_kvcache.runtime.check import load_proof
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.replay import replay
 
 OTHERS = (-1, 0, 1 << 40, 2.5, float("nan"), "x", None, [], {})
 
@@ -30,7 +31,7 @@ OTHERS = (-1, 0, 1 << 40, 2.5, float("nan"), "x", None, [], {})
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Proof]:
     path = write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig(capacity=32, layers=1))
-    return path, record_proof(import_model(path), Most(3, 8, 4))
+    return path, record_proof(import_model(path), Bounds(3, 8, 4))
 
 
 def _leaves(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -11,9 +11,9 @@ from proof.test_check import Gpu, one_row_late, wrong_scale
 from proof_engines import recorded, write_proved
 
 from trt_kvcache import DecodeSession
+from trt_kvcache.compare.decode import DRAWN
 from trt_kvcache.errors import VerificationError
 from trt_kvcache.importer.plan import CacheDtype, PlanOptions
-from trt_kvcache.proof.schedule import DRAWN
 
 CONFIG = DecoderConfig(form="heads-major", layers=2, head_size=32)
 
@@ -26,12 +26,12 @@ def test_the_right_engine_passes_and_wrong_ones_are_refused(tmp_path: Path, dtyp
     options = PlanOptions(cache_dtype=kind)
     own, coded = recorded(model).facts, recorded(model, options).facts
     # Random contents are no codes.
-    assert [e.name for e in own.episodes if e.name != DRAWN] == [e.name for e in coded.episodes]
-    first = sorted(coded.tolerances["start"])[-1]
+    assert [p.part for p in own.pieces if p.part != DRAWN] == [p.part for p in coded.pieces]
+    first = sorted(coded.allowed["start"])[-1]
     assert first != "logits"
-    assert coded.tolerances["start"][first].largest > own.tolerances["start"][first].largest, "a code may be the next"
+    assert coded.allowed["start"][first].largest > own.allowed["start"][first].largest, "a code may be the next"
     with Gpu().open(write_proved(model, options=options), check="always") as session:
         assert isinstance(session, DecodeSession)
     for fault in (wrong_scale, one_row_late):
-        with pytest.raises(VerificationError, match=r"output '\S+' at step \d of '\w+', row \d: "):
+        with pytest.raises(VerificationError, match=r"output '\S+' at step \d+ \('[\w ]+'\), row \d: "):
             Gpu().open(write_proved(model, options=options, fault=fault))

@@ -1,8 +1,7 @@
-"""The recording of a proof: its text, and what it leaves out of the original."""
+"""The recording of a proof: its text, and what it leaves out."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,45 +13,38 @@ from decoders import DecoderConfig, write_decoder
 from onnx import helper
 from stored import MODELS
 
-from trt_kvcache.engine.recording import Answer, Recording
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.compare import record, tolerance
+from trt_kvcache.compare.bounds import Bounds
+from trt_kvcache.compare.decode import DRAWN
+from trt_kvcache.compare.proof import Proof
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.protos import replace_field
-from trt_kvcache.proof import record, tolerance
-from trt_kvcache.proof.file import Proof
-from trt_kvcache.proof.replay import replay
-from trt_kvcache.proof.schedule import Most
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.replay import replay
 from trt_kvcache.runtime.runner import StepBatch
 
 
 def _recorded(path: Path, options: PlanOptions | None = None) -> Proof:
-    return record.record_proof(import_model(path, options or PlanOptions()), Most(3, 8, 4))
-
-
-def _tokens(proof: Proof) -> dict[tuple[int, int], list[int]]:
-    """Tokens of each row from its last start on, by row and start of the episode."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for at, episode in enumerate(proof.facts.episodes):
-        for row, start in enumerate(episode.starts):
-            steps = [proof.arrays[f"{at}/{n}/tokens"][row] for n in range(len(episode.lengths))]
-            found[row, start] = [int(t) for t in np.concatenate(steps)]
-    return found
+    return record.record_proof(import_model(path, options or PlanOptions()), Bounds(3, 8, 4))
 
 
 def test_a_model_continues_its_own_text(tmp_path: Path) -> None:
-    """Each row begins with five tokens of its own; then all read on in the same text, which repeats no pair."""
+    """Where a text goes on token by token, each is the best one of the step before, and no pair comes again."""
     proof = _recorded(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64)))
-    rows: dict[int, dict[int, int]] = {}
-    for (row, start), tokens in _tokens(proof).items():
-        rows.setdefault(row, {}).update(enumerate(tokens, start))
-    assert all(sorted(row) == list(range(max(row) + 1)) for row in rows.values()), "no token is missing"
-    assert len({tuple(row[i] for i in range(5)) for row in rows.values()}) == 3
-    text = [rows[0][i] for i in range(5, 53)]
-    assert len(set(pairwise(text))) == 47
-    for number, row in rows.items():
-        assert all(token == text[(place - 5 + 16 * number) % 48] for place, token in row.items() if place >= 5)
+    texts: list[list[int]] = [[], [], []]
+    followed = 0
+    for number, piece in enumerate(proof.facts.pieces):
+        for row in piece.rows if piece.part != DRAWN else ():
+            tokens = proof.arrays[f"{number}/tokens"][row].tolist()
+            if number and row in proof.facts.pieces[number - 1].rows and len(texts[row]) >= 5:
+                best = int(proof.arrays[f"{number - 1}/logits"][row, -1].argmax())
+                followed += best == tokens[0]
+                assert best == tokens[0] or (texts[row][-1], best) in set(pairwise(texts[row]))
+            texts[row] += tokens
+    assert followed > 10
+    assert len({tuple(text[:5]) for text in texts}) == 3
 
 
 @pytest.mark.few(1)
@@ -61,7 +53,7 @@ def test_a_rewritten_model_that_is_another_one_gets_no_proof(name: str) -> None:
     """The model as exported decodes the beginning, too."""
     options = PlanOptions() if "static" in name else PlanOptions(capacity=40)
     imported = import_model(MODELS / name / "model.onnx", options)
-    record.record_proof(imported, Most(4, 8))
+    record.record_proof(imported, Bounds(4, 8))
     product = next(n for n in reversed(imported.model.graph.node) if n.op_type in ("Attention", "Softmax"))
     with_fault = imported.model.graph.node.add()
     with_fault.CopyFrom(helper.make_node("Neg", [product.output[0]], ["moved"]))
@@ -74,7 +66,29 @@ def test_a_rewritten_model_that_is_another_one_gets_no_proof(name: str) -> None:
     with pytest.raises(
         UnsupportedModelError, match="does not give the logits of the model as exported: they differ by"
     ):
-        record.record_proof(imported, Most(4, 8))
+        record.record_proof(imported, Bounds(4, 8))
+
+
+def test_steps_that_are_asked_for(tmp_path: Path) -> None:
+    imported = import_model(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=4096)))
+    usual = record.record_proof(imported, Bounds(3, 64, 4)).facts.pieces
+    for count in (1, 5, len(usual) + 8):
+        assert len(record.record_proof(imported, Bounds(3, 64, 4), steps=count).facts.pieces) == count
+    assert record.record_proof(imported, Bounds(3, 64, 4), steps=5).facts.pieces == usual[:5], "the first ones stay"
+    assert 10 < len(usual) < 40
+
+
+def test_a_slow_machine_records_what_there_is_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = import_model(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64)))
+    with pytest.raises(OptionError, match="5 steps on the CPU take about 0 s here, more than 0; proof=5 records them"):
+        record.record_proof(imported, Bounds(3, 8, 4), seconds=0)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(record.time, "monotonic", lambda: next(clock))
+    proof = record.record_proof(imported, Bounds(3, 8, 4), seconds=6)
+    assert len(proof.facts.pieces) == 7
+    runner = OnnxRuntimeRunner(imported.source.path, max_batch=4, max_chunk=8)
+    assert replay(runner, proof).passed
+    runner.close()
 
 
 class _Stray:
@@ -103,7 +117,7 @@ def test_where_rounding_decides_the_logits_the_rest_is_compared(
     proof = _recorded(path)
     assert proof.facts.note.startswith("rounding decides the logits of this model: ")
     assert "\n" not in proof.facts.note
-    assert not any(proof.facts.tolerances.values())
+    assert not any(proof.facts.allowed.values())
     runner = OnnxRuntimeRunner(path, max_batch=4, max_chunk=8)
     assert replay(runner, proof).passed
     (finding,) = replay(_Stray(runner), proof).findings
@@ -111,14 +125,7 @@ def test_where_rounding_decides_the_logits_the_rest_is_compared(
     runner.close()
 
 
-def test_what_a_proof_cannot_show_is_a_note_of_the_build() -> None:
-    recording = Recording.__new__(Recording)
-    recording.answer = Future()
-    recording.answer.set_result(Answer(b"proof", "rounding decides"))
-    assert recording.result() == (b"proof", ("rounding decides",))
-
-
-def test_logits_of_the_original_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+def test_logits_of_the_model_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     """An engine that computes the same in a wider type has numbers there, and is right."""
     path = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
     model = onnx.load(path)
@@ -129,8 +136,9 @@ def test_logits_of_the_original_that_are_no_numbers_are_left_out(tmp_path: Path)
     proof = _recorded(tmp_path / "roots.onnx")
     assert proof.facts.note.startswith("the model has logits that are not a number")
     assert "\n" not in proof.facts.note
-    assert not any("logits" in found for found in proof.facts.tolerances.values())
-    assert any(proof.facts.tolerances.values())
-    runner = OnnxRuntimeRunner(path, max_batch=4, max_chunk=8)
+    assert not any("logits" in found for found in proof.facts.allowed.values())
+    assert any(proof.facts.allowed.values())
+    runner = OnnxRuntimeRunner(tmp_path / "roots.onnx", max_batch=4, max_chunk=8)
+    assert np.isnan(runner.step(StepBatch(0, np.zeros((1, 1), np.int64), np.zeros(1, np.int64)))).any()
     assert replay(runner, proof).passed
     runner.close()

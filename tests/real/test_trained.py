@@ -28,12 +28,13 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from trt_kvcache import BuildOptions, DecodeSession, PlanOptions, build_engine, plan_model, verify_model
 from trt_kvcache.cli.app import app
+from trt_kvcache.compare.proof import Proof
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import installed
 from trt_kvcache.names import ENGINE
-from trt_kvcache.proof.file import Proof, load_proof
-from trt_kvcache.proof.replay import Replay, replay
+from trt_kvcache.runtime.check import load_proof
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.replay import Replay, replay
 
 pytestmark = pytest.mark.slow
 

@@ -105,13 +105,13 @@ def test_values_of_the_caller_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_special_tokens_in_messages_are_text(make: Any, bounded: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_special_tokens_in_messages_are_text(make: Any, loaded: bool, tmp_path: Any) -> None:
     """The template's own are tokens; a text without any has the tokens that it always had."""
     template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
     made = make()
     tokenizer = Tokenizer(made, {"chat_template": template})
-    if bounded:
+    if loaded:
         made.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "chat_template.jinja").write_text(template)
         tokenizer = Tokenizer.load(tmp_path)

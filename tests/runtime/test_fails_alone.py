@@ -126,7 +126,8 @@ PLACES = {
         session=lambda: DecodeSession(HashRunner(max_batch=3), max_sequences=6),
     ),
     "it gets a row": Place(
-        KVCache, "seat", lambda s, slot, args: args[1] == slot, session=lambda: DecodeSession(HashRunner(max_batch=1))
+        KVCache, "give_row", lambda s, slot, args: args[1] == slot,
+        session=lambda: DecodeSession(HashRunner(max_batch=1)),
     ),
     "its token is chosen": Place(Continuation, "advance", lambda s, slot, args: args[0].sequence == slot, 2),
     "its end is told": Place(

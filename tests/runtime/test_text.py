@@ -328,3 +328,29 @@ def test_a_missing_library_is_named(library: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(OptionError, match=r"pip install 'trt-kvcache\[text\]'"):
         rendered(tmp_path, TEMPLATE)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"model": {}}')
+    with pytest.raises(OptionError, match=r"is not a tokenizer.json that this tokenizers library reads: "):
+        Tokenizer.load(path)
+
+
+def test_settings_of_training_do_not_change_a_prompt(tmp_path: Path) -> None:
+    made = byte_level()
+    wanted = made.encode("the cache keeps").ids
+    made.enable_truncation(2)
+    made.enable_padding(length=64)
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("the cache keeps") == wanted
+
+
+def test_messages_that_are_no_json_are_refused() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    tokenizer = Tokenizer(byte_level(), {"chat_template": "{{ messages[0].content }}"})
+    for message in ({"role": "user", "content": deep}, 3):
+        with pytest.raises(OptionError, match="the messages of a chat have to be JSON"):
+            tokenizer.render_chat([message])

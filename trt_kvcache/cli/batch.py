@@ -30,24 +30,26 @@ def batch(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The answers: JSONL or .parquet.", readable=False)
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", help="File for the answers: JSONL or .parquet.", readable=False),
     ],
     running: RunFlags,
     adapters: LoraFlags,
     planning: SessionPlanFlags,
     defaults: Annotated[
-        str, typer.Option(metavar="JSON", help="Fields of rows that lack them, such as '{\"max_tokens\": 200}'.")
+        str, typer.Option(metavar="JSON", help="Defaults for rows, such as '{\"max_tokens\": 200}'.")
     ] = "{}",
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model that rows may name. Default: the file's or folder's.")
+        str | None, typer.Option(metavar="NAME", help="Model name that rows may give. Default: the file's or folder's.")
     ] = None,
     tokenizer: TokenizerOption = None,
-    with_ray: Annotated[bool, typer.Option("--ray", help="On Ray, with a session in each worker.")] = False,
+    with_ray: Annotated[bool, typer.Option("--ray", help="Run on Ray, with one session in each worker.")] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --ray. Default: one for each GPU, or one on the CPU.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Workers of --ray. Default: one for each GPU, or one on the CPU."),
     ] = None,
 ) -> None:
-    """Answer a file of requests, in its order. Killed at any moment, the same command goes on where it was."""
+    """Answer a file of requests, in its order. After a kill, the same command continues with the rows that are left."""
     named = name or model.resolve().name
     options = running.options() | adapters.options(named) | planning.session_options(model) | {"tokenizer": tokenizer}
     fields = json_object(defaults, "--defaults", '{"max_tokens": 200}')

@@ -43,7 +43,9 @@ class MeasureFlags:
     batches: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Sequences decoded together.")] = None
     repeats: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Measured steps. Default: 20, or as many as 5 seconds have, 3 at least."),
+        typer.Option(
+            min=1, metavar="N", help="Measured steps. Default: 20, or as many as fit into 5 seconds, at least 3."
+        ),
     ] = None
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Steps before the measured ones.")] = 3
 
@@ -66,7 +68,7 @@ def bench(
         typer.Option(metavar="RESULT.json", help="An earlier result of --json, to compare with.", readable=False),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.", readable=False)
+        Path | None, typer.Option(metavar="OUT.png", help="Draw the times with matplotlib.", readable=False)
     ] = None,
     html: HtmlOption = None,
     json: JsonOption = False,
@@ -125,7 +127,7 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure, and print rows as they come where `rows` says so; True, too, where Ctrl-C ended it."""
+    """Measure; return the report, and True if Ctrl-C ended the run. Print each row at once if `rows` is set."""
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report

@@ -43,12 +43,12 @@ def build(
             "--output",
             "-o",
             metavar="ENGINE|FOLDER/",
-            help="A file; or a folder, which ends with a slash and gets the tokenizer, too.",
+            help="File of the engine; or a folder, with a slash at the end, which also gets the tokenizer.",
         ),
     ],
     engine: BuildFlags,
     flags: BuildPlanFlags,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="TensorRT's own log on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print TensorRT's log on stderr.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Build an engine whose caches are updated in place, and its manifest beside it."""

@@ -52,7 +52,7 @@ def chat(
     chat_template_kwargs: TemplateOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Talk to a model. Its caches keep the conversation; /help lists what can be typed beside messages."""
+    """Talk to a model. Its caches keep the conversation; /help lists commands."""
     values = template_values(chat_template_kwargs)
     options = planning.session_options(model)
     running = running if running.max_batch is not None else replace(running, max_batch=1)

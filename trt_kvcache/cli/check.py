@@ -10,7 +10,7 @@ import typer
 from trt_kvcache.cli.options import AllOption, EngineArgument, JsonOption
 
 if TYPE_CHECKING:
-    from trt_kvcache.proof.check import CheckReport
+    from trt_kvcache.runtime.check import CheckReport
 
 
 def check(
@@ -19,23 +19,26 @@ def check(
         Path | None,
         typer.Option(
             metavar="MODEL",
-            help="If it disagrees: build MODEL, which it was built from, again with layers as outputs, and name the "
-            "first that differs from ONNX Runtime.",
+            help="If the engine is wrong: build its MODEL again with layers as outputs, and name the first layer "
+            "that differs from ONNX Runtime.",
             readable=False,
         ),
     ] = None,
     every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Replay the engine's proof on the GPU: a decode of the original model, recorded when it was built."""
+    """Replay the engine's proof on the GPU: a decode of the rewritten model in float32, recorded when it was built.
+
+    The model as exported gave the same logits for its first steps.
+    """
     from trt_kvcache.cli.output import print_json
     from trt_kvcache.names import engine_in
-    from trt_kvcache.proof.check import check_engine_on_gpu
+    from trt_kvcache.runtime.check import check_engine_on_gpu
 
     engine = engine_in(engine)
     report = check_engine_on_gpu(engine, {})
     if locate is not None and not report.passed:
-        from trt_kvcache.proof.locate import with_layer
+        from trt_kvcache.runtime.locate import with_layer
 
         report = with_layer(report, engine, locate)
     if json:
@@ -52,7 +55,7 @@ def _print(report: CheckReport, *, every_row: bool) -> None:
 
     out = console()
     out.print(f"{report.engine}: {report.steps} steps on {report.ran_on}, driver {report.driver}")
-    out.print(f"recorded of the original on {report.recorded_on}")
+    out.print(f"recorded of the rewritten model on {report.recorded_on}")
     grid = table("output", "largest difference", "allowed", "on average", "allowed", "")
     disagrees = {f.output for f in report.findings}
     keys = [(o.output, "DISAGREES" if o.output in disagrees else "ok") for o in report.outputs]
@@ -74,6 +77,6 @@ def _print(report: CheckReport, *, every_row: bool) -> None:
         out.print(f"note: {note}")
     if report.layer:
         out.print(report.layer)
-    out.print(f"the engine gives the original's numbers; receipt: {report.receipt}" if report.passed else "REFUSED")
+    out.print(f"the engine gives the numbers of its proof: {report.passed_check}" if report.passed else "REFUSED")
     if report.passed:
         print_next(out, use_line(Path(report.engine)))

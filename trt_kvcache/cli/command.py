@@ -13,6 +13,7 @@ from trt_kvcache.errors import OptionError
 
 __all__ = ["PLANNED", "Command", "first_sentence"]
 
+_HELP_ALL = "--help-all"
 PLANNED = "How the model is planned"
 """The group of flags that most commands have."""
 
@@ -43,9 +44,15 @@ class Command(TyperCommand):
                 panel = getattr(parameter, "rich_help_panel", None)
                 kind = "Options" if parameter.param_type_name == "option" else "Arguments"
                 sections.setdefault(panel or kind, []).append(record)
+        whole = _HELP_ALL in ctx.meta or self.name == "plan"
         for title, rows in sorted(sections.items(), key=lambda section: section[0] == PLANNED):
             with formatter.section(title):
-                formatter.write_dl(rows)
+                if title != PLANNED or whole:
+                    formatter.write_dl(rows)
+                else:
+                    formatter.write_text(
+                        f"{len(rows)} options of trt-kvcache plan, such as --capacity; {_HELP_ALL} shows them"
+                    )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments.
@@ -53,6 +60,9 @@ class Command(TyperCommand):
         Raises:
             OptionError: one is a flag of another tool, or a number as ``4k``; the message says what to type.
         """
+        if _HELP_ALL in args:
+            ctx.meta[_HELP_ALL] = True
+            args = ["--help"]
         typed = list(args)
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         self._check_options(ctx.default_map)

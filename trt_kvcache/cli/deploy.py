@@ -22,13 +22,20 @@ def deploy(
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="ENGINE|MODEL", help="The folder of one; it is copied.", readable=False, callback=runnable_named
+            metavar="ENGINE|MODEL",
+            help="Folder of an engine or a model. It is copied.",
+            readable=False,
+            callback=runnable_named,
         ),
     ],
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", metavar="FOLDER", help="The model repository; may hold other models.", readable=False
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="Folder of the model repository, which may hold other models.",
+            readable=False,
         ),
     ],
     name: Annotated[
@@ -40,7 +47,7 @@ def deploy(
     capacity: Annotated[
         int | None,
         typer.Option(
-            "--capacity", "-c", min=1, metavar="TOKENS", help="Tokens per sequence, of a model whose caches grow."
+            "--capacity", "-c", min=1, metavar="TOKENS", help="Tokens per sequence, for a model whose caches grow."
         ),
     ] = None,
     max_queue: Annotated[
@@ -48,7 +55,7 @@ def deploy(
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="An adapter (LoRA) that requests may choose; it is copied."),
+        typer.Option(metavar="NAME=FOLDER", help="Adapter (LoRA) that requests may choose. It is copied."),
     ] = None,
 ) -> None:
     """Write a model repository for Triton: streams, cancelling, one session for all requests."""

@@ -42,17 +42,15 @@ def export(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder for the model.", readable=False)
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="New folder for the model.", readable=False)
     ],
     exporter: Annotated[
         ExporterChoice,
-        typer.Option(help="auto: the first of these, the fastest first, whose model computes what transformers does."),
+        typer.Option(help="auto: tries exporters from fast to slow; keeps the first whose model is right."),
     ] = ExporterChoice.AUTO,
     dtype: Annotated[
         Dtype,
-        typer.Option(
-            help="What the engine computes in. Models trained in bfloat16, such as Gemma, may overflow in float16."
-        ),
+        typer.Option(help="Type of the numbers. Models trained in bfloat16, such as Gemma, may overflow in float16."),
     ] = Dtype.FLOAT16,
     int4: Annotated[bool, typer.Option("--int4", help="Weights of 4 bits (genai).")] = False,
     capacity: Annotated[
@@ -62,11 +60,11 @@ def export(
             "-c",
             min=1,
             metavar="TOKENS",
-            help="For the plan at the end. Default: that of the model's longest text, at most 4096.",
+            help="Tokens per sequence, for the plan at the end. Default: the model's longest text, at most 4096.",
         ),
     ] = None,
     python: Annotated[
-        str, typer.Option(metavar="FILE", help="Interpreter of the environment with the exporter. Default: this one.")
+        str, typer.Option(metavar="FILE", help="Python interpreter that has the exporter. Default: this one.")
     ] = sys.executable,
 ) -> None:
     """Export a checkpoint with an installed exporter, and plan the result. Nothing is downloaded."""

@@ -47,8 +47,8 @@ class GenerationFlags(Flags):
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="generation_config.json; flags win over it. Default: the one beside the model, but only its tokens "
-            "that end or start a text, or never come.",
+            help="generation_config.json; flags override it. Default: the one beside the model, of which only "
+            "special tokens are used.",
             readable=False,
             rich_help_panel="How tokens are chosen (as in transformers' GenerationConfig)",
         ),
@@ -111,7 +111,7 @@ class GenerationFlags(Flags):
 
 
 def sampling_text(session: DecodeSession) -> str:
-    """Return how a session draws tokens where nobody says it, and where that comes from."""
+    """Return the default sampling of a session, and the file that it comes from."""
     from trt_kvcache.runtime.beside import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
@@ -121,7 +121,7 @@ def sampling_text(session: DecodeSession) -> str:
 
 @flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
-    """Flags of a generation that is no conversation, too."""
+    """Flags of a generation, with those that a conversation does not have."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,12 @@ class GrammarFlags:
     """Flags that say what a text has to be."""
 
     json_schema: Annotated[str | None, _form_flag(metavar="FILE|JSON", help="JSON as this schema describes it.")] = None
-    regex: Annotated[str | None, _form_flag(metavar="PATTERN", help="Text that this matches as a whole.")] = None
+    regex: Annotated[str | None, _form_flag(metavar="PATTERN", help="Text that matches this pattern as a whole.")] = (
+        None
+    )
     grammar: Annotated[
         Path | None,
-        _form_flag(metavar="FILE", help="Text of this grammar: Lark's, or llama.cpp's GBNF.", readable=False),
+        _form_flag(metavar="FILE", help="Text of this grammar, in Lark's syntax or llama.cpp's GBNF.", readable=False),
     ] = None
 
     def check(self) -> None:
@@ -179,14 +181,14 @@ class RunFlags(Flags):
         run_flag(
             min=1,
             metavar="TOKENS",
-            help="Of prompts, in a step in which others decode. Default: 16 on the CPU, 256 on a GPU.",
+            help="Most prompt tokens per step while other sequences generate. Default: 16 on the CPU, 256 on a GPU.",
         ),
     ] = None
     draft: Annotated[
         Path | None,
         run_flag(
             metavar="MODEL|ENGINE",
-            help="A smaller model with the same tokens, which guesses; the tokens stay the same.",
+            help="Smaller model with the same vocabulary that guesses tokens. The result stays the same.",
             readable=False,
         ),
     ] = None
@@ -194,7 +196,7 @@ class RunFlags(Flags):
         str | None,
         run_flag(
             metavar="SIZE",
-            help="Host memory, such as 512MiB, for cache rows that prompts with one beginning share. Default: none.",
+            help="Host memory, such as 512MiB, to reuse cache rows of prompts that begin alike. Default: none.",
         ),
     ] = None
 
@@ -202,7 +204,7 @@ class RunFlags(Flags):
         """Return the arguments of `DecodeSession.open`.
 
         Raises:
-            OptionError: a size is none.
+            OptionError: a size is malformed.
         """
         from trt_kvcache.engine.options import parse_bytes
 
@@ -216,9 +218,7 @@ class RunFlags(Flags):
 class AdapterFlags:
     """The adapter of a text."""
 
-    adapter: Annotated[
-        str | None, run_flag(metavar="FOLDER", help="An adapter (LoRA) that peft wrote, to compute the text with.")
-    ] = None
+    adapter: Annotated[str | None, run_flag(metavar="FOLDER", help="Adapter (LoRA) of peft to use.")] = None
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of `DecodeSession.open`."""
@@ -237,7 +237,7 @@ class LoraFlags:
         list[str] | None,
         run_flag(
             metavar="NAME=FOLDER",
-            help="An adapter (LoRA) that peft wrote; requests choose it as their model. Repeatable.",
+            help="Adapter (LoRA) of peft; requests choose it as their model. Repeatable.",
         ),
     ] = None
 
@@ -263,11 +263,11 @@ def generate(
     adapters: AdapterFlags,
     planning: SessionPlanFlags,
     prompt_text: Annotated[
-        str | None, typer.Argument(metavar="[TEXT]", help="A prompt, as --prompt gives it. Default: stdin, if piped.")
+        str | None, typer.Argument(metavar="[TEXT]", help="Prompt text, as with --prompt. Default: stdin, if piped.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Continue prompts; text comes as it is made. Ctrl-C ends it with the text so far, a second Ctrl-C at once."""
+    """Continue prompts and print the text. Ctrl-C stops with the text so far; a second Ctrl-C stops at once."""
     if generation.output_logprobs and not json:
         raise OptionError("--logprobs are shown by --json; add it")
     if prompt_text is not None:

@@ -30,14 +30,14 @@ class Run:
 
     Attributes:
         runs_on: the runner and its device.
-        capacity: tokens per sequence; None where nothing bounds them.
+        capacity: tokens per sequence; None: unlimited.
         config: the settings by which tokens were chosen.
         sequences: one per prompt, in order.
         opening: seconds until the session was open.
         first: seconds from the open session to the first token: the prompts that run at once, and one step.
         total: seconds to the end.
-        speculation: counts of drafts, over all sequences; None where nothing guesses.
-        prefixes: what the prefix cache did; None where there is none.
+        speculation: counts of drafts, over all sequences; None without a draft.
+        prefixes: counts of the prefix cache; None without one.
     """
 
     runs_on: str

@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Merge rows that are equal but for one number in their names.
+    """Merge rows that differ in one number of their names only.
 
     Args:
         rows: cells, all rows of one length.

@@ -1,4 +1,4 @@
-"""What people type who know other tools, and what does the same here: one table for commands, one for flags."""
+"""Tables of commands and flags of other tools, each with what does the same here."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def inspect(
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show an engine's manifest and check it: the engine's hash, and with a GPU the engine's own I/O and aliases."""
+    """Show an engine's manifest and check it: the hash, and with a GPU the engine's inputs, outputs and aliases."""
     from trt_kvcache import inspect_engine
     from trt_kvcache.cli.manifest_view import manifest_lines, print_manifest
     from trt_kvcache.cli.output import console, print_json
@@ -23,11 +23,11 @@ def inspect(
     report = inspect_engine(engine)
     manifest = report.manifest
     batch = batch_of(manifest.plan, manifest.max_batch)
-    checked = "the hash is the manifest's; "
+    checked = "hash: ok. "
     if report.view is None:
-        checked += f"not opened: {report.not_opened}"
+        checked += f"Not opened: {report.not_opened}"
     else:
-        checked += "opened: inputs, outputs, profiles and aliases are the manifest's"
+        checked += "Opened: inputs, outputs, profiles and aliases as the manifest says"
     facts = plan_lines(manifest.plan, batch, built=True, bandwidth=bandwidth)
     lines = [*manifest_lines(manifest), *facts, ("checked", checked)]
     if html is not None:

@@ -33,7 +33,7 @@ RunnableArgument = Annotated[
     Path,
     typer.Argument(
         metavar="ENGINE|MODEL",
-        help="An engine or its folder; or a model, on the CPU.",
+        help="Engine or its folder; or a model, which runs on the CPU.",
         readable=False,
         callback=runnable_named,
     ),
@@ -59,20 +59,20 @@ NameOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
 ]
 QueueOption = Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")]
-AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
-TablesOption = Annotated[bool, typer.Option("--all", help="Every table, with a row for each group of layers.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Show one row per layer.")]
+TablesOption = Annotated[bool, typer.Option("--all", help="Show all tables, with one row for each group of layers.")]
 BandwidthOption = Annotated[
     float | None,
     typer.Option(
         metavar="GB/s|GPU",
         parser=read_bandwidth,
-        help="Say the limit that a memory sets, in tokens per second: its GB/s, or the name of a GPU such as H100.",
+        help="Show the limit in tokens per second for this memory: its GB/s, or the name of a GPU such as H100.",
     ),
 ]
 HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser, too.", readable=False)
+    Path | None, typer.Option("--html", metavar="FILE", help="Also write a page for a browser.", readable=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on stdout.")]
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
@@ -85,11 +85,11 @@ def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
 CheckOption = Annotated[
     Literal["first", "always", "off"],
     run_flag(
-        help="Replay of an engine's proof. first: once for each GPU, driver and version of TensorRT, which leaves a "
-        "receipt beside the engine."
+        help="When to replay an engine's proof. first: once for each GPU, driver and version of TensorRT; a file "
+        "beside the engine (.passed_check) records it."
     ),
 ]
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], run_flag(help="auto: the device that the file is made for.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], run_flag(help="auto: a GPU for engines, the CPU for models.")]
 
 
 _FOR_BUILDS = ("cache_layout", "attention_span", "fallback")
@@ -131,7 +131,7 @@ class SessionPlanFlags(Flags):
 
         Raises:
             OptionError: a flag has no effect without another.
-            InvalidModelError: there is no such file.
+            InvalidModelError: the file does not exist.
             TrtKvCacheError: see `calibrate_caches`.
         """
         options = self.options()
@@ -153,7 +153,7 @@ class SessionPlanFlags(Flags):
         Raises:
             OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
                 without another.
-            InvalidModelError: there is no such model.
+            InvalidModelError: the model does not exist.
         """
         if is_model(path):
             return self.options_for(path)
@@ -208,10 +208,10 @@ class PlanFlags(TensorRTPlanFlags):
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Return folders by name, of ``NAME=FOLDER`` or of a folder that says its name.
+    """Read ``NAME=FOLDER``, or FOLDER, whose last part is then the name; return the folders by name.
 
     Raises:
-        OptionError: a name comes twice, or there is none.
+        OptionError: a name is missing, or comes twice.
     """
     folders: dict[str, Path] = {}
     for text in values:

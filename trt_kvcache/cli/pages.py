@@ -181,7 +181,7 @@ def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
 
 
 def _around(plan: CachePlan) -> Iterable[Html]:
-    """For each group of caches that differ in their layer only: boxes before and after."""
+    """Draw boxes before and after for each group of caches that differ in their layer only."""
     before = {tensor.name: tensor for tensor in plan.original}
     masks = {mask.name: mask_text(mask) for mask in plan.masks}
     readers: dict[str, list[AttentionPlan]] = {}

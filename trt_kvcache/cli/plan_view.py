@@ -162,14 +162,14 @@ def _part(
     kind: str = "",
     more: Sequence[str] = (),
 ) -> Iterator[Part]:
-    """Return a table with a row for each group of facts that differ in a layer's number only; nothing without facts.
+    """Return a table: one row for each group of facts that differ in a layer's number only. Without facts it is empty.
 
     Args:
         title: of the table.
         columns: by title: the cell, with the names of facts in braces, and ``{many}`` for the number of layers.
         facts: of one item each.
         names: of facts, those in which the number of a layer may stand.
-        kind: the beginning of the notes, which say ``why``; nothing: there are none.
+        kind: the beginning of the notes, which say ``why``; empty: no notes.
         more: notes.
     """
     if not facts:
@@ -225,7 +225,7 @@ def bytes_of(plan: CachePlan, batch: int) -> tuple[int, int]:
 
 
 def shared_caches(plan: CachePlan) -> str | None:
-    """Return the caches that several layers read, and how many; None: there are none."""
+    """Return the caches that several layers read, and how many layers; None if no cache is shared."""
     counts = Counter(node.caches for node in plan.attention if node.caches)
     shared = [f"{caches[0]} by {count}" for caches, count in counts.items() if count > 1]
     if not shared:

@@ -13,6 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from trt_kvcache.cli.output import console, uncovered, visible
 from trt_kvcache.progress import ProgressEvent, listening
 
+_USUAL = {"building the engine": ", usually a minute"}
+"""What a wait takes where TensorRT's own bar stands still for most of it."""
+
 __all__ = ["ProgressBars", "show_progress"]
 
 
@@ -77,7 +80,8 @@ class ProgressBars:
         total = event.steps if event.steps > 1 else None  # a phase of one step has no progress to show
         if event.phase not in self._tasks:
             depth = self._tasks[event.parent][1] + 1 if event.parent in self._tasks else 0
-            task = progress.add_task("  " * depth + visible(event.phase), total=total, done="")
+            name = visible(event.phase) + _USUAL.get(event.phase, "")
+            task = progress.add_task("  " * depth + name, total=total, done="")
             self._tasks[event.phase] = (task, depth)
         done = f"{event.step} of {event.steps}" if total else ""
         progress.update(self._tasks[event.phase][0], completed=event.step, done=done)

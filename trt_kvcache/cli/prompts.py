@@ -29,7 +29,7 @@ _prompt_flag = partial(typer.Option, rich_help_panel="Prompts to continue")
 _source_flag = partial(typer.Option, rich_help_panel="Sources for an encoder (translation, speech, ...)")
 TemplateOption = Annotated[
     str | None,
-    _prompt_flag(metavar="JSON", help="More for the chat template, such as '{\"enable_thinking\": false}'."),
+    _prompt_flag(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
 ]
 _NEEDED = ("input_ids", "inputs_embeds")
 
@@ -54,21 +54,25 @@ class PromptFlags:
     """Flags that give prompts, and inputs of the model beside them."""
 
     prompt: Annotated[
-        list[str] | None, _prompt_flag("--prompt", "-p", metavar="TEXT", help="For several, give it several times.")
+        list[str] | None,
+        _prompt_flag("--prompt", "-p", metavar="TEXT", help="Prompt text. Repeat it for several prompts."),
     ] = None
     prompt_file: Annotated[
-        list[Path] | None, _prompt_flag(metavar="FILE", help="Text from a file; - is stdin.", readable=False)
+        list[Path] | None,
+        _prompt_flag(metavar="FILE", help="File with the text of a prompt; - is stdin.", readable=False),
     ] = None
-    tokens: Annotated[list[str] | None, _prompt_flag(metavar="ID,...", help="Token ids.")] = None
+    tokens: Annotated[list[str] | None, _prompt_flag(metavar="ID,...", help="Prompt as token ids.")] = None
     tokenizer: Annotated[
         Path | None,
         _prompt_flag(
             metavar="FILE",
-            help="tokenizer.json or its folder. Default for text: the one beside the model.",
+            help="tokenizer.json or its folder. Default: the one beside the model.",
             readable=False,
         ),
     ] = None
-    chat: Annotated[bool, _prompt_flag("--chat", help="Each text is a user's message; uses the chat template.")] = False
+    chat: Annotated[
+        bool, _prompt_flag("--chat", help="Treat each text as a message of a user, with the chat template.")
+    ] = False
     system: Annotated[str | None, _prompt_flag(metavar="TEXT", help="System message of the chat.")] = None
     chat_template_kwargs: TemplateOption = None
     constants: Annotated[
@@ -108,10 +112,10 @@ class PromptFlags:
         return replace(self, prompt=[piped]) if piped else self
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
-        """Return the named tokenizer, or for text the one beside the model; None where nothing needs one.
+        """Return the named tokenizer, or the one beside the model if there is text; None if no prompt needs one.
 
         Raises:
-            OptionError: text needs one, and there is none; or there is no such model.
+            OptionError: text needs a tokenizer that is missing, or the model does not exist.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None
@@ -133,10 +137,10 @@ class PromptFlags:
         return [read_embedded(file) for file in self.inputs_embeds or []]
 
     def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:
-        """Return all prompts as token ids: texts, then files, then ids, then those of embeddings.
+        """Return all prompts as token ids, in this order: texts, files, ids, embeddings.
 
         Raises:
-            OptionError: there are none, or a file cannot be read.
+            OptionError: there is no prompt, or a file cannot be read.
         """
         texts = [*(self.prompt or []), *(read_text(file) for file in self.prompt_file or [])]
         ids = [token_ids(text, "--tokens") for text in self.tokens or []]
@@ -178,9 +182,11 @@ class SourceFlags:
 
     source: Annotated[
         list[str] | None,
-        _source_flag(metavar="TEXT", help="Text, such as the text to translate. For several, give it several times."),
+        _source_flag(metavar="TEXT", help="Text for the encoder, such as a text to translate. Repeat it for several."),
     ] = None
-    source_tokens: Annotated[list[str] | None, _source_flag(metavar="ID,...", help="The same as token ids.")] = None
+    source_tokens: Annotated[
+        list[str] | None, _source_flag(metavar="ID,...", help="Text for the encoder as token ids.")
+    ] = None
     source_inputs: Annotated[
         list[Path] | None,
         _source_flag(
@@ -257,7 +263,7 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
     """Return the JSON object in the text of an option.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the text is no JSON object.
     """
     try:
         value = msgspec.json.decode(text)

@@ -23,10 +23,10 @@ def report(
     model: ModelArgument,
     flags: PlanFlags,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The report, a zip file.", readable=False)
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Zip file for the report.", readable=False)
     ],
 ) -> None:
-    """Pack a model's graph, without weights and names, its plan or refusal, and this machine into a file to send."""
+    """Write a report to send: the model's graph without weights and names, its plan or refusal, versions."""
     options = flags.options_for(model)
     import msgspec
 
@@ -91,7 +91,7 @@ def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
 
 
 def _outcome_of(model: ModelProto, folder: Path, options: PlanOptions) -> dict[str, Any]:
-    """The outcome of a stripped model, as whoever gets the report will see it."""
+    """Plan the stripped model, as the reader of the report will; return its outcome."""
     import tempfile
 
     from trt_kvcache.importer.files.stripped import pack, unpacked

@@ -17,7 +17,7 @@ def rewrite(
     ],
     flags: PlanFlags,
 ) -> None:
-    """Write the rewritten model alone: standard ONNX, for trtexec and others. Another folder gets data files too."""
+    """Write the rewritten model as standard ONNX, for trtexec and others. Another folder also gets the data files."""
     options = flags.options_for(model)
     from trt_kvcache import rewrite_model
     from trt_kvcache.cli.output import console, print_warnings

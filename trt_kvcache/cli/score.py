@@ -15,7 +15,7 @@ from trt_kvcache.cli.prompts import read_text
 
 def score(
     model: RunnableArgument,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A text; - is stdin.", readable=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File with the text; - is stdin.", readable=False)],
     running: RunFlags,
     planning: SessionPlanFlags,
     window: Annotated[
@@ -23,13 +23,10 @@ def score(
         typer.Option(
             min=2,
             metavar="TOKENS",
-            help="Longer texts are scored in windows of so many, each of which begins with half of the last one. "
-            "Default: the capacity, at most 2048.",
+            help="Tokens per window for long texts; windows overlap by half. Default: the capacity, at most 2048.",
         ),
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Of the text's tokens, take the first N.")
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, metavar="N", help="Score the first N tokens only.")] = None,
     tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:

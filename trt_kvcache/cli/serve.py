@@ -29,29 +29,34 @@ def serve(
     adapters: LoraFlags,
     planning: SessionPlanFlags,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen at; 0: a free one.")] = 8000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Keys, one in a line, of which clients must send one.", readable=False),
+        typer.Option(
+            metavar="FILE", help="File of keys, one per line. Each request must send one of them.", readable=False
+        ),
     ] = None,
     no_api_key: Annotated[
-        bool, typer.Option("--no-api-key", help="Let everyone who reaches the address use the model.")
+        bool, typer.Option("--no-api-key", help="Serve without keys to everyone who can reach the address.")
     ] = False,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Pages of this origin may ask, such as https://example.org; repeatable."),
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let web pages of this origin send requests, such as https://example.org; repeatable.",
+        ),
     ] = None,
     lora_folder: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Let clients load adapters from this folder, and unload any: /v1/load_lora_adapter.",
+            help="Let clients load adapters from this folder, and unload adapters (/v1/load_lora_adapter).",
             readable=False,
         ),
     ] = None,
     max_queue: QueueOption = 256,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="After SIGTERM: time for running requests to end.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Time for running requests to end after SIGTERM.")
     ] = 30.0,
     name: NameOption = None,
     tokenizer: TokenizerOption = None,
@@ -95,7 +100,7 @@ def serve(
 
 
 def _start_log() -> Callable[[str], None]:
-    """Return a function that writes a line to stderr and never waits: lines are lost where nobody reads them."""
+    """Return a function that writes a line to stderr and never waits. If nobody reads stderr, lines are lost."""
     lines: queue.Queue[str] = queue.Queue(_LINES)
 
     def write() -> None:

@@ -41,7 +41,7 @@ def print_lines(out: Console, title: str, lines: Lines) -> None:
     Args:
         out: the console.
         title: the first line.
-        lines: pairs of a label, or nothing where the line goes on with the label before it, and a text.
+        lines: pairs of label and text; a line with an empty label continues the one before it.
     """
     width = max(out.width, 40) - _LABEL
     head = wrapped(title, out.width)
@@ -81,7 +81,7 @@ def print_next(out: Console, command: str) -> None:
 
 
 def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
-    """Return how text comes out of a model or an engine, or tokens where no tokenizer lies beside it.
+    """Return the command that generates text; with token ids if no tokenizer lies beside the model.
 
     Args:
         path: model or engine.

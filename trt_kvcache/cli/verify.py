@@ -37,10 +37,10 @@ def verify(
     flags: PlanFlags,
     rewritten: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Compare MODEL with this file, which 'rewrite' wrote of it.", readable=False),
+        typer.Option(metavar="FILE", help="Compare MODEL with this file that 'rewrite' wrote.", readable=False),
     ] = None,
     as_exported: Annotated[
-        bool, typer.Option("--as-exported", help="Say what TensorRT's own parser makes of MODEL as it is.")
+        bool, typer.Option("--as-exported", help="Show what TensorRT's parser makes of MODEL without a rewrite.")
     ] = False,
     html: HtmlOption = None,
     json: JsonOption = False,

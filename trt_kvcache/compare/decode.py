@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,13 +16,18 @@ from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.steps.inputs import SPAN_KINDS
 from trt_kvcache.importer.steps.step import Limits
 
-__all__ = ["Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces", "share_of_logits"]
+__all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces", "share_of_logits"]
 
 Array = npt.NDArray[Any]
 
 _DISTANCE = 3  # tokens between the rows of a batch
 _REACH = 600  # tokens of a text, for the sake of a place that lies beyond them
+_CHUNKS = 48  # steps on the way to a place, at most
+_AFTER = 5  # tokens of a first step after those that are left out
 _SINGLES = 3  # tokens one by one, over each place
+DRAWN = "drawn"
+"""The part of a decode before which caches hold random numbers."""
+
 _SEEDS = 5  # random tokens, with which each text begins
 
 
@@ -34,12 +40,18 @@ class Piece:
         rows: the texts: the first ones of the batch, each after tokens of its own number.
         span: one of `trt_kvcache.importer.steps.inputs.SPAN_KINDS`, where the rows that are read are chosen.
         kept: last positions whose logits are computed, where that is chosen; None: all.
+        part: of the decode: where the texts are, such as ``"window 512"``: at the end of an attention window.
+        skip: tokens of each text that are left out before: their cache rows are copies of those of tokens before them.
+        drawn: caches hold random numbers before, for so many tokens as there are then; `skip` may be negative.
     """
 
     length: int
     rows: tuple[int, ...]
     span: str = "tight"
     kept: int | None = None
+    part: str = "start"
+    skip: int = 0
+    drawn: bool = False
 
 
 class Runner(Protocol):
@@ -210,9 +222,12 @@ def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
 
 
 def plan_pieces(
-    limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, whole: bool = False, large: bool = False
-) -> tuple[Piece, ...]:
+    limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, whole: bool = False, full: bool = True,
+    places: Mapping[int, str] = MappingProxyType({}), chunk: int = 64, far: bool = False, drawn: bool = False,
+) -> tuple[Piece, ...]:  # fmt: skip
     """The pieces of a decode: texts that begin one after the other, chunks, single tokens, and each place beyond.
+
+    Over each place at which something changes, the text in the middle goes token by token.
 
     Args:
         limits: of the model.
@@ -220,50 +235,65 @@ def plan_pieces(
         chunks: lengths of the chunks of a prompt.
         tokens: single tokens after them.
         whole: a prompt has to come in one step.
-        large: each step costs much: the end of linear caches is left to the check of parts.
+        full: up to the last row of linear caches.
+        places: numbers of tokens that are places, too, and their names.
+        chunk: tokens of a step on the way to a place, at most.
+        far: places that lie too far away are reached, too: tokens on the way are left out (`Piece.skip`).
+        drawn: end with steps after random cache contents: attention of weights that nobody trained is so faint that
+            its faults show here alone.
     """
     everyone = tuple(range(limits.batch))
+    ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
     ragged = limits.ragged and limits.indexed and not limits.fixed_batch
-    ends = [0] * limits.batch
-    pieces: list[Piece] = []
-    room = limits.linear
+    single, chunk = limits.length or 1, limits.length or min(limits.longest, chunk)
 
-    def add(length: int, rows: tuple[int, ...]) -> bool:
+    def add(part: str, length: int, rows: tuple[int, ...] = everyone, skip: int = 0, *, drawn: bool = False) -> bool:
         """Add a step; False: it does not fit."""
         length = limits.length or min(length, limits.longest)
-        if limits.indexed and room is not None and max(ends[r] for r in rows) + length > room:
+        if limits.indexed and room is not None and max(ends[r] for r in rows) + skip + length > room:
             return False
-        if any(ends[r] % n + length > n for n in limits.no_straddle for r in rows):
-            return length > 1 and limits.length is None and all(add(1, rows) for _ in range(length))
+        if any((ends[r] + skip) % n + length > n for n in limits.no_straddle for r in rows):
+            return (
+                length > 1
+                and limits.length is None
+                and all(add(part, 1, rows, 0 if n else skip, drawn=drawn and not n) for n in range(length))
+            )
         number = len(pieces)
         kept = None if number % 3 or plan.logits_span is None else 1
-        pieces.append(Piece(length, rows, SPAN_KINDS[number % len(SPAN_KINDS)], kept))
+        pieces.append(Piece(length, rows, SPAN_KINDS[number % len(SPAN_KINDS)], kept, part, skip, drawn))
         for row in rows:
-            ends[row] += length
+            ends[row] += length + skip
         return True
+
+    def walk(part: str, left: int) -> None:
+        """Add so many tokens in chunks, then single ones."""
+        skip = left - _AFTER if far and left > min(_REACH, _CHUNKS * chunk) else 0
+        skip -= skip % single
+        left -= skip
+        while left >= single and add(part, min(left, chunk), skip=skip):
+            left, skip = left - chunk, 0
+        for _ in range(_SINGLES):
+            if not add(part, 1):
+                break
 
     if whole:  # tokens of a step depend on each other: a prompt as a whole, then single tokens
         chunks = [max(sum(chunks), 1)]
     elif ragged:
         for row in range(limits.batch - 1):
-            add(_DISTANCE, everyone[: row + 1])
-    for length in chunks:
-        add(length, everyone)
-    for _ in range(tokens):
-        add(1, everyone)
-    for place in sorted(_places(limits, plan, large=large)) if limits.indexed and not whole else ():
-        least, most = min(ends), max(ends)
-        if not least < place <= _REACH:
-            continue
-        while (left := place - 2 - max(ends)) > 0 and add(min(left, limits.longest, 64), everyone):
-            pass
-        for _ in range(_SINGLES + most - least):
-            if not add(1, everyone):
-                break
+            add("start", _DISTANCE * single, everyone[: row + 1])
+    for length in (*chunks, *[1] * tokens):
+        add("start", length)
+    if not limits.indexed or whole:
+        return tuple(pieces)
+    windows = dict.fromkeys((m.left_window + 1 for m in plan.masks if m.left_window >= 0), "window")
+    found = {**places, **windows, **dict.fromkeys(limits.circular, "wrap")}
+    for place in sorted(found):
+        middle = sorted(ends)[len(ends) // 2]
+        if far or middle < place <= _REACH:
+            walk(f"{found[place]} {place}", place - single - middle)
+    if full and room is not None and (far or room <= _REACH):
+        walk("full", room - 2 * single - max(ends))
+    skip = 2 * single - min(ends)
+    for number, length in enumerate((_AFTER, 1, 1, 1) if drawn else ()):
+        add(DRAWN, length, skip=0 if number else skip, drawn=not number)
     return tuple(pieces)
-
-
-def _places(limits: Limits, plan: CachePlan, *, large: bool) -> Collection[int]:
-    """Numbers of tokens at which something changes: the ends of windows, rings and linear caches."""
-    windows = {m.left_window + 1 for m in plan.masks if m.left_window >= 0}
-    return {*windows, *limits.circular, *([] if limits.linear is None or large else [limits.linear])}

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnx import ModelProto
 
+from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.float32_copy import Float32Copies
 from trt_kvcache.compare.inputs import by_position, guessed, numbers_of
 from trt_kvcache.cpu import RunError, open_in_time, run_in_time
@@ -32,7 +33,7 @@ from trt_kvcache.importer.steps.inputs import ENCODER_TOKENS
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.step import read_limits
 
-__all__ = ["Exported"]
+__all__ = ["Exported", "ExportedTexts"]
 
 Array = npt.NDArray[Any]
 
@@ -261,6 +262,27 @@ class Exported:
             keys = past + new - 1 - (past + new - 1 - keys) % shape[-1]
         seen = (keys >= 0) & (keys <= query)
         return seen if "sequence" in axes or shape[-2:-1] == (new,) else seen[-1]
+
+
+class ExportedTexts:
+    """A runner (`trt_kvcache.compare.decode.Runner`) of the model as exported: each text by itself."""
+
+    def __init__(self, exported: Exported) -> None:
+        self.exported, self.name = exported, f"ONNX Runtime {ort.__version__}, float32"
+        self._rows = 0
+
+    def start(self, rows: int) -> None:
+        """See `Runner.start`."""
+        self._rows = rows
+        self.exported.start([()] * rows)
+
+    def step(self, piece: Piece, tokens: Array) -> Array:
+        """See `Runner.step`."""
+        pieces: list[list[int]] = [[] for _ in range(self._rows)]
+        for row, values in zip(piece.rows, tokens, strict=True):
+            pieces[row] = values.tolist()
+        logits = self.exported.step(pieces)
+        return np.stack([logits[row] for row in piece.rows]).astype(np.float32)
 
 
 def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:

@@ -7,7 +7,8 @@ compared, caches as a whole among them: rows that no token was written to hold g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,7 @@ from trt_kvcache.compare.decode import Piece, plan_pieces
 from trt_kvcache.compare.exported import Exported
 from trt_kvcache.compare.float32_copy import float32_copy
 from trt_kvcache.compare.network import Network, NetworkError, Node, UnknownLayerError
-from trt_kvcache.compare.rewritten import GARBAGE, RewrittenSteps, WideSession
+from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.importer.extensions import for_cpu
@@ -32,7 +33,7 @@ from trt_kvcache.importer.steps.inputs import draw_constants
 from trt_kvcache.importer.steps.step import read_limits
 from trt_kvcache.machine import free_memory
 
-__all__ = ["NetworkComparison", "compare_network", "share_between"]
+__all__ = ["NetworkComparison", "NetworkWatch", "compare_network", "share_between", "too_large"]
 
 Array = npt.NDArray[Any]
 
@@ -109,20 +110,27 @@ def compare_network(
         does not fit into memory is not compared, and the note says why.
     """
     model, limits = ModelProto.FromString(content), read_limits(plan, _ROWS)
-    if why := _too_large(model, plan, limits.batch):
+    if why := too_large(model, plan, limits.batch):
         return NetworkComparison(0, 0.0, note=why)
     try:
         with TemporaryDirectory(prefix="trt-kvcache-network-") as name:
             runs, _ = for_cpu(model)
             wide, place = float32_copy(runs, folder, Path(name), replaced)
             rows = max((row + 1 for piece in pieces for row in piece.rows), default=limits.batch)
-            steps = RewrittenSteps(plan, index_limits(model, plan), rows, garbage=garbage)
+            watch, session = NetworkWatch(network, trt, wide, place, garbage), WideSession(wide, place)
+            steps = Rewritten(plan, index_limits(model, plan), garbage=garbage)
+            steps.start(rows)
             chosen = pieces or plan_pieces(limits, plan, (5,), 1)[:_PIECES]
-            return _Comparison(Network(network, trt), wide, place).run(steps, chosen, tokens)
-    except (OptionError, OutputError, RunError, UnknownLayerError, UnsupportedModelError) as error:
+            for count, piece in enumerate(chosen):
+                feeds = steps.feeds(piece, tokens[count] if tokens else None)
+                wanted = session.run(feeds)
+                watch(feeds, wanted)
+                if watch.found.finding or watch.found.note:
+                    break
+                steps.accept(piece, wanted)
+            return watch.found
+    except (OptionError, OutputError, RunError, UnsupportedModelError) as error:
         return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
-    except NetworkError as error:
-        return NetworkComparison(0, math.inf, error.message)
 
 
 def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> NetworkComparison:
@@ -154,7 +162,7 @@ def _worst(had: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
     return max(share_between(values, had[name]) for name, values in wanted.items())
 
 
-def share_between(expected: Array, actual: Array) -> float:
+def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
     """The largest difference of two tensors, as a share of the largest number of the first one.
 
     Garbage, and codes of 8 bits and less, which rounding may move to their neighbours, do not count as largest.
@@ -164,42 +172,71 @@ def share_between(expected: Array, actual: Array) -> float:
         return math.inf
     if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
         return 0.0 if np.array_equal(expected, actual) else math.inf
-    one, other = expected.astype(np.float64), actual.astype(np.float64)
+    differs = expected != actual  # of caches, few rows: what is equal is not looked at again
+    one, other = expected[differs].astype(np.float64), actual[differs].astype(np.float64)
     known = np.isfinite(one)
     if not np.array_equal(known, np.isfinite(other)) or not np.array_equal(one[~known], other[~known], equal_nan=True):
         return math.inf
     difference = np.abs(one[known] - other[known])
-    if not difference.size or not difference.max():
+    if not difference.size:
         return 0.0
     if expected.dtype.kind in "iub":
-        moved = (difference > 0).mean()
-        return math.inf if difference.max() > 1 or moved > 1e-3 else 0.0
-    sizes = np.abs(one[known])
-    scale = sizes[sizes < GARBAGE / 2].max(initial=0.0)
+        return math.inf if difference.max() > 1 or difference.size > 1e-3 * expected.size else 0.0
+    sizes = np.abs(expected)
+    counts = np.isfinite(sizes) & (np.abs(sizes - garbage) > 0.01 * garbage)
+    scale = float(sizes.max(initial=0, where=counts))
     return float(difference.max() / scale) if scale else math.inf
 
 
-class _Comparison:
-    def __init__(self, network: Network, model: ModelProto, folder: Path) -> None:
-        self._network, self._model, self._folder = network, model, folder
-        self._session = WideSession(model, folder)
+class NetworkWatch:
+    """Runs a parsed network on the inputs of each step of its model, and compares all outputs.
 
-    def run(self, steps: RewrittenSteps, pieces: Sequence[Piece], tokens: Sequence[Array]) -> NetworkComparison:
-        worst = 0.0
-        for count, piece in enumerate(pieces, 1):
-            text = tokens[count - 1] if tokens else None
-            feeds = steps.feeds(piece.length, piece.rows, span=piece.span, kept=piece.kept, tokens=text)
-            wanted = self._session.run(feeds)
+    Attributes:
+        found: so far.
+
+    Args:
+        network: TensorRT's ``INetworkDefinition``.
+        trt: the module that parsed it.
+        model: in float32.
+        folder: of its data.
+        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
+        steps: the numbers of those that are compared; None: all.
+    """
+
+    def __init__(
+        self, network: Any, trt: Any, model: ModelProto, folder: Path, garbage: float = GARBAGE,
+        steps: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._folder, self._garbage, self._steps, self._seen = model, folder, garbage, steps, 0
+        self.found = NetworkComparison(0, 0.0)
+        with self._reported(0):
+            self._network = Network(network, trt)
+
+    def __call__(self, feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+        """Compare a step, unless something was found before."""
+        self._seen += 1
+        if self.found.finding or self.found.note or not (self._steps is None or self._seen - 1 in self._steps):
+            return
+        count = self.found.steps + 1
+        with self._reported(count):
             had = self._network.run(feeds)
-            shares = {name: share_between(values, had[name]) for name, values in wanted.items()}
+            shares = {name: share_between(values, had[name], self._garbage) for name, values in wanted.items()}
             name = max(shares, key=lambda n: shares[n])
-            worst = max(worst, shares[name])
+            worst, finding = max(self.found.difference, shares[name]), ""
             if worst > LIMIT:
                 by = "is of another size, or not finite" if math.isinf(worst) else f"differs by {worst:.2g} of its size"
-                where = f"in step {count}, {piece.length} tokens after {[steps.ends[r] for r in piece.rows]}"
-                return NetworkComparison(count, worst, f"'{name}' {by} {where}; {self._first(feeds)}")
-            steps.accept(piece.length, piece.rows, wanted)
-        return NetworkComparison(len(pieces), worst)
+                finding = f"'{name}' {by} in step {count}; {self._first(feeds)}"
+            self.found = NetworkComparison(count, worst, finding)
+
+    @contextmanager
+    def _reported(self, count: int) -> Iterator[None]:
+        """What does not run is a note or a finding."""
+        try:
+            yield
+        except UnknownLayerError as error:
+            self.found = NetworkComparison(count, 0.0, note=error.message)
+        except NetworkError as error:
+            self.found = NetworkComparison(count, math.inf, error.message)
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
         """The first layer whose result differs, among those that have a tensor of the model as result."""
@@ -217,7 +254,7 @@ class _Comparison:
         def watch(node: Node, results: Sequence[Array]) -> None:
             for name, values in zip(node.outputs, results, strict=True):
                 if name in wanted and not found:
-                    share = share_between(wanted[name], values)
+                    share = share_between(wanted[name], values, self._garbage)
                     if share > LIMIT:
                         found.append((node, name, share))
 
@@ -229,7 +266,7 @@ class _Comparison:
         return f"the first layer that differs is '{node.name}' ({node.kind}), which gives '{name}', {by}"
 
 
-def _too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
+def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
     """Why a model does not fit into memory, computed before anything is opened; empty: it does."""
     weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
     caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)

@@ -74,7 +74,7 @@ class VerifyOptions:
     tolerance: Annotated[
         float | None,
         Setting(
-            "Largest difference, as a share of the largest logit. Default: what rounding makes.",
+            "Allowed difference, as a share of the largest logit. Default: measured rounding.",
             metavar="SHARE",
             least=0,
         ),
@@ -92,7 +92,7 @@ class VerifyOptions:
     thorough: Annotated[
         bool,
         Setting(
-            "Compare after a past of every length, too; see --check-seconds.",
+            "Also check after a past of every length; see --check-seconds.",
             "Of every length up to 4,096, first, all changed parts.",
         ),
     ] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from trt_kvcache import __version__
 from trt_kvcache.arguments import as_options, shown
+from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder
@@ -25,7 +26,6 @@ from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.engine.protocol import Done, Job
-from trt_kvcache.engine.recording import PHASE, Most, Recording, bound
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, UpdateContract
@@ -34,7 +34,6 @@ from trt_kvcache.progress import ProgressEvent, listener
 if TYPE_CHECKING:
     import onnx
 
-    from trt_kvcache.importer import ImportedModel
     from trt_kvcache.importer.check import Checked
     from trt_kvcache.importer.files.flipped import Flipped
     from trt_kvcache.importer.files.source import SourceModel
@@ -101,12 +100,10 @@ def _build_engine(
 ) -> Manifest:
     """`build_engine`, while the check of the model runs: the check ends before files appear."""
     # Not at the top: every other name of the engine package works without ONNX.
-    from onnx import TensorProto
-
     from trt_kvcache.engine.generation import settings_beside
     from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
-    from trt_kvcache.importer.protos import is_op, iter_tensors
+    from trt_kvcache.importer.protos import is_op
 
     build = BuildOptions() if build is None else as_options(build, BuildOptions, "build")
     options = PlanOptions() if options is None else as_options(options, PlanOptions, "options")
@@ -125,11 +122,9 @@ def _build_engine(
     generation = settings_beside(Path(model))
     plan, part = imported.plan, _part([imported.source], imported.model)
     tables = index_limits(imported.model, plan)
-    half = any(t.data_type == TensorProto.FLOAT16 for t in iter_tensors(imported.model))
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
-    handover = [imported]
-    del imported
+    del imported  # its weights may be inside
     _check_not_model(engine_path, part.files)
     if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
         raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
@@ -146,26 +141,25 @@ def _build_engine(
         raise OptionError("; ".join([error.message, *said])) from None
     plan = _bound_contracts(plan, limits.max_chunk)
     positions = min(tables.positions.values(), default=None)
-    most = limits.max_batch, limits.max_chunk, limits.max_logits, positions, _encoder_length(plan, profiles)
+    bounds = Bounds(
+        limits.max_batch, limits.max_chunk, limits.max_logits, positions, _encoder_length(plan, profiles)
+    )  # fmt: skip
     twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
     _check_memory(part, setup, twice=twice)
+    unproved = build.strip_plan or build.proof == "off"
     with ExitStack() as stack:
-        # It takes the model, which is large if its weights are inside, and is not needed while TensorRT works.
-        recording = _record(handover.pop(), most, setup, part.weights, half=half)
-        stack.callback(recording.close)
-        if not recording.beside:
-            wait([recording.answer])
         ready: list[tuple[Manifest, Path, Path]] = []
         if encoder is not None:
             entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
             ready, said = [entry] if entry is not None else [], (*said, *more)
         try:
-            built = stack.enter_context(_built(part, plan, profiles, setup, engine_path, twice=twice))
+            built = stack.enter_context(
+                _built(part, plan, profiles, setup, engine_path, twice=twice, bounds=None if unproved else bounds)
+            )
         except BuildError as error:
             if not scans or limits.max_chunk == 1:
                 raise
             raise BuildError(f"{error.message}; {_about_scans(scans)}") from None
-        proof, without = _recorded(recording, setup)
         plan = watched.verdict.result().on(plan)
         manifest = replace(
             _manifest(setup, plan, profiles, built, engine_path),
@@ -174,42 +168,21 @@ def _build_engine(
             max_logits=limits.max_logits,
             vocab=min(tables.tokens.values(), default=None),
             max_positions=positions,
-            proof=_proof_identity(proof, built, engine_path),
+            proof=_proof_identity(built.done.proof, engine_path),
             encoder=ready[0][0].engine if ready else None,
             generation=generation,
-            warnings=(*said, *without, *built.warnings),
+            warnings=(*said, *filter(None, [built.done.note]), *built.warnings),
         )
-        _publish([*ready, (manifest, built.file, engine_path)], bound(proof, built.done.blake3))
+        _publish([*ready, (manifest, built.file, engine_path)], built.done.proof)
     return manifest
 
 
-def _record(imported: ImportedModel, most: Most, setup: _Setup, weights: int, *, half: bool) -> Recording:
-    """Begin to record the proof."""
-    wanted = "off" if setup.build.strip_plan else setup.build.proof
-    if wanted != "off":
-        setup.progress(ProgressEvent(PHASE, None, 0, 1))
-    recording = Recording(imported, most, wanted, weights, half=half)
-    setup.progress.recording = recording
-    return recording
-
-
-def _recorded(recording: Recording, setup: _Setup) -> tuple[bytes, tuple[str, ...]]:
-    """Return the proof, or nothing and a note."""
-    proof = recording.result()
-    if recording.wanted != "off":
-        setup.progress(ProgressEvent(PHASE, None, 1, 1, finished=True))
-    return proof
-
-
-def _proof_identity(proof: bytes, built: _Built, engine: Path) -> FileIdentity | None:
-    if not proof:
-        return None
-    content = bound(proof, built.done.blake3)
-    return FileIdentity(proof_path(engine).name, len(content), blake3(content).hexdigest())
+def _proof_identity(proof: bytes, engine: Path) -> FileIdentity | None:
+    return FileIdentity(proof_path(engine).name, len(proof), blake3(proof).hexdigest()) if proof else None
 
 
 class _Watched:
-    """The caller's `progress`, and what runs meanwhile: the check, and the recording of the proof.
+    """The caller's `progress`, and the check, which runs meanwhile.
 
     It keeps the exception that one of them raised, because that ends the whole build.
     """
@@ -219,15 +192,12 @@ class _Watched:
             raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
         self._progress = progress or listener()
         self.verdict: Future[Checked] | None = None
-        self.recording: Recording | None = None
         self.raised: BaseException | None = None
 
     def __call__(self, event: ProgressEvent) -> None:
         try:
             if self.verdict is not None and self.verdict.done():
                 self.verdict.result()
-            if self.recording is not None and self.recording.answer.done():
-                self.recording.result()
             if self._progress is not None:
                 self._progress(event)
         except BaseException as error:
@@ -346,8 +316,9 @@ def _build_encoder(stack: ExitStack, job: EncoderJob, setup: _Setup, engine: Pat
 
 @contextmanager
 def _built(
-    part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, *, twice: bool = False
-) -> Iterator[_Built]:
+    part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, *, twice: bool = False,
+    bounds: Bounds | None = None,
+) -> Iterator[_Built]:  # fmt: skip
     """Build an engine into a temporary file beside `output`; the block's end removes the file unless it was moved."""
     from trt_kvcache.importer.serialize import serialize_model
 
@@ -356,7 +327,7 @@ def _built(
     with temporary_file(output) as file:
         with _identities(part.files) as identities:
             paths = str(part.path), str(file), str(output)
-            job = Job(backend.target, backend.title, *paths, plan, profiles, build, part.flipped)
+            job = Job(backend.target, backend.title, *paths, plan, profiles, build, part.flipped, bounds)
             try:
                 done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
                 model = identities.result()

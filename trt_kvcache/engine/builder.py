@@ -44,8 +44,10 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     send(Stage(STAGES[0]))
     trt = import_tensorrt(job.target)
     from trt_kvcache.compare.parsed import compare_network
+    from trt_kvcache.compare.proof import encode_proof
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
     from trt_kvcache.engine.network import check_network
+    from trt_kvcache.engine.record import Recorded, record
     from trt_kvcache.importer.patch import patch_network
 
     logger, monitor = make_listeners(trt, send, job.build.log)
@@ -65,11 +67,18 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     send(Stage(STAGES[2]))
     patch_network(network, job.plan, trt)
     check_network(network, job.plan, trt)
-    compared = compare_network(network, trt, content, Path(job.model).parent, job.plan, weights)
+    if job.bounds is None:
+        recorded = Recorded()
+    else:
+        send(Stage(STAGES[3]))
+        recorded = record(job, content, weights, network, trt)
+    compared = recorded.network
+    if compared is None:
+        compared = compare_network(network, trt, content, Path(job.model).parent, job.plan, weights)
     del content
     compared.check()
 
-    send(Stage(STAGES[3]))
+    send(Stage(STAGES[4]))
     config = create_config(trt, builder, network, job, monitor)
     with open(job.engine, "wb") as file:
         writer = make_writer(trt, file)
@@ -98,7 +107,9 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
             raise OutputError(f"{job.output}: cannot be written: {error.strerror}") from error
     if job.build.timing_cache is not None:
         save_timing_cache(config, Path(job.build.timing_cache))
-    return Done(trt.__version__, writer.size, writer.digest.hexdigest(), str(compared))
+    digest = writer.digest.hexdigest()
+    proof = b"" if recorded.proof is None else encode_proof(recorded.proof, digest)
+    return Done(trt.__version__, writer.size, digest, str(compared), proof, recorded.note)
 
 
 def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytearray]:

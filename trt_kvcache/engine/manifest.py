@@ -87,7 +87,7 @@ class Manifest:
             none. An encoder's own engine has no caches, and one profile, `ENCODER`.
         generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: tokens
             that end a text, start or end it by force, or never come.
-        proof: the file with a decode of the original, which the engine has to repeat where it runs; None: none.
+        proof: the file with a decode of the rewritten model, which the engine has to repeat where it runs; None: none.
     """
 
     created_by: str

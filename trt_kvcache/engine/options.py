@@ -121,8 +121,7 @@ class BuildOptions:
     max_encoder: Annotated[
         int | None,
         _size(
-            "Longest output of an encoder, for models that attend one. Default: the longest output of the encoder that "
-            "is built.",
+            "Longest output of the encoder. Default: that of the encoder that is built.",
             "Otherwise that of `max_shapes`.",
             metavar="N",
             most=_MOST,
@@ -139,8 +138,8 @@ class BuildOptions:
     encoder: Annotated[
         str,
         _size(
-            "The encoder that becomes an engine too. auto: the exporter's beside the model, if TensorRT takes it; "
-            "otherwise it runs on the CPU.",
+            "Encoder to build an engine of. auto: the one beside the model; if TensorRT refuses it, it runs on "
+            "the CPU.",
             metavar="auto|none|FILE|DIR",
             is_path=True,
         ),
@@ -165,14 +164,16 @@ class BuildOptions:
     decode_weights: Annotated[
         str,
         _how(
-            "For a batch of one: decode with the weights of prefill, or its own. auto: the smaller engine.",
+            "Weights of decoding with a batch of one: shared with prefill, or its own. auto: the smaller engine.",
             "own: decode is for a batch of one exactly, for which TensorRT stores weights in a layout of their own. "
             "shared: it may also take two. auto (measured with TensorRT for RTX 1.7.1): own for quantized weights, "
             "else shared. No effect for larger batches.",
             choices=DECODE_WEIGHTS,
         ),
     ] = "auto"
-    backend: Annotated[str, _how("auto: TensorRT with a GPU, else TensorRT for RTX.", choices=BACKENDS)] = "auto"
+    backend: Annotated[str, _how("auto: TensorRT if there is a GPU, otherwise TensorRT for RTX.", choices=BACKENDS)] = (
+        "auto"
+    )
     compute_capabilities: Annotated[
         tuple[str, ...],
         _how(
@@ -216,8 +217,8 @@ class BuildOptions:
     refit: Annotated[
         str,
         _how(
-            "Weights can be set after the build: any, or identical ones alone, such as those that --strip-plan left "
-            "out.",
+            "Allow setting weights after the build: any, or only identical ones, such as those that --strip-plan "
+            "left out.",
             choices=REFITS,
         ),
     ] = "none"
@@ -227,8 +228,8 @@ class BuildOptions:
     proof: Annotated[
         str | int,
         _how(
-            "The decode of the original that the engine has to repeat where it runs. auto: unless it takes more than "
-            "two minutes; STEPS: of so many steps, whatever they take.",
+            "The decode of the rewritten model that the engine has to repeat where it runs. auto: unless it takes more "
+            "than two minutes; STEPS: of so many steps, whatever they take.",
             "auto also leaves it out if memory does not do.",
             metavar="auto|off|STEPS",
         ),
@@ -236,7 +237,7 @@ class BuildOptions:
     log: Annotated[
         str | None,
         _how(
-            "File for TensorRT's own log, in full.",
+            "File for TensorRT's whole log.",
             '"-": stderr. None: warnings and errors alone, as the result has them.',
             metavar="FILE",
             is_path=True,

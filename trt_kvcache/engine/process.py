@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -69,8 +70,10 @@ def run_worker(
         OutputError: the engine could not be written.
     """
     heard = _Heard(progress)
-    with tempfile.TemporaryFile() as stderr:
-        child = Child(*WORKER, job.engine, stderr=stderr, grace=_GRACE)
+    # Its temporary files lie where they are removed, however it ends.
+    with tempfile.TemporaryFile() as stderr, tempfile.TemporaryDirectory(prefix="trt-kvcache-build-") as scratch:
+        environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)}
+        child = Child(*WORKER, job.engine, stderr=stderr, environment=environment, grace=_GRACE)
         try:
             child.send(job, [model()])
             done = child.answer(Done, told=heard.hear)

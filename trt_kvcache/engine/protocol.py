@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.plan import CachePlan, Target
 from trt_kvcache.progress import ProgressEvent
 
-STAGES = ("loading TensorRT", "parsing the model", "checking the network", "building the engine")
-"""The stages of the build process, in order; each is a phase of one step without a parent."""
+STAGES = (
+    "loading TensorRT", "parsing the model", "checking the network", "recording the proof", "building the engine",
+)  # fmt: skip
+"""The stages of the build process, in order; each is a phase of one step without a parent. Not all have a proof."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Job:
         engine: absolute path of an existing file to write the engine to.
         output: the final path of that file, for messages.
         flipped: external data that the model declares signed, and whose bytes are still unsigned.
+        bounds: of the engine, whose proof is recorded; None: it gets none.
     """
 
     target: Target
@@ -41,6 +45,7 @@ class Job:
     profiles: tuple[Profile, ...]
     build: BuildOptions
     flipped: tuple[Flipped, ...] = ()
+    bounds: Bounds | None = None
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True):
@@ -75,12 +80,20 @@ class Line(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The engine is written and on disk; `network`: see `trt_kvcache.engine.manifest.Manifest`."""
+    """The engine is written and on disk.
+
+    Attributes:
+        network: see `trt_kvcache.engine.manifest.Manifest`.
+        proof: the bytes of its file; empty: there is none.
+        note: what the proof cannot show, or why there is none.
+    """
 
     version: str
     size: int
     blake3: str
     network: str = ""
+    proof: bytes = b""
+    note: str = ""
 
 
 Event = Stage | Node | Progress | Log | Line

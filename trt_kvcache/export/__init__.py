@@ -1,1 +1,1 @@
-"""From a checkpoint to an ONNX decoder, by an exporter that is installed."""
+"""Export a checkpoint as an ONNX decoder with an installed exporter."""

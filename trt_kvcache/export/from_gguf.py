@@ -108,7 +108,7 @@ def _dropped_settings(reader: Any, config: Any) -> list[str]:
 
 
 def _values(config: Any) -> dict[str, set[Any]]:
-    """What transformers will compute with, in one kind of layers or another."""
+    """Return the settings that transformers will compute with, for each kind of layer."""
     said = vars(config)  # a config whose layers differ has no attribute for all
     hidden, heads = said.get("hidden_size"), said.get("num_attention_heads")
     sizes = {said.get("head_dim"), said.get("global_head_dim")} - {None}

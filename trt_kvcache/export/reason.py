@@ -1,4 +1,4 @@
-"""What an exporter's output says: why it failed, and what it warns of."""
+"""Read an exporter's output: the reason of a failure, and its warnings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST = 5  # warnings that are told
 def failure_reason(stderr: str) -> str:
     """Return in one line why a Python program ended with an error.
 
-    An error that was raised from another one is told as the other one: torch.onnx names the missing function in the
-    first error of three, and says nothing in the last. An error without words is told with the line that raised it.
+    If an error was raised from another one, the first error is the reason: torch.onnx names the missing function in the
+    first error of three. An error without a message gives the line that raised it.
 
     Args:
-        stderr: all that it wrote there.
+        stderr: everything that the program wrote to stderr.
 
     Returns:
         The reason; empty if there was no output. Without a trace, the last line.

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trt_kvcache.arguments import as_path
+from trt_kvcache.arguments import as_path, as_switch, as_whole, shown
 from trt_kvcache.engine.folder import copy_texts, new_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
@@ -192,7 +192,11 @@ def export_checkpoint(
     folder = as_path(output, "output", OutputError).expanduser().absolute()
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise OutputError(f"{folder}: it holds something; give a new folder")
-    names = _chosen(exporter, dtype, python, int4=int4)
+    python = str(as_path(python, "python"))
+    capacity = None if capacity is None else as_whole(capacity, "capacity", "tokens")
+    if not callable(told):
+        raise OptionError(f"told is {shown(told)}; give a function of one text")
+    names = _chosen(exporter, dtype, python, int4=as_switch(int4, "int4"))
     with (
         new_folders(folder),
         _emptied(folder) as keep,
@@ -472,10 +476,10 @@ def _is_wrong(judged: Future[Verdict]) -> bool:
 
 
 def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[str]:
-    if dtype not in DTYPES:
-        raise OptionError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if exporter != "auto" and exporter not in EXPORTERS:
-        raise OptionError(f"exporter is {exporter!r}; it must be one of auto, {', '.join(EXPORTERS)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise OptionError(f"dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}")
+    if not isinstance(exporter, str) or exporter not in ("auto", *EXPORTERS):
+        raise OptionError(f"exporter is {shown(exporter)}; it must be one of auto, {', '.join(EXPORTERS)}")
     fits = [n for n, e in EXPORTERS.items() if (e.int4 or not int4) and dtype in e.dtypes and exporter in ("auto", n)]
     asked = f"{dtype} with weights of 4 bits" if int4 else dtype
     if not fits:

@@ -40,12 +40,12 @@ _READS = (OSError, ValueError, KeyError, zipfile.BadZipFile)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison says of an exporter.
+    """The result of comparing an exporter with transformers.
 
     Attributes:
-        is_right: None: nothing was compared.
-        said: how large the difference is; or why nothing was compared.
-        logits: what the exporter's model gives, by text.
+        is_right: None if nothing was compared.
+        said: the size of the difference, or why nothing was compared.
+        logits: of the exporter's model, by text.
     """
 
     is_right: bool | None
@@ -165,7 +165,7 @@ def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequ
 
 
 def difference(found: Sequence[Array], wanted: Sequence[Array], tolerance: float = TOLERANCE) -> str | None:
-    """How two decodes of the same texts differ, in words; None: by no more than the tolerance."""
+    """Describe how two decodes of the same texts differ; None if they agree within the tolerance."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours.shape != theirs.shape:
             return f"logits of text {number} have shape {list(ours.shape)}, and transformers' {list(theirs.shape)}"

@@ -1,7 +1,7 @@
 """Run optimum-onnx on a checkpoint, in an interpreter that has it: ``python with_optimum.py CHECKPOINT FOLDER``.
 
-optimum-onnx wants transformers below 4.58, which passes over ``rope_parameters``, where transformers 5 writes the base
-of rotary embeddings: a model of another base comes out, and nothing says so.
+optimum-onnx needs transformers below 4.58. These versions ignore ``rope_parameters``, where transformers 5 writes the
+base of rotary embeddings. So they would export a model with another base without a warning.
 """
 
 import json

@@ -177,7 +177,6 @@ def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> 
     return Known(
         caches={c.past: c.present for c in caches if c.carried},
         states={s.past: s.present for s in states},
-        sequence_axis={c.past: c.sequence_axis for c in caches},
         write_indices=frozenset(c.write_indices for c in caches if c.write_indices is not None),
         update_lengths=frozenset(c.update_lengths for c in caches if c.update_lengths is not None),
         updates={c.update: _update_axes(c) for c in caches},

@@ -23,7 +23,6 @@ from trt_kvcache.importer.check import Checked, check_rewrite, start_process
 from trt_kvcache.importer.files.signed_weights import for_tensorrt
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
-from trt_kvcache.importer.interface.zeros import with_zeros
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.planning.weights_read import weights_read
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
@@ -210,7 +209,6 @@ def _plan_and_rewrite(
     plan = replace(plan, notes=(*plan.notes, *extensions.notes(prepared.model, source.path.parent)))
     for finish in prepared.finishes:
         plan = finish(plan)
-    plan = with_zeros(plan, source.path.parent)
     plan = replace(plan, warnings=(*plan.warnings, *_beyond_texts(source.path.parent, options.capacity)))
     rewrite_graph(graph, plan)
     return prepared, plan, _export(source.proto, graph)

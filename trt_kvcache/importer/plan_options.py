@@ -83,7 +83,7 @@ class PlanOptions:
         OptionError: a value is none of its enum's, or of another type. Those of enums may be text.
     """
 
-    target: Annotated[Target, Setting("The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
+    target: Annotated[Target, Setting("Builder to plan for. It need not be installed.")] = Target.TENSORRT_RTX
     capacity: Annotated[
         int | None,
         Setting(
@@ -128,7 +128,7 @@ class PlanOptions:
     packed_native: Annotated[
         bool,
         Setting(
-            "off for TensorRT 10.15 and 10.16.",
+            "Packed updates by TensorRT's own layer. off: for TensorRT 10.15 and 10.16, which lack it.",
             "Later ones and TensorRT for RTX know packed updates natively.",
             choices=("on", "off"),
         ),
@@ -139,7 +139,7 @@ class PlanOptions:
     sliding: Annotated[
         Sliding,
         Setting(
-            "For attention that sees only a window. circular: caches hold the window and one update, not the text."
+            "For attention that sees only a window. circular: caches hold the window and one update, not all tokens."
         ),
     ] = Sliding.LINEAR
     window_chunk: Annotated[
@@ -155,8 +155,7 @@ class PlanOptions:
     logits: Annotated[
         LogitPositions,
         Setting(
-            "last: logits of as many of a step's last positions as the caller asks for; prefill needs one. all: as "
-            "exported.",
+            "last: compute logits of the last positions only, as many as the caller asks for. all: as exported.",
             "last adds an input, see `LogitsSpan`.",
         ),
     ] = LogitPositions.LAST
@@ -178,8 +177,8 @@ class PlanOptions:
     lora_rank: Annotated[
         int | None,
         Setting(
-            "Take adapters (LoRA) of up to this rank as inputs; each sequence chooses one. Default: that of the "
-            "adapters that are given.",
+            "Take adapters (LoRA) of up to this rank as inputs; each sequence chooses one. Default: the rank of "
+            "the given adapters.",
             metavar="N",
             least=1,
             most=_MOST_ADAPTERS,
@@ -201,8 +200,8 @@ class PlanOptions:
     checkpoint: Annotated[
         str | None,
         Setting(
-            "For adapters: the checkpoint that the model was exported from, where names in the model do not say which "
-            "product is which module.",
+            "For adapters: the checkpoint of the model. Needed if names in the model do not show which product "
+            "belongs to which module.",
             "None: the model's own folder, if it holds one.",
             metavar="FOLDER",
             is_path=True,
@@ -221,7 +220,7 @@ class PlanOptions:
     check_memory: Annotated[
         int, Setting("Address space that this check may use.", metavar="GIB", unit="GiB", least=1)
     ] = 8
-    recheck: Annotated[bool, Setting("Check again what an earlier check found equal.")] = False
+    recheck: Annotated[bool, Setting("Repeat checks that passed before.")] = False
 
     def __post_init__(self) -> None:
         check_settings(self)

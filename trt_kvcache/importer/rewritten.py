@@ -20,6 +20,7 @@ from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 _RECORD = "trt_kvcache.options"
+_TAIL = 1 << 16  # bytes
 _KEYS = (_RECORD, "trt_kvcache.plan")  # the second one: older files had a plan
 
 
@@ -39,6 +40,13 @@ def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
             f"{path}: was rewritten by trt_kvcache already, for TensorRT and other runtimes; give the model that it "
             f"was made from, and compare the two with 'verify MODEL --rewritten {path.name}'"
         )
+
+
+def was_rewritten(path: Path) -> bool:
+    """True if a file says at its end, where protobuf writes the metadata of a model, that it was rewritten."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        return _RECORD.encode() in file.read()
 
 
 def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:

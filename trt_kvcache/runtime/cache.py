@@ -601,7 +601,7 @@ class KVCache:
         with self._guard.lock, self._guard.idle:
             self._with_row(slot)
 
-    def seat(self, slot: int) -> bool:
+    def give_row(self, slot: int) -> bool:
         """`restore` at the cost of slots that do not run, where they may be offloaded; False: it waits for its turn.
 
         Raises:

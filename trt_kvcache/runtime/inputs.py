@@ -299,7 +299,7 @@ class StepInputs:
             # A value for each token of a step is no input that a whole sequence has once.
             by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)
             sized = all(isinstance(d, int) or axis in _SIZES for d, axis in zip(tensor.shape, tensor.axes, strict=True))
-            role = example(Role.CONSTANT if by_row else Role.ZEROS, tensor.name)
+            role = example({Role.CONSTANT if by_row else Role.ZEROS: [tensor.name]})
             named = f"name the input's role with --config, a YAML file such as: {role}; or " if by_row or sized else ""
             raise UnsupportedModelError(
                 f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "

@@ -160,12 +160,12 @@ class DecodeLoop:
         """Stop continuing a slot, and return what continued it. The slot itself stays."""
         run = self._runs[slot]
         self._runs[slot] = replace(run, keep_slot=True)  # should an interrupt leave the rest to the next step
-        if slot in self._cache:  # else an interrupt came within `_let_go`
+        if slot in self._cache:  # else an interrupt came within `_finish`
             self._cache.slot(slot).running = False
         del self._runs[slot]
         return run
 
-    def seat(self) -> None:
+    def give_row(self) -> None:
         """Give the free rows to sequences that wait: each to the client that has waited longest since its last one."""
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
@@ -174,7 +174,7 @@ class DecodeLoop:
             run = min(waiting, key=lambda run: self._turns[run.client])
             waiting.remove(run)
             with self._alone(run.slot):
-                if not self._cache.seat(run.slot):
+                if not self._cache.give_row(run.slot):
                     return
                 self._turns[run.client] = self._now()
 
@@ -193,8 +193,8 @@ class DecodeLoop:
         """
         self._choose_all()
         for run in [run for run in self._runs.values() if self._is_told(run)]:
-            self._let_go(run.slot)
-        self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
+            self._finish(run.slot)
+        self._abort_interrupted([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         seated = self._with_adapters()
         for run in seated:
             if not self._cache.slot(run.slot).length:
@@ -208,7 +208,7 @@ class DecodeLoop:
         """One step for a group of rows. Where it fails, one for each row: only those end that fail alone."""
         again = len(group) > 1
         try:
-            batch = self._batch(group, highest=self._looks_at(group), masks=self._masks(group))
+            batch = self._batch(group, highest=self._top_k(group), masks=self._masks(group))
             again = again and not self._runner.plan.states  # a step that failed may have replaced that of some rows
             logits = self._write(group, batch)
         except Exception as error:  # noqa: BLE001 - of some of these sequences; the others go on
@@ -379,7 +379,7 @@ class DecodeLoop:
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
 
-    def _looks_at(self, group: list[_Piece]) -> int:
+    def _top_k(self, group: list[_Piece]) -> int:
         """The number of highest scores that are looked at: the most of all sequences; 0 where one looks at all."""
         counts = [self._runs[piece.slot].continuation.looks_at for piece in group if piece.keep]
         return 0 if 0 in counts else max(counts, default=0)
@@ -469,14 +469,14 @@ class DecodeLoop:
                 with suppress(Exception):  # rows that cannot be zeroed now are before they are reused
                     self._note_told(piece, run.outcomes[told:])
             if any(isinstance(e, TokenEvent) and e.finish_reason is not None for _, e in run.outcomes[told:]):
-                self._let_go(slot)
+                self._finish(slot)
             else:
                 self._fail(slot, error)
             if not isinstance(error, Exception):
                 raise
             return
         if run.continuation.finish_reason is not None:
-            self._let_go(slot)
+            self._finish(slot)
         elif free_tokens is not None and free_tokens < 0:
             self._end(slot, self.last(run, FinishReason.CAPACITY))
         elif not known:
@@ -510,9 +510,9 @@ class DecodeLoop:
 
     def _end(self, slot: int, outcome: Outcome) -> None:
         self._runs[slot].outcomes.append((slot, outcome))
-        self._let_go(slot)
+        self._finish(slot)
 
-    def _let_go(self, slot: int) -> None:
+    def _finish(self, slot: int) -> None:
         """End a sequence whose last outcome is told. Should an interrupt keep it from that, the next step does it."""
         if slot in self._cache:
             self._cache.slot(slot).running = False
@@ -520,7 +520,7 @@ class DecodeLoop:
                 self._cache.release(slot)
         del self._runs[slot]
 
-    def _end_torn(self, slots: Iterable[int]) -> None:
+    def _abort_interrupted(self, slots: Iterable[int]) -> None:
         """End sequences of which nobody knows any more what the model said."""
         for slot in slots:
             self._end(slot, SessionError("the step of the sequence was interrupted; start it again"))

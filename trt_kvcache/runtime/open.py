@@ -36,12 +36,12 @@ def open_runner(
         path: of the file.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         options: of the runner; those that are None are left to it.
-        check: an engine against its proof: ``"first"``, ``"always"`` or ``"off"``; see `trt_kvcache.proof.check`.
+        check: an engine against its proof: ``"first"``, ``"always"`` or ``"off"``; see `trt_kvcache.runtime.check`.
         default_capacity: of caches that grow, where ``capacity`` is not among the options; None: the importer's.
 
     Raises:
         OptionError: the file cannot run on that device, or the runner has no such option.
-        VerificationError: the engine does not give the original's numbers on this GPU.
+        VerificationError: the engine does not give the numbers of its proof on this GPU.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
     if not isinstance(check, str) or check not in CHECKS:
@@ -66,7 +66,7 @@ def open_runner(
         if "capacity" in settings:
             plan_options = replace(plan_options, capacity=settings.pop("capacity"))
         return OnnxRuntimeRunner(path, plan_options, default_capacity=default_capacity, **settings)
-    from trt_kvcache.proof.check import prove
+    from trt_kvcache.runtime.check import prove
     from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
     _check(TensorRTRunner, settings, {"device": "gpu"}, "an engine on a GPU")

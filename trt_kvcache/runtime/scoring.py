@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trt_kvcache.arguments import as_whole, shown
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.tokens import read_ids
 
 __all__ = ["Score", "score"]
 
@@ -52,7 +54,11 @@ def score(session: DecodeSession, tokens: Sequence[int], window: int | None = No
         PromptError: there are fewer than two tokens, or one is none of the model's.
         CapacityError, SessionError: see `DecodeSession.update`.
     """
+    if not isinstance(session, DecodeSession):
+        raise OptionError(f"session is {shown(session)}; give a DecodeSession")
+    tokens = read_ids(tokens, session.vocab)
     capacity = session.cache.capacity
+    window = None if window is None else as_whole(window, "window", "tokens")
     window = min(capacity or 2048, 2048) if window is None else window
     if window < 2 or (capacity is not None and window > capacity):
         raise OptionError(f"window is {window}; it must be 2 to {capacity}, which is what the caches hold")

@@ -196,10 +196,11 @@ class DecodeSession:
             prefill_budget: most tokens of prompts in a step in which other sequences decode. A small one lets prompts
                 wait, a large one those that decode. None: 16 on the CPU, 256 on a GPU. Where tokens of one step see
                 each other, a prompt comes whole.
-            check: when an engine is compared with its proof, a decode of the original model that was recorded when it
-                was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
-                leaves a receipt beside the engine (or in ``kernel_cache``); ``"always"``; or ``"off"``. Engines without
-                a proof are refused by ``"always"``, models on the CPU need none.
+            check: when an engine is compared with its proof, a decode of the rewritten model in float32 that was
+                recorded when it was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes
+                some seconds and leaves a ``.passed_check`` file beside the engine (or in ``kernel_cache``);
+                ``"always"``; or ``"off"``. Engines without a proof are refused by ``"always"``, models on the CPU need
+                none.
             capacity: tokens per sequence, of a model whose caches grow or have a symbolic length (CPU).
             default_capacity: the same where `capacity` is None; no error for models that fix it. None: the longest text
                 that ``config.json`` beside the model names, at most 4096.
@@ -214,7 +215,7 @@ class DecodeSession:
             OptionError: the file cannot run on that device, an option is not for that device, or a file beside it
                 cannot be used.
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
-            VerificationError: the engine does not give the original's numbers on this GPU.
+            VerificationError: the engine does not give the numbers of its proof on this GPU.
         """
         model = engine_in(runnable_named(as_path(path, "path")))
         beside = None if encoder is None else as_path(encoder, "encoder")
@@ -575,7 +576,7 @@ class DecodeSession:
                         taken, constants=constants, adapter=config.adapter, queue=True
                     )
                 else:
-                    self.cache.seat(name)
+                    self.cache.give_row(name)
                     held = len(self.cache.slot(name).tokens)
                 entry = new.after(self.cache.slot(name))
                 self._loop.add(name, entry, continuation, self._streams.added, keep_slot=keep, client=client)

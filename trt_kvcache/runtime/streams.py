@@ -122,7 +122,7 @@ class Streams:
     def _advance(self) -> None:
         """One step of the loop."""
         self._end_left()
-        self._loop.seat()
+        self._loop.give_row()
         self._cache.compact()
         with self._guard.stepping, self._guard.open:  # what is raised on the way out of the second gives back the first
             self._loop.step()

@@ -272,7 +272,7 @@ def _by_name(said: dict[str, Any]) -> dict[str, float]:
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Return the answer once its events have all come. Cancelling the call ends what is left.
+    """Return the answer once all its events have come. Cancelling the call ends the sequences that still run.
 
     Raises:
         TrtKvCacheError: see `ServingCore.events`.

@@ -68,16 +68,15 @@ class Service:
     Args:
         session: stays open.
         name: of the model.
-        keys: of which clients have to give one; none: they need none.
+        keys: each request needs one of them; empty: requests need no key.
         max_queue: see `ServingCore`.
-        lora_folder: clients may load adapters from this folder, and unload any; None: they may not.
-        origins: of pages of other servers that browsers let read the answers, such as ``https://example.org``; ``*``:
-            all of them.
+        lora_folder: clients may load adapters from this folder, and unload adapters; None: they may do neither.
+        origins: web pages from here may read the answers, such as ``https://example.org``; ``*``: any page.
         told: gets a line for each request under /v1 that has been answered: its path, status, tokens, times, and why it
             was refused. No text.
 
     Raises:
-        OptionError: an origin is none.
+        OptionError: an origin is malformed.
 
     Attributes:
         app: the ASGI application.
@@ -305,7 +304,7 @@ def _told(scope: Scope, status: int, seconds: float) -> str:
 
 
 class _Stream(StreamingResponse):
-    """Closes what it reads when the client goes away, in the middle of a write, too."""
+    """Closes its source when the client goes away, even in the middle of a write."""
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]

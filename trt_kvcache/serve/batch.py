@@ -54,11 +54,11 @@ class RowRunner:
     """Answers rows with a session, as the server answers requests.
 
     Args:
-        session: stays open; nobody else may use it meanwhile.
+        session: stays open; no other code may use it meanwhile.
         name: of the model.
 
     Attributes:
-        model: a digest of what makes the answers.
+        model: digest of everything that decides the answers, apart from the rows.
     """
 
     def __init__(self, session: DecodeSession, name: str) -> None:
@@ -147,13 +147,14 @@ def run_batch(
 ) -> BatchDone:
     """Compute the rows of a file that have no answer yet, and write all answers in the order of the rows.
 
-    Finished rows are in a `Journal` beside the output until that is written, and a job that was killed goes on there.
+    Finished rows are kept in a `Journal` beside the output until the output is written. A job that was killed continues
+    from it.
 
     Args:
         file: see `read_rows`.
         output: see `write_lines`; it must not exist.
         defaults: see `read_rows`.
-        compute: takes the rows to compute, and calls back with what makes the answers and each answer.
+        compute: takes the rows to compute; it calls back with the digest of the model, and with each answer.
         progress: called with the rows that are answered, and all rows.
 
     Raises:

@@ -29,7 +29,7 @@ class QueueFullError(TrtKvCacheError):
 
 
 class EndingError(SessionError):
-    """The server ends, or a step never does; whoever still ran is cut off."""
+    """The server ends, or a step hangs: sequences that still run are cut off."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 
 
 class ServingCore:
-    """Runs requests of any number of clients on one session, whose rows it takes all.
+    """Runs requests of any number of clients on one session. It uses all rows of the session.
 
-    Each request is a client of the session, which lets them take turns. A request whose reader is slow costs memory for
-    its own tokens, and holds up nobody.
+    Each request is a client of the session, which lets them take turns. A request whose reader is slow keeps its own
+    tokens in memory, and delays no other request.
 
     Args:
-        session: stays open; nobody else may step it or add to it meanwhile.
+        session: stays open; no other code may step it or add to it meanwhile.
         max_queue: most sequences that wait for a row.
         name: of the model, in the metrics.
         step_limit: seconds after which a step that still runs hangs: those who wait for it get an `EndingError`.
@@ -132,7 +132,7 @@ class ServingCore:
     async def events(
         self, works: Sequence[Work], config: GenerationConfig
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Continue sequences: the place of each in `works`, and its event. Closing the iterator ends what is left.
+        """Continue sequences; yield the index of each in `works`, and its event. Closing the iterator ends the others.
 
         Raises:
             QueueFullError: so many do not fit into the queue now; none of them runs.
@@ -184,7 +184,7 @@ class ServingCore:
         return request
 
     def _leave(self, request: _Request) -> None:
-        """Let the next turn free the rows of a request that nobody reads any more."""
+        """Mark a request that nobody reads any more: the next turn frees its rows."""
         with self._changed:
             request.gone = True
             if request in self._came:

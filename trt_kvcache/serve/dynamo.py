@@ -81,9 +81,9 @@ _PROMPTS = ("prompt_embeds", "multi_modal_data", "encoder_result", "prefill_resu
 
 
 def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> Path:
-    """Write what Dynamo's frontend reads: tokenizer, chat template, and a ``config.json`` with what it insists on.
+    """Write the files that Dynamo's frontend requires: tokenizer, chat template, and entries of ``config.json``.
 
-    The folder's name follows from the contents: Dynamo takes workers for one model only if their paths are equal, too.
+    The folder's name follows from its contents: Dynamo takes workers for one model only if their paths are equal.
 
     Args:
         model: the model or engine, or its folder.
@@ -192,12 +192,12 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             )
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """Continue the prompt of a request: chunks of one token each.
+        """Continue the prompt of a request; yield chunks of one token each.
 
         Raises:
             InvalidArgument: it cannot be done (HTTP 400).
             HttpError: the queue is full (429), or the sequence failed (500).
-            EngineShutdown: this worker ends; another one goes on.
+            EngineShutdown: this worker ends; another worker continues the request.
         """
         chunks: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
         task = asyncio.ensure_future(self._continue(request, chunks))

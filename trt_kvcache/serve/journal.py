@@ -94,7 +94,7 @@ class Journal:
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (number, digest, status, line))
 
     def find(self, row: Row) -> tuple[int, bytes] | None:
-        """The status and the line of a row's answer; None where there is none of just this row."""
+        """Return the status and the line of a row's answer; None if the journal has no answer for it."""
         with self._one_line():
             record: tuple[int, bytes] | None = self._db.execute(
                 "SELECT status, line FROM rows WHERE number = ? AND digest = ?", (row.number, row.digest)

@@ -338,7 +338,7 @@ _NESTED: dict[str, Any] = {
 
 
 def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
-    """The same without fields that are null, which count as absent; numbers without a fraction are whole ones."""
+    """Return the tree without null fields, which count as absent; floats without a fraction become whole numbers."""
     if isinstance(tree, list):
         return [_cleaned(one, nested) for one in tree]
     if isinstance(tree, dict):

@@ -48,21 +48,21 @@ __all__ = ["TritonPythonModel"]
 def write_repository(
     model: Path, output: Path, name: str, parameters: Mapping[str, int], adapters: Mapping[str, Path] | None = None
 ) -> Path:
-    """Write ``output/name/``, complete or not at all; other models of the repository stay.
+    """Write ``output/name/``, complete or not at all. Other models of the repository are not touched.
 
     Args:
         model: the folder of an engine or of a model; it is copied.
         output: the repository.
         name: of the model in Triton.
-        parameters: `max_batch`, `capacity`, `max_queue`: of the session and its core, where they are said.
+        parameters: `max_batch`, `capacity`, `max_queue` of the session and its core, if given.
         adapters: folders of adapters (LoRA) by the names that requests choose them by; they are copied.
 
     Returns:
         The folder written.
 
     Raises:
-        OptionError: a name is none for a folder, or a folder holds no adapter.
-        InvalidModelError, ManifestError: there is no such model or engine.
+        OptionError: a name cannot be a folder's, or a folder holds no adapter.
+        InvalidModelError, ManifestError: the model or engine does not exist.
         OutputError: the model's folder exists in the repository, or cannot be written.
     """
     adapters = adapters or {}

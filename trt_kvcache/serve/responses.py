@@ -36,7 +36,7 @@ class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    """How much a model thinks; for chat templates that read the effort."""
+    """The reasoning effort, for chat templates that read it."""
 
     effort: str | None = None
     summary: str | None = None  # thoughts are not summed up

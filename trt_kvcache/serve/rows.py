@@ -24,15 +24,15 @@ _BATCH = 1000
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A row, read; it may be wrong.
+    """A row as read. It may be invalid.
 
     Attributes:
-        number: of its line or row in the file, from 1.
-        key: its id as JSON; ``null`` where it has none that can be read.
-        openai: it has OpenAI's form, and its answer gets that, too.
+        number: line or row in the file, from 1.
+        key: its id as JSON; ``null`` if it has no readable id.
+        openai: the row has OpenAI's form, and its answer will have it.
         url: of the request.
         body: the request as JSON, with the defaults and a seed that follows from the key.
-        error: why there is no request; or empty.
+        error: why the row is invalid; empty if it is valid.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """The digest of all that the answer depends on, but for the model."""
+        """Digest of everything that the answer depends on, except the model."""
         return blake3(msgspec.msgpack.encode(self)).digest(16)
 
 

@@ -55,7 +55,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens there: clients wait while a model is opened.
 
     Raises:
-        OptionError: the address is in use, or is none of this machine.
+        OptionError: the address is in use, or does not belong to this machine.
     """
     sock = None
     try:

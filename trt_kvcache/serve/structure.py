@@ -17,7 +17,7 @@ __all__ = ["ResponseFormat", "StructuredOutputs", "grammar_of", "grammars_of"]
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """The schema of a response format. It is followed, whatever `strict` says."""
+    """The schema of a response format. Answers follow it even if `strict` is false."""
 
     schema: dict[str, Any]
     name: str | None = None

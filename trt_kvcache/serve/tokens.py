@@ -59,7 +59,7 @@ def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
     """Return the text of tokens, without special ones.
 
     Raises:
-        ApiError: a token is none of the model's, or there is no tokenizer.
+        ApiError: the model does not know a token, or there is no tokenizer.
     """
     wrong = next((token for token in request.tokens if not 0 <= token < session.vocab), None)
     if wrong is not None:

@@ -25,7 +25,7 @@ __all__ = ["GENERIC", "CallReader", "Tool", "ToolForm", "ToolUse", "find_form", 
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):
-    """The function of a tool. Its parameters are followed, whatever `strict` says."""
+    """The function of a tool. Calls follow its parameters even if `strict` is false."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -153,7 +153,7 @@ def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]])
 
     Args:
         messages: of a chat.
-        tools: that may be called. They stand in the system message, or else in the first message of the user.
+        tools: that may be called. They are described in the system message, or in the user's first message.
     """
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -191,7 +191,7 @@ def form_of(session: DecodeSession) -> ToolForm:
     """Return how the chat template of a session writes calls.
 
     Raises:
-        OptionError, PromptError: there is none, or it cannot be read.
+        OptionError, PromptError: there is no template, or it cannot be read.
     """
     with _lock:
         if session not in _forms:
@@ -219,12 +219,12 @@ class ToolUse:
     grammar: Grammar
 
     def reader(self) -> CallReader:
-        """For one answer."""
+        """Return a reader for one answer."""
         return CallReader(self.form, self.tools, required=self.required)
 
 
 def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, parallel: bool) -> ToolUse | None:
-    """Return what an answer may call; None: nothing.
+    """Return the calls that an answer may make; None if it may make none.
 
     Args:
         session: that answers.
@@ -233,7 +233,7 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
         parallel: several calls may come.
 
     Raises:
-        OptionError: the choice is none that is known, the parameters of a tool do not compile, or the chat template has
+        OptionError: the choice is unknown, the parameters of a tool do not compile, or the chat template has
             no calls that can be read.
     """
     able, required = _chosen(tools, choice)

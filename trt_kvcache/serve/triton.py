@@ -125,7 +125,7 @@ class TritonPythonModel:
 
 
 async def _others() -> None:
-    """Wait for what else the event loop has to do."""
+    """Let the event loop run its other tasks."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
 

@@ -99,7 +99,7 @@ def answer_with_ray(
 
 
 def _absolute(value: Any) -> Any:
-    """A path that workers find from elsewhere, too; or a mapping to such paths."""
+    """Return an absolute path, which workers find from their own folders; or a mapping to such paths."""
     if isinstance(value, dict):
         return {key: _absolute(one) for key, one in value.items()}
     return value.resolve() if isinstance(value, Path) else value

@@ -191,27 +191,19 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def _by_quantizer(model: onnx.ModelProto) -> bool:
-    """Operators of TensorRT's domain, or biases of int32."""
-    biases = {t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT32}
-    dequantized = (node for node in model.graph.node if node.op_type == "DequantizeLinear")
-    return any(node.input[0] in biases for node in dequantized if node.input) or any(
-        node.domain == "trt" for scope in iter_scopes(model) for node in scope.node
-    )
+    """Operators of TensorRT's domain."""
+    return any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node)
 
 
 def _multiplies_integers(model: onnx.ModelProto) -> bool:
     operators = _operators(model)
-    return bool(operators & {"DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}) or any(
+    return bool(operators & {"QuantizeLinear", "DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}) or any(
         op.startswith("QLinear") for op in operators
     )
 
 
-def _rounds(model: onnx.ModelProto) -> bool:
-    return "QuantizeLinear" in _operators(model)
-
-
 def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
-    return bool(_operators(model) & {*QUANTIZES, *_BLOCKS}) or any(
+    return bool(_operators(model) & _BLOCKS) or any(
         t.data_type == onnx.TensorProto.FLOAT4E2M1 for t in model.graph.initializer
     )
 
@@ -232,8 +224,6 @@ EXTENSIONS: dict[str, dict[str, Test]] = {
     "quantizers": {
         "read": _by_quantizer,
         "standardize": _multiplies_integers,
-        "note": _rounds,
-        "for_tensorrt": _rounds,
         "for_cpu": _only_on_tensorrt,
     },
     "plugin_route": {"define": _updates_outside_onnx},

@@ -19,6 +19,7 @@ from onnx import GraphProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.protos import FLOATS, elem_type_of, shape_of
+from trt_kvcache.importer.rewritten import was_rewritten
 
 # The better file, and what it makes superfluous: of optimum, of transformers' own exporter.
 _INSTEAD_OF = {
@@ -33,7 +34,7 @@ _CACHE_RANK = 4
 
 
 def find_model(folder: Path) -> Path:
-    """The decoder in a folder that an exporter wrote; what stands before it is passed over.
+    """The decoder in a folder that an exporter wrote, without what stands before it and what `rewrite` wrote there.
 
     Raises:
         InvalidModelError: there is no model, or there are several and nothing says which one is meant.
@@ -45,6 +46,8 @@ def find_model(folder: Path) -> Path:
         raise InvalidModelError(f"{folder}: a directory without an .onnx file; {_WANTED}")
     superfluous = {name for better, others in _INSTEAD_OF.items() if better in files for name in others}
     left = [p for name, p in files.items() if name not in superfluous and not name.startswith(_BEFORE)]
+    if len(left) > 1:
+        left = [p for p in left if not was_rewritten(p)] or left
     if len(left) == 1:
         return left[0]
     if not left:

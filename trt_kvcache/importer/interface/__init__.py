@@ -3,11 +3,12 @@
 Caches are facts of the graph. For everything else, in this order:
 
 1. the user's own name patterns (``--config``): what is said outright is not argued with;
-2. the shipped name patterns (``configs/*.yaml``), where the graph does not contradict them outright;
-3. the evidence of the graph (`trt_kvcache.importer.interface.evidence`).
+2. what the graph says for certain (`trt_kvcache.importer.interface.evidence`): what looks up the table of embeddings,
+   and what cache updates and attention name;
+3. the shipped name patterns (``configs/*.yaml``).
 
-What several roles claim with equal right, and a role that several tensors claim where a decode loop has only one, is an
-error: a guess would feed wrong values to a model that then answers nonsense without complaint.
+What has several roles, and a role that several tensors claim where a decode loop has only one, is an error: a guess
+would feed wrong values to a model that then answers nonsense without complaint.
 """
 
 from __future__ import annotations
@@ -20,17 +21,15 @@ from onnx import ModelProto, ValueInfoProto
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer.interface.axes import name_axes, open_axes
 from trt_kvcache.importer.interface.config import NamePattern, example, load_patterns, shipped_patterns
-from trt_kvcache.importer.interface.cross_attention import find_cross_attention
-from trt_kvcache.importer.interface.evidence import Evidence, GraphIndex, Known, collect_evidence, fits
+from trt_kvcache.importer.interface.evidence import Fact, GraphIndex, Known, facts, fits
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
-__all__ = ["Known", "carry_roles", "find_roles", "open_axes"]
+__all__ = ["NOTHING", "Known", "carry_roles", "find_roles", "open_axes"]
 
 _SINGLE = (Role.TOKENS, Role.LOGITS)
 _OF_ROWS = (Role.WRITE_INDICES, Role.VALID_LENGTHS)
-_MARKS = "/.:_-"
-"""Characters that end a prefix of names."""
+NOTHING = "nothing gives it a part in decoding"
 
 
 @dataclass(frozen=True)
@@ -63,30 +62,19 @@ def find_roles(
     """
     index = GraphIndex(model)
     user = load_patterns(config) if config is not None else ()
-    carried = {*known.caches, *known.caches.values(), *known.states}
-    attentions, constants = find_cross_attention(index, carried)
-    evidence = collect_evidence(index, known, attentions)
-
+    said = facts(index, known)
     tensors = [(info, "input") for info in index.inputs.values()] + [(info, "output") for info in model.graph.output]
-    prefix = _prefix([*known.caches, *known.caches.values()])
+    named = [_match(info.name, io, shipped_patterns()) for info, io in tensors]
     named = [
-        _match(info.name, io, shipped_patterns()) or _match(info.name.removeprefix(prefix), io, shipped_patterns())
-        for info, io in tensors
+        n if n is None or n.role not in _OF_ROWS or fits(index, info.name, n.role) else None
+        for (info, _), n in zip(tensors, named, strict=True)
     ]
-    for (info, io), pattern in zip(tensors, named, strict=True):
-        if pattern is None or pattern.role not in _OF_ROWS or _match(info.name, io, user) is not None:
-            continue
-        if not fits(index, info.name, pattern.role, is_own=True):
-            raise AmbiguousRoleError(
-                f"'{info.name}' {list(shape_of(info) or ())} has the name of {pattern.role.value}, which have one "
-                "number for each sequence, and another shape; say which with --config, a YAML file such as: "
-                f"{example(Role.POSITIONS, info.name)}"
-            )
     findings = [
-        _carried(info.name, io, known, constants, _match(info.name, io, user))
-        or _decide(info.name, io, evidence.get(info.name, []), shipped)
+        _carried(info.name, io, known, _match(info.name, io, user))
+        or _decide(info.name, io, said.get(info.name, []), shipped)
         for (info, io), shipped in zip(tensors, named, strict=True)
     ]
+    findings = _masks_of_encoders(tensors, findings)
     if tokens is not None:
         guessed = _Finding(Role.TOKENS, "graph: the only input of embeddings")
         findings = [guessed if pair[0].name == tokens else f for pair, f in zip(tensors, findings, strict=True)]
@@ -120,19 +108,8 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
     return tuple(carried)
 
 
-def _prefix(caches: list[str]) -> str:
-    """The prefix that a tool such as ``onnx.compose.add_prefix`` has put before every name; empty: none.
-
-    Args:
-        caches: names that the model has had from the start, others than those of inputs that the importer adds.
-    """
-    first, last = min(caches, default=""), max(caches, default="")
-    length = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), 0)
-    return first[: max(first.rfind(mark, 0, length) for mark in _MARKS) + 1]
-
-
-def _carried(name: str, io: str, known: Known, constants: frozenset[str], named: NamePattern | None) -> _Finding | None:
-    """The role that the user, or a cache, a state or cross-attention gives; None: none of them does."""
+def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Finding | None:
+    """The role that the user, or a cache or a state gives; None: none of them does."""
     is_cache = name in (known.caches if io == "input" else known.caches.values())
     is_state = name in (known.states if io == "input" else known.states.values())
     if named is not None and (is_cache or is_state):
@@ -146,26 +123,36 @@ def _carried(name: str, io: str, known: Known, constants: frozenset[str], named:
         return _Finding(Role.CACHE, "graph: updated by a cache update" if io == "input" else "graph: an updated cache")
     if is_state:
         return _Finding(Role.STATE, "graph: replaced by every step" if io == "input" else "graph: what replaces state")
-    if io == "input" and name in constants:
-        return _Finding(Role.CONSTANT, "graph: cross-attention reads it")
     return None
 
 
-def _decide(name: str, io: str, evidence: list[Evidence], shipped: NamePattern | None) -> _Finding:
+def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -> _Finding:
     """The role of one other tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
-    best = _strongest([e for e in evidence if (e.role is Role.LOGITS) == (io == "output")])
-    if shipped is not None and shipped.role is not Role.OTHER:
-        best = [e for e in best if e.role is shipped.role] or [e for e in best if e.exact]
-    if len(best) > 1:
+    certain = [fact for fact in said if fact.certain]
+    if len(certain) > 1:
         raise AmbiguousRoleError(
-            f"{io} '{name}' could be {_list([f'{e.role.value} ({e.reason})' for e in best])}; "
-            f"say which with --config, a YAML file such as: {example(best[0].role, name)}"
+            f"{io} '{name}' could be {_list([f'{fact.role.value} ({fact.reason})' for fact in certain])}; "
+            f"say which with --config, a YAML file such as: {example({certain[0].role: [name]})}"
         )
-    if best:
-        return _Finding(best[0].role, f"graph: {best[0].reason}")
-    if shipped is not None:
+    if not certain and shipped is not None:
         return _Finding(shipped.role, f"config: {shipped.source}")
-    return _Finding(Role.OTHER, "graph: nothing gives it a part in decoding")
+    if best := certain or said:
+        return _Finding(best[0].role, f"graph: {best[0].reason}")
+    return _Finding(Role.OTHER, f"graph: {NOTHING}")
+
+
+def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding]) -> list[_Finding]:
+    """Masks ``[B, E]`` over what an encoder made, ``[B, N, E, H]``, come with it, whatever exporters call them."""
+    shapes = [shape_of(info) or () for info, _ in tensors]
+    pairs = list(zip(shapes, findings, strict=True))
+    lengths = {shape[2] for shape, f in pairs if f.role is Role.CONSTANT and len(shape) == 4}
+    texts = {d for shape, f in pairs if f.role in (Role.CACHE, Role.TOKENS) for d in shape}
+    lengths = {d for d in lengths - texts if isinstance(d, str)}
+    masks = _Finding(Role.CONSTANT, "graph: a mask as long as what an encoder made")
+    return [
+        masks if f.role is Role.MASK and not f.by_user and len(shape) == 2 and shape[1] in lengths else f
+        for shape, f in pairs
+    ]
 
 
 def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern | None:
@@ -184,21 +171,6 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
     return rules[0] if rules else None
 
 
-def _strongest(evidence: list[Evidence]) -> list[Evidence]:
-    """The strongest evidence, one piece per role.
-
-    An input that is a write index and a position unchanged is a write index: both say where the row's next token goes,
-    and the cache update is the narrower use.
-    """
-    exact = [piece for piece in evidence if piece.exact]
-    best: dict[Role, Evidence] = {}
-    for piece in exact or evidence:
-        best.setdefault(piece.role, piece)
-    if Role.WRITE_INDICES in best:
-        best.pop(Role.POSITIONS, None)
-    return list(best.values())
-
-
 def _settle_single_roles(
     tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
 ) -> list[_Finding]:
@@ -215,7 +187,7 @@ def _settle_single_roles(
             names = [f"'{tensors[i][0].name}' ({findings[i].found_by})" for i in claims]
             raise AmbiguousRoleError(
                 f"the role '{role.value}' is claimed by {_list(names)}; say which has it with --config, "
-                f"a YAML file such as: {example(role, tensors[claims[0]][0].name)}"
+                f"a YAML file such as: {example({role: [tensors[claims[0]][0].name]})}"
             )
         for i in set(claims) - set(chosen):
             named = shipped[i]

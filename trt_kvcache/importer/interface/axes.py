@@ -125,8 +125,8 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
             continue
         seen.add((name, axis))
         if is_op(node, "Gather") and index.weight(node.input[0]):
-            ids = index.sources(node.input[1], index.follow_values)  # exporters reshape them to what they are
-            if ids == {tokens: True} and len(index.shape(name) or ()) == 3 and axis == 1:
+            ids = index.source(node.input[1])  # exporters reshape them to what they are
+            if ids == tokens and len(index.shape(name) or ()) == 3 and axis == 1:
                 return True
         if any(is_op(node, op) for op in _ELEMENTWISE):
             stack.extend((source, axis) for source in node.input)
@@ -167,7 +167,7 @@ def _layout(
         case Role.TOKENS | Role.POSITIONS:
             axes = [row] if (rank if "int" in role.dtype else rank - 1) == 1 else ["batch", "sequence"]
         case Role.MASK if rank == 2:  # Attention's own broadcasts from the right; one that is computed on starts with B
-            is_own = any(is_op(n, "Attention") and role.name in n.input[3:4] for n in index.readers.get(role.name, ()))
+            is_own = any(is_op(n, "Attention") and role.name in n.input[3:4] for n in index.nodes)
             axes = [first or ("sequence" if is_own else "batch"), "keys"]
         case Role.MASK if rank == 1:
             axes = ["keys"]

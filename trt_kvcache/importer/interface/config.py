@@ -14,6 +14,7 @@ Caches are not named: which inputs and outputs are caches is a fact of the graph
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,11 +54,17 @@ class NamePattern:
         return fits_io and self.regex.fullmatch(name) is not None
 
 
-def example(role: Role, name: str) -> str:
-    """A config, on one line, that gives a role to the tensor of this name."""
-    plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None and yaml.safe_load(name) == name
-    pattern = name if plain else "'" + re.escape(name).replace("'", "''") + "'"
-    return f"roles: {{{role.value}: {pattern}}}"
+def example(names: Mapping[Role, Sequence[str]]) -> str:
+    """A config, on one line, that gives roles to the tensors of these names."""
+
+    def pattern(name: str) -> str:
+        plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None and yaml.safe_load(name) == name
+        return name if plain else "'" + re.escape(name).replace("'", "''") + "'"
+
+    def patterns(found: Sequence[str]) -> str:
+        return pattern(found[0]) if len(found) == 1 else f"[{', '.join(map(pattern, found))}]"
+
+    return f"roles: {{{', '.join(f'{role.value}: {patterns(found)}' for role, found in names.items())}}}"
 
 
 @cache
@@ -82,9 +89,8 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
         raise OptionError(f"{path}: the role config is not YAML: {' '.join(str(error).split())}") from None
     roles = content.get("roles") if isinstance(content, dict) else None
     if not isinstance(roles, dict) or set(content) - {"roles"}:
-        raise OptionError(
-            f"{path}: a role config is one mapping under the key 'roles', such as: {example(Role.TOKENS, 'input_ids')}"
-        )
+        shown = example({Role.TOKENS: ["input_ids"]})
+        raise OptionError(f"{path}: a role config is one mapping under the key 'roles', such as: {shown}")
     return tuple(pattern for key, value in roles.items() for pattern in _patterns(key, value, path))
 
 

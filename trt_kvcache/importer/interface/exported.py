@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.interface import Known, find_roles
+from trt_kvcache.errors import AmbiguousRoleError, OptionError, UnsupportedModelError
+from trt_kvcache.importer.interface import NOTHING, Known, find_roles
+from trt_kvcache.importer.interface.config import example
 from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ class Interface:
         known = Known(
             caches={f.past.name: f.present.name for f in updates},
             states={s.past: s.present for s in states},
-            sequence_axis={f.past.name: f.axis for f in updates if f.axis is not None},
         )
         self.roles = find_roles(model, known, config)
         if sum(r.role is Role.TOKENS for r in self.roles) != 1:
@@ -64,6 +64,7 @@ class Interface:
         _check_ids(brings)
         self.tokens = brings.name
         self._inputs = {r.name: r for r in self.roles if r.io == "input"}
+        self._check_names()
         tensors = []
         for role in self.roles:
             original = self._role(role)
@@ -71,12 +72,6 @@ class Interface:
             cache = self._updates.get(role.name) or self._presents.get(role.name)
             rows = None if cache is None else cache.kept
             tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
-            if original is OriginalRole.MASK and role.role is not Role.MASK:
-                mask = ("batch", *["?"] * (len(axes) - 3), "sequence", "keys")[-len(axes) :]
-                named = tuple(m if a == "?" else a for a, m in zip(role.axes, mask, strict=True))
-                self._inputs[role.name] = replace(
-                    role, role=Role.MASK, found_by="graph: a mask by its shape", axes=named
-                )
             if original is OriginalRole.POSITIONS and role.role is Role.OTHER:
                 self._inputs[role.name] = replace(
                     role, role=Role.POSITIONS, found_by="graph: queries see the keys up to these", axes=tuple(axes)
@@ -161,35 +156,40 @@ class Interface:
             return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
         if role.role is Role.CONSTANT:
             return OriginalRole.CONSTANT if role.dtype in _FLOATS or len(shape) == 4 else OriginalRole.OTHER
-        over_queries = len(shape) == 4 and shape[1] == 1 and axes[2] == "sequence"
-        is_mask = role.dtype == "bool" or over_queries or self._is_over_rows(shape)
-        if role.role is Role.MASK or (len(shape) == 4 and is_mask):
+        if role.role is Role.MASK:
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
-        if len(shape) == 2 and shape[1] in self._totals and role.dtype in (*_INTEGERS, "bool"):
-            return OriginalRole.PADDING_MASK
         by_step = "sequence" in axes  # such as hidden states for a draft: new ones come with each step
         return OriginalRole.CONSTANT if role.dtype in _FLOATS and not by_step else OriginalRole.OTHER
-
-    @property
-    def _totals(self) -> set[Dim]:
-        """Symbols of as many tokens as growing caches hold after a step."""
-        growing = [f for f in self._updates.values() if f.growing and f.axis is not None]
-        lengths = {(f.past.shape[f.axis], f.present.shape[f.axis]) for f in growing}
-        return {total for past, total in lengths if isinstance(total, str) and total != past}
 
     def _new_tokens(self) -> int | None:
         tokens = self._inputs[self.tokens].shape
         return tokens[1] if len(tokens) > 1 and isinstance(tokens[1], int) else None
 
-    def _is_over_rows(self, shape: Sequence[Dim]) -> bool:
-        """True if a shape is that of a mask over a cache of fixed length, and so many new tokens."""
-        length = self._new_tokens()
-        if length is None or len(shape) != 4 or shape[1:3] != (1, length):
-            return False
-        lengths = {
-            (self._inputs[n].shape[f.axis], f.growing and not f.shifted) for n, f in self._updates.items() if f.axis
-        }
-        return any(isinstance(rows, int) and shape[3] == rows + length * beside for rows, beside in lengths)
+    def _check_names(self) -> None:
+        """Refuse inputs of positions and masks that have neither a name nor a part in the graph.
+
+        Raises:
+            AmbiguousRoleError: with the config to write, in which shapes suggest the roles.
+        """
+        tokens = self._inputs[self.tokens]
+        suggested: dict[Role, list[str]] = {}
+        for role in self._inputs.values():
+            if role.role is Role.OTHER and role.found_by.endswith(NOTHING) and role.name not in self._counted:
+                dims, kind = role.shape, role.dtype
+                by_token = kind in _INTEGERS and dims[-1:] == tokens.shape[-1 if tokens.dtype in _INTEGERS else 1 :][:1]
+                over_keys = len(dims) == 2 and dims[1] != 1 and kind in (*_INTEGERS, "bool")
+                if by_token:
+                    suggested.setdefault(Role.POSITIONS, []).append(role.name)
+                elif over_keys or (len(dims) == 4 and dims[1] == 1):
+                    suggested.setdefault(Role.MASK, []).append(role.name)
+        if suggested:
+            names = [name for found in suggested.values() for name in found]
+            raise AmbiguousRoleError(
+                f"nothing says what the model's {', '.join(map(repr, names))} "
+                f"{'is' if len(names) == 1 else 'are'}; supported are names as exporters give them, and --config, a "
+                f"YAML file: write it, and correct what is wrong there: "
+                f"{example({Role.TOKENS: [self.tokens], **suggested})}"
+            )
 
     def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
         """Axes in the terms of `OriginalTensor`."""

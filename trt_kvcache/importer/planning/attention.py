@@ -345,8 +345,6 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     size = facts.head_size
     if facts.sinks is not None:
         return AttentionKind.LOWERED, "attention sinks"
-    if (rounding := facts.rounded_scores or facts.rounded_weights) is not None:
-        return AttentionKind.LOWERED, f"rounded to {rounding.type_name} on the way"
     if facts.softcap:
         return AttentionKind.LOWERED, f"softcap {facts.softcap:g}"
     if facts.softmax_precision not in (None, facts.dtype):

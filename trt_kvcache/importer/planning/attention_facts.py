@@ -13,7 +13,6 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import SINKS, SLOPES, contains, dims, dtype_name, elem_type, input_or_none
 from trt_kvcache.importer.plan import Dim
-from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS, Rounding, read_rounding
 from trt_kvcache.importer.protos import FLOATS
 
 
@@ -27,8 +26,6 @@ class AttentionFacts:
         queries: number of queries: the size of Q's sequence axis.
         sinks: logits beside the scores, as many as query heads; None: none.
         slopes: what a score loses with each token after its query, by query head; None: nothing.
-        rounded_scores, rounded_weights: how scores, before softcap and mask, and what the softmax makes of them are
-            rounded; None: not.
     """
 
     node: gs.Node
@@ -51,8 +48,6 @@ class AttentionFacts:
     queries: Dim
     sinks: gs.Tensor | None
     slopes: gs.Tensor | None
-    rounded_scores: Rounding | None
-    rounded_weights: Rounding | None
 
     @property
     def additive(self) -> bool:
@@ -133,8 +128,6 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         queries=axis_size(q, 2),
         sinks=input_or_none(node, SINKS),
         slopes=input_or_none(node, SLOPES),
-        rounded_scores=read_rounding(node, SCORES),
-        rounded_weights=read_rounding(node, WEIGHTS),
     )
 
 

@@ -66,7 +66,7 @@ class _Plain:
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         is_shared = self.kv_heads == 1 and self.groups > 1
         # Products of rounded numbers are what TensorRT has kernels for: nothing stands between these.
-        is_rounded = facts.rounded_scores is not None or _is_rounded(key)
+        is_rounded = _is_rounded(key)
         factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
         if not is_rounded:
             query = emitter.op("Mul", [query, factor], "q_scaled", dtype)
@@ -88,8 +88,6 @@ class _Plain:
             scores = emitter.op("Reshape", [scores, per_head], "scores_heads", dtype)
         if is_rounded and facts.scale != 1:
             scores = emitter.op("Mul", [scores, factor], "scores_scaled", dtype)
-        if facts.rounded_scores is not None:
-            scores = facts.rounded_scores.emit(emitter, scores, dtype, "scores")
         return scores
 
     def capped(self, scores: gs.Variable) -> gs.Variable:
@@ -118,8 +116,6 @@ class _Plain:
             weights = emitter.op("Where", visible, "rows", precision)
         if precision != dtype:
             weights = emitter.op("Cast", [weights], "weights", dtype, to=dtype)
-        if facts.rounded_weights is not None:
-            weights = facts.rounded_weights.emit(emitter, weights, dtype, "weights")
         return weights
 
     def weighted(self, weights: gs.Variable, value: gs.Tensor) -> gs.Variable:

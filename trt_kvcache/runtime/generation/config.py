@@ -55,7 +55,7 @@ class GenerationConfig:
     max_new_tokens: Annotated[
         int,
         _end(
-            "Default: 128.",
+            "Most tokens to generate. Default: 128.",
             "Most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)",
             short="n",
             metavar="N",
@@ -76,18 +76,23 @@ class GenerationConfig:
     do_sample: Annotated[
         bool,
         _choice(
-            "Default: greedy, unless a sampling setting or the file says otherwise.",
+            "Draw tokens at random. Default: greedy, unless a sampling option or the file asks for it.",
             "True: draw from the distribution; else take the most probable token, of equals the lowest id.",
             flag="sample/greedy",
         ),
     ] = False
     temperature: Annotated[
-        float, _choice("0 is greedy.", "Divides the scores; above 0 in a config, and for sampling only.", metavar="T")
+        float,
+        _choice(
+            "Sampling temperature; 0 is greedy.",
+            "Divides the scores; above 0 in a config, and for sampling only.",
+            metavar="T",
+        ),
     ] = 1.0
     top_k: Annotated[
         int,
         _choice(
-            "0 and -1 keep all; 50 while sampling.",
+            "Draw from the N most likely tokens; 0 and -1: from all. Default: 50.",
             "Keeps the `top_k` highest scores, and equals of the last; sampling only.",
             metavar="N",
             least=-1,
@@ -112,7 +117,7 @@ class GenerationConfig:
     seed: Annotated[
         int | None,
         _choice(
-            "Default: a fresh one, which is printed.",
+            "Seed of the random numbers. Default: a new one, which is printed.",
             "Of sampling. The random number that chooses a token follows from `seed`, the number `i` of the sequence "
             "in its call and the position of the token in the sequence: tokens do not depend on what else runs, and a "
             "sequence that goes on in another session or process, or is cropped and goes on, gets the same ones.",
@@ -194,7 +199,7 @@ class GenerationConfig:
     eos_token_id: Annotated[
         int | Sequence[int] | None,
         _end(
-            "Default: the file's or model's, else the tokenizer's.",
+            "Tokens that end a text. Default: those of the model's files.",
             "The token, or tokens, that end a sequence; None: no one does.",
             flag="eos",
             metavar="ID",
@@ -226,7 +231,7 @@ class GenerationConfig:
     early_stopping: Annotated[
         bool | Literal["never"],
         _choice(
-            "For beam search.",
+            "When beam search stops.",
             "It ends as soon as `num_beams` hypotheses ended (True), when the best live one cannot win at its present "
             'length (False), or only when it cannot at any length ("never").',
             flag_type=Literal["true", "false", "never"],
@@ -249,7 +254,7 @@ class GenerationConfig:
     prompt_lookup_num_tokens: Annotated[
         int | None,
         _choice(
-            "Propose N tokens at a time from the text so far.",
+            "Guess N tokens at a time by looking them up in the text so far.",
             "The last n-gram is looked up in what came before, and one update verifies them; the tokens stay the same.",
             flag="prompt-lookup",
             metavar="N",

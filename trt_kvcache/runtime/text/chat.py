@@ -1,4 +1,4 @@
-"""Chat templates: Jinja2 as transformers sets it up, in a sandbox, since templates come with models.
+"""Chat templates: Jinja2 as transformers sets it up, in its sandbox, which keeps a template away from Python.
 
 Every message has to leave a trace in the prompt: many templates write the roles that they know, and pass over others
 without a word. Special tokens that a message spells are text.
@@ -92,13 +92,15 @@ def render(
 
     Raises:
         OptionError: the template is broken or does what the sandbox forbids, it refuses the messages, or it does not
-            write one of them.
-        MemoryError: it needs too much.
+            write one of them; or the messages are no JSON.
     """
     if taken := next((value for value in _RESERVED if value in chat.values), None):
         raise OptionError(f"{taken} is no value that a chat template can be given; leave it out")
     compiled = _compile(template, name)
-    messages = [_with_texts(message) for message in chat.messages]
+    try:
+        messages = [_with_texts(message) for message in chat.messages]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"the messages of a chat have to be JSON: {error}") from None
     prompt = chat.generation_prompt and not chat.continues
 
     def write(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = chat.tools) -> str:
@@ -154,8 +156,6 @@ def _compile(template: str, name: str) -> Callable[..., str]:
     def run(work: Callable[[], Any]) -> Any:
         try:
             return work()
-        except MemoryError:
-            raise
         except Exception as error:  # noqa: BLE001 - a template runs code of its own, which can raise anything
             raise OptionError(f"the chat template of {name} failed: {type(error).__name__}: {error}") from None
 

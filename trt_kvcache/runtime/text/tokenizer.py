@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.files import read_file, read_object
-from trt_kvcache.runtime.text.bounded import BoundedTokenizer
-from trt_kvcache.runtime.text.chat import Chat, Part
+from trt_kvcache.runtime.text.chat import Chat, Part, render
 from trt_kvcache.runtime.text.token_bytes import TokenBytes, read_token_bytes
 
 if TYPE_CHECKING:
@@ -27,13 +26,11 @@ _LARGEST = 1 << 28
 class Tokenizer:
     """Text to token ids and back."""
 
-    def __init__(
-        self, tokenizer: tokenizers.Tokenizer | BoundedTokenizer, settings: dict[str, Any] | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, name: str = "") -> None:
         """Wrap a tokenizer.
 
         Args:
-            tokenizer: of the ``tokenizers`` library, trusted.
+            tokenizer: of the ``tokenizers`` library.
             settings: what ``tokenizer_config.json`` says.
             name: for messages.
 
@@ -54,8 +51,8 @@ class Tokenizer:
         """Read ``tokenizer.json``, and beside it ``tokenizer_config.json`` and ``chat_template.jinja`` where they are.
 
         Args:
-            path: the file, or its folder. It may come from anywhere: texts are encoded in a process with limits, which
-                ends with this tokenizer.
+            path: the file, or its folder. Load only what you trust: a tokenizer, and a chat template, may take any time
+                and memory for a text.
 
         Raises:
             OptionError: a file is unreadable, or the ``tokenizers`` library is missing.
@@ -64,7 +61,7 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         try:
-            import tokenizers  # noqa: F401 - in both processes
+            import tokenizers
         except ImportError:
             raise OptionError(
                 f"{path} needs the tokenizers library: pip install 'trt-kvcache[text]'; or give token ids"
@@ -73,7 +70,18 @@ class Tokenizer:
             data = read_file(path, _LARGEST)
         except OSError as error:
             raise OptionError(f"{path} cannot be read: {error.strerror}") from None
-        return cls(BoundedTokenizer(data, str(path)), _settings_beside(path), str(path))
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library's is no Exception
+            raise OptionError(
+                f"{path} is not a tokenizer.json that this tokenizers library reads: {' '.join(str(error).split())}"
+            ) from error
+        # Both are for training; here a prompt is what it is.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return cls(tokenizer, _settings_beside(path), str(path))
 
     @property
     def vocab_size(self) -> int:
@@ -114,8 +122,6 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise PromptError(f"the text is no Unicode text: a lone surrogate at character {error.start}") from None
         try:
-            if isinstance(self._tokenizer, BoundedTokenizer):
-                return self._tokenizer.encode(text, add_special_tokens=special_tokens, plain=plain).ids
             tokenizer = self._plain if plain else self._tokenizer
             ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
         except (KeyboardInterrupt, SystemExit):
@@ -130,7 +136,6 @@ class Tokenizer:
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The tokenizer, for which special tokens are text."""
-        assert not isinstance(self._tokenizer, BoundedTokenizer)
         tokenizer = deepcopy(self._tokenizer)
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -141,8 +146,6 @@ class Tokenizer:
         Raises:
             OptionError: the tokenizer joins tokens by other rules than their bytes.
         """
-        if isinstance(self._tokenizer, BoundedTokenizer):
-            return self._tokenizer.token_bytes()
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
         special = [token for token, about in added.items() if about.special]
@@ -182,18 +185,14 @@ class Tokenizer:
 
     def _parts(self, messages: Sequence[Any], tools: Sequence[Any] | None, how: dict[str, Any]) -> Sequence[Part]:
         try:
-            import jinja2  # noqa: F401 - in the child process
+            import jinja2  # noqa: F401 - `render` needs it
         except ImportError:
             raise OptionError("a chat template needs Jinja2: pip install 'trt-kvcache[text]'") from None
-        from trt_kvcache.runtime.text.template_process import render_in_process
-
         chat = Chat([*messages], None if tools is None else [*tools], **how)
-        return render_in_process(self._template(tools), chat, self.special_tokens, self._special_texts, self.name)
+        return render(self._template(tools), chat, self.special_tokens, self._special_texts, self.name)
 
     @property
     def _special_texts(self) -> Sequence[str]:
-        if isinstance(self._tokenizer, BoundedTokenizer):
-            return self._tokenizer.special_texts
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
     def _template(self, tools: Sequence[Any] | None) -> str:

@@ -13,8 +13,11 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 
+from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.proof import LOGITS, Proof
 from trt_kvcache.compare.rewritten import WideSession
+from trt_kvcache.compare.tolerance import share_of
 from trt_kvcache.cpu import RunError
 from trt_kvcache.engine.manifest import Manifest, load_manifest
 from trt_kvcache.engine.marked import build_marked, with_outputs
@@ -22,12 +25,10 @@ from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.extensions import for_cpu
-from trt_kvcache.proof.check import CheckReport
-from trt_kvcache.proof.file import Episode, Proof, load_proof, share_of
-from trt_kvcache.proof.places import LOGITS
-from trt_kvcache.proof.replay import replay, rows_needed
 from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.check import CheckReport, load_proof
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
+from trt_kvcache.runtime.replay import replay, rows_needed
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 __all__ = ["with_layer"]
@@ -92,9 +93,9 @@ class _Search:
         for b in self._buffers if rows else ():
             self._caches[b.past] = np.stack([self._runner.read_row(b.past, row, b.capacity) for row in rows])
 
-    def after(self, episode: Episode, number: int, batch: StepBatch) -> None:
+    def after(self, piece: Piece, number: int, batch: StepBatch) -> None:
         """Compare all layers, until one differs."""
-        allowed = self._proof.facts.tolerances[episode.name].get(LOGITS)
+        allowed = self._proof.facts.allowed[piece.part].get(LOGITS)
         if self.finding or allowed is None:
             return
         arrays = [c.arrays for c in batch.constants]
@@ -111,8 +112,8 @@ class _Search:
                 if not self.finding and not share.within(allowed):
                     self.finding = (
                         f"the first layer that differs from ONNX Runtime: '{node.name}' ({node.op_type}), which gives "
-                        f"'{value.name}', by {share.largest:.2g} of its largest number, at step {number} of "
-                        f"'{episode.name}', row {row}; {place} layers before it agree"
+                        f"'{value.name}', by {share.largest:.2g} of its largest number, at step {number} "
+                        f"('{piece.part}'), row {row}; {place} layers before it agree"
                     )
 
 

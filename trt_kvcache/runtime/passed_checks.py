@@ -1,4 +1,4 @@
-"""The receipt of a proof that was replayed: a file beside the engine, for one GPU, driver and TensorRT.
+"""The checks that an engine has passed: a file beside it for each kind of GPU, with driver and version of TensorRT.
 
 It is no signature: it saves time, and whoever can write it can change the engine.
 """
@@ -15,12 +15,12 @@ import msgspec
 from trt_kvcache.errors import OutputError
 from trt_kvcache.files import atomic_file
 
-__all__ = ["Receipt", "read_receipt", "receipt_path", "write_receipt"]
+__all__ = ["PassedCheck", "passed_check_path", "read_passed_check", "write_passed_check"]
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """A proof that was passed.
+class PassedCheck:
+    """A replay of a proof in which the engine gave its numbers.
 
     Attributes:
         engine, proof: BLAKE3 (hex).
@@ -39,7 +39,7 @@ class Receipt:
     checked_by: str
     largest: float = 0.0
 
-    def differs(self, now: Receipt) -> str:
+    def differs(self, now: PassedCheck) -> str:
         """The changes since it was written, in words; empty where there are none."""
         changes = [
             f"{name.replace('_', ' ')} was {getattr(self, name)}, and is {getattr(now, name)}"
@@ -51,33 +51,35 @@ class Receipt:
         return "; ".join(changes)
 
 
-def receipt_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
-    """``model.engine.NVIDIA-L4.proved``, beside the engine or in `folder`: a file for each kind of GPU."""
+def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
+    """``model.engine.NVIDIA-L4.passed_check``, beside the engine or in `folder`: a file for each kind of GPU."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") or "GPU"
-    return (folder or engine.parent) / f"{engine.name}.{name}.proved"
+    return (folder or engine.parent) / f"{engine.name}.{name}.passed_check"
 
 
-def read_receipt(path: Path, now: Receipt) -> str:
-    """Why a receipt does not count, in words; empty where it does.
+def read_passed_check(path: Path, now: PassedCheck) -> str:
+    """Why a passed check does not count here, in words; empty where it does.
 
     Args:
         path: of the file.
         now: what it has to say, but for `largest`.
     """
     try:
-        receipt = msgspec.json.decode(path.read_bytes(), type=Receipt)
+        passed = msgspec.json.decode(path.read_bytes(), type=PassedCheck)
     except FileNotFoundError:
-        return "no receipt lies here"
+        return "no passed check lies here"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return f"the receipt {path} cannot be read"
-    differs = replace(receipt, largest=now.largest).differs(now)
-    return f"the receipt {path} does not count here: {differs}" if differs else ""
+        return f"the passed check {path} cannot be read"
+    differs = replace(passed, largest=now.largest).differs(now)
+    return f"the passed check {path} does not count here: {differs}" if differs else ""
 
 
-def write_receipt(path: Path, receipt: Receipt) -> None:
-    """Write a receipt. A folder that cannot be written is worth a warning: the next start replays the proof again."""
+def write_passed_check(path: Path, passed: PassedCheck) -> None:
+    """Write a passed check. A folder that cannot be written is worth a warning: the next start checks again."""
     try:
         with atomic_file(path) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(receipt), indent=2) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(passed), indent=2) + b"\n")
     except OutputError as error:
-        warnings.warn(f"no receipt is kept, so that the next start checks again: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"no passed check is kept, so that the next start checks again: {error}", RuntimeWarning, stacklevel=2
+        )

@@ -8,15 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from trt_kvcache import __version__
-from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.errors import BackendError, SessionError, VerificationError
-from trt_kvcache.proof.file import load_proof
-from trt_kvcache.proof.receipt import Receipt, read_receipt, receipt_path, write_receipt
-from trt_kvcache.proof.replay import Difference, Finding, Replay, replay, rows_needed
+from trt_kvcache.compare.proof import Proof, decode_proof
+from trt_kvcache.engine.manifest import Manifest, load_manifest, proof_path
+from trt_kvcache.errors import BackendError, ManifestError, SessionError, VerificationError
+from trt_kvcache.files import read_file
+from trt_kvcache.runtime.passed_checks import PassedCheck, passed_check_path, read_passed_check, write_passed_check
+from trt_kvcache.runtime.replay import Difference, Finding, replay, rows_needed
 
-__all__ = ["CheckReport", "check_engine_on_gpu", "prove"]
+__all__ = ["CheckReport", "check_engine_on_gpu", "load_proof", "prove"]
 
+_LARGEST = 4 << 20  # bytes of a proof's file
+_AGAIN = "copy engine, manifest and proof together, or build again"
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -26,11 +31,11 @@ class CheckReport:
 
     Attributes:
         ran_on: TensorRT and GPU.
-        recorded_on: what ran the original.
+        recorded_on: what ran the model.
         steps: of the proof that were run.
         outputs: the largest difference of each output.
         findings: disagreements.
-        receipt: path of the receipt; empty where the engine disagrees.
+        passed_check: path of the file that says so to the next start; empty where the engine disagrees.
         notes: what else the reader should know.
         layer: the first layer that differs, in words, if it was looked for.
     """
@@ -43,7 +48,7 @@ class CheckReport:
     steps: int
     outputs: tuple[Difference, ...]
     findings: tuple[Finding, ...]
-    receipt: str
+    passed_check: str
     notes: tuple[str, ...] = ()
     layer: str = ""
 
@@ -57,7 +62,7 @@ class CheckReport:
             return
         more = f" ({len(self.findings) - 1} other outputs, too)" if len(self.findings) > 1 else ""
         raise VerificationError(
-            f"{self.engine}: does not give the original's numbers on {self.ran_on}, driver {self.driver}: "
+            f"{self.engine}: does not give the numbers of its proof on {self.ran_on}, driver {self.driver}: "
             f"{self.findings[0]}{more}; do not use it here: build it with another version of TensorRT, and see "
             f"'trt-kvcache check --locate'"
         )
@@ -72,7 +77,7 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
         options: of `TensorRTRunner`; sizes of the session are not those of the replay.
 
     Raises:
-        VerificationError: it does not give the original's numbers.
+        VerificationError: it does not give the numbers of its proof.
         ManifestError, BackendError: see `check_engine_on_gpu`.
     """
     if check == "off":
@@ -84,12 +89,12 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
 
 
 def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
-    """Replay the proof of an engine, and leave a receipt if it agrees.
+    """Replay the proof of an engine, and remember it if it agrees.
 
     Args:
         engine: its path.
         options: of `TensorRTRunner`, but for sizes.
-        again: also where a receipt says that it agreed here.
+        again: also where it agreed here before.
 
     Raises:
         ManifestError: it has no proof, or another engine's, or one that was changed.
@@ -108,13 +113,13 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     gpu = Cuda(settings.get("device", 0), bindings.cuda)
     name, capability, driver = gpu.name, gpu.compute_capability, _driver(gpu.driver_version)
     gpu.close()
-    now = Receipt(
+    now = PassedCheck(
         manifest.engine.blake3, manifest.proof.blake3, f"{name} ({capability})", driver,
         f"{manifest.backend} {bindings.tensorrt.__version__}", __version__,
     )  # fmt: skip
     folder = settings.get("kernel_cache")
-    path = receipt_path(engine, name, None if folder is None else Path(folder))
-    why = read_receipt(path, now)
+    path = passed_check_path(engine, name, None if folder is None else Path(folder))
+    why = read_passed_check(path, now)
     if not why and not again:
         here = f"{now.backend}, {now.gpu}"
         return CheckReport(str(engine), True, here, proof.facts.recorded_on, driver, 0, (), (), str(path))
@@ -133,12 +138,39 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     finally:
         runner.close()
     if result.passed:
-        write_receipt(path, replace(now, largest=_largest(result)))
+        write_passed_check(path, replace(now, largest=max((d.part for d in result.outputs), default=0.0)))
     notes = tuple(filter(None, (why, proof.facts.note)))
     return CheckReport(
         str(engine), result.passed, ran_on, proof.facts.recorded_on, driver, result.steps, result.outputs,
         result.findings, str(path) if result.passed else "", notes,
     )  # fmt: skip
+
+
+def load_proof(manifest: Manifest, engine: Path) -> Proof:
+    """The proof that was built with an engine.
+
+    Raises:
+        ManifestError: there is none, it is not the one that the manifest names, or of another engine.
+    """
+    path = proof_path(engine)
+    if manifest.proof is None:
+        raise ManifestError(f"{engine}: was built without a proof: {manifest.no_proof}")
+    try:
+        content = read_file(path, _LARGEST)
+    except OSError as error:
+        raise ManifestError(
+            f"{path}: the proof that was built with {engine.name} cannot be read ({error.strerror}); {_AGAIN}; "
+            "--check off opens the engine without it"
+        ) from None
+    if (len(content), blake3(content).hexdigest()) != (manifest.proof.size, manifest.proof.blake3):
+        raise ManifestError(f"{path}: not the proof that was built with {engine.name}: it was cut or changed; {_AGAIN}")
+    try:
+        proof, of = decode_proof(content)
+    except ValueError as error:
+        raise ManifestError(f"{path}: the proof is {error}; {_AGAIN}") from None
+    if of != manifest.engine.blake3:
+        raise ManifestError(f"{path}: the proof of another engine, {of[:16]}; {_AGAIN}")
+    return proof
 
 
 def _driver(cuda: tuple[int, int]) -> str:
@@ -148,7 +180,3 @@ def _driver(cuda: tuple[int, int]) -> str:
     except OSError:  # not on Linux
         match = None
     return "for CUDA {}.{}".format(*cuda) + (f", {match[0]}" if match else "")
-
-
-def _largest(result: Replay) -> float:
-    return max((d.part for d in result.outputs), default=0.0)

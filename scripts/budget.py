@@ -1,0 +1,89 @@
+"""Compare the size of the code with `budget.toml`: a folder may grow only where another shrinks by as much.
+
+    python scripts/budget.py            exit code 1 if a folder, or the sum, has more statements than its budget
+    python scripts/budget.py --lower    write what is there now, where it is less
+
+Statements are those of Python's `ast`: comments, docstrings and the breaking of lines do not count. A change that moves
+code raises one line of the file by hand, and lowers another; the sum does not rise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUDGET = ROOT / "budget.toml"
+PACKAGE, SUM = "trt_kvcache", "sum"
+COUNTED = (PACKAGE, "plugins", "tests", "scripts")
+
+
+def statements(text: str) -> int:
+    """Statements of a module, in bodies of functions and classes, too; docstrings are none."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    return sum(not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)) for n in nodes)
+
+
+def measure(root: Path = ROOT) -> dict[str, int]:
+    """Statements by folder: each top folder of the package, its root files, and the other folders; and their sum."""
+    found: Counter[str] = Counter()
+    for folder in COUNTED:
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).parts
+            if folder == PACKAGE and (root / PACKAGE / parts[1]).is_symlink():
+                continue  # plugins, in an editable install
+            name = "/".join(parts[: 2 if folder == PACKAGE and len(parts) > 2 else 1])
+            found[name] += statements(path.read_text(encoding="utf-8"))
+    return {**dict(sorted(found.items())), SUM: sum(found.values())}
+
+
+def faults(found: dict[str, int], budget: dict[str, int]) -> list[str]:
+    """What is larger than it may be, in words."""
+    grown = [
+        f"{name}: {n} statements, {n - budget.get(name, 0)} more than budget.toml allows"
+        for name, n in found.items()
+        if n > budget.get(name, 0)
+    ]
+    allowed = sum(n for name, n in budget.items() if name != SUM)
+    raised = [f"budget.toml: its folders have {allowed} statements, more than its sum, {budget.get(SUM, 0)}"]
+    return [*grown, *(raised if allowed > budget.get(SUM, 0) else [])]
+
+
+def read() -> dict[str, int]:
+    """The budget."""
+    return dict(tomllib.loads(BUDGET.read_text(encoding="utf-8"))["statements"])
+
+
+def write(found: dict[str, int]) -> None:
+    """Write a budget."""
+    lines = "".join(f'"{name}" = {n}\n' for name, n in found.items())
+    head = (
+        "# The most statements of Python by folder. After a change that shrinks one: python scripts/budget.py --lower\n"
+    )
+    BUDGET.write_text(f"{head}[statements]\n{lines}", encoding="utf-8")
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lower", action="store_true", help="write what is there now, where it is less")
+    given = parser.parse_args()
+    found, budget = measure(), read()
+    if given.lower:
+        less = {name: min(n, budget.get(name, 0)) for name, n in found.items()}
+        write({**less, SUM: sum(n for name, n in less.items() if name != SUM)})
+        budget = read()
+    said = faults(found, budget)
+    sys.stdout.writelines(f"{line}\n" for line in said)
+    slack = budget[SUM] - found[SUM]
+    if not said and slack:
+        sys.stdout.write(f"{slack} statements below budget.toml: python scripts/budget.py --lower\n")
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

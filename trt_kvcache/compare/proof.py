@@ -1,0 +1,213 @@
+"""The proof of an engine: a decode, stored with its logits and with numbers of its caches, and what it may differ by.
+
+The rewritten model decodes in float32; the model as exported has to give the same logits for the first part. The file
+is safetensors, with what is no array as JSON in its header:
+
+<piece>/tokens    int32 [R, S]
+<piece>/logits    float32 [R, K, C]: of the last K positions
+<piece>/columns   int32 [R, K, C]: the tokens that these logits are of; absent: all
+<part>/<past>     float32 [R, T, W]: W numbers of the cache rows of the T newest tokens after a part; of state, T is 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.tolerance import Share
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.steps.contents import CacheTensor
+
+__all__ = ["FORMAT", "LOGITS", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof", "numbers_of_cache",
+           "token_table"]  # fmt: skip
+
+Array = npt.NDArray[Any]
+
+FORMAT = "trt_kvcache.proof.4"
+LOGITS = "logits"
+"""In place of the name of the logits' output, beside the names of caches."""
+
+_MOST = 1 << 31  # tokens, rows, and what else is counted
+_TABLE, _SIZE = 256, 0.5  # embeddings that stand for tokens, and the size of the numbers in them
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A proof without its arrays.
+
+    Attributes:
+        recorded_on: what ran the model.
+        dtype: that the rounding was measured for: ``"float32"`` (as TF32 rounds it), ``"float16"`` or ``"bfloat16"``.
+        vocab: numbers of a position's logits.
+        seed: of garbage, constants and embeddings.
+        garbage: magnitude of what lies in cache rows without a token.
+        encoder: length of an encoder's output, where it is open.
+        pieces: of the decode; `Piece.kept` positions of each are compared at most.
+        chooses: the model chooses experts: where two are nearly equal, rounding decides, and a row comes out otherwise.
+        digest: of what the seed gives: another version of NumPy could give something else.
+        allowed: what an output may differ by, by names of part and output; others show nothing, and are not compared.
+        uneven: times as much that one row of a part may differ by.
+        note: why some output shows nothing; empty where all do.
+    """
+
+    recorded_on: str
+    dtype: str
+    vocab: int
+    seed: int
+    garbage: float
+    encoder: int
+    pieces: tuple[Piece, ...]
+    chooses: bool
+    digest: str
+    allowed: dict[str, dict[str, Share]]
+    uneven: float
+    note: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Texts that are decoded."""
+        return max(len(p.rows) for p in self.pieces)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the longest step."""
+        return max(p.length for p in self.pieces)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the texts before and after each step."""
+        ends, found = [0] * self.rows, list[int]()
+        for piece in self.pieces:
+            for row in piece.rows:
+                found += ends[row] + piece.skip, ends[row] + piece.skip + piece.length
+                ends[row] = found[-1]
+        return found
+
+    def starts(self, number: int) -> list[int]:
+        """Tokens of each text before the step with this number."""
+        done = [*self.pieces[:number], replace(self.pieces[number], length=0)]
+        return [sum(p.skip + p.length for p in done if row in p.rows) for row in range(self.rows)]
+
+    @property
+    def lasts(self) -> frozenset[int]:
+        """The numbers of the pieces that end a part."""
+        return frozenset([*group][-1][0] for _, group in groupby(enumerate(self.pieces), lambda at: at[1].part))
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """A proof."""
+
+    facts: Facts
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+def encode_proof(proof: Proof, engine: str) -> bytes:
+    """The bytes of a proof's file.
+
+    Args:
+        proof: the proof.
+        engine: BLAKE3 (hex) of the engine that it is of.
+    """
+    facts = msgspec.json.encode(proof.facts).decode()
+    content: bytes = save(proof.arrays, {"format": FORMAT, "engine": engine, "facts": facts})
+    return content
+
+
+def decode_proof(content: bytes) -> tuple[Proof, str]:
+    """A proof and the BLAKE3 of its engine, from the bytes of its file.
+
+    Raises:
+        ValueError: they are none.
+    """
+    try:
+        size = int.from_bytes(content[:8], "little")
+        header = msgspec.json.decode(content[8 : 8 + size])["__metadata__"]
+        if header["format"] != FORMAT:
+            raise ValueError(f"of format {header['format']}, and this version of trt_kvcache knows {FORMAT}")
+        proof = Proof(msgspec.json.decode(header["facts"], type=Facts), load(content))
+        if faults := [*_faults(proof)]:
+            raise ValueError(f"contradicting itself ({'; '.join(faults[:3])})")
+        return proof, str(header["engine"])
+    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not readable as one ({' '.join(str(error).split())})") from None
+
+
+def _faults(proof: Proof) -> Iterator[str]:
+    """What a proof says that cannot be, in words. Its reader relies on the rest, and compares sizes with an engine."""
+    facts, arrays = proof.facts, proof.arrays
+    if not facts.pieces or any(p.rows != tuple(range(len(p.rows))) or not p.rows for p in facts.pieces):
+        yield "it has no steps, or one that is not of the first texts"
+        return
+    for name, number, least in (("vocab", facts.vocab, 1), ("seed", facts.seed, 0), ("encoder", facts.encoder, 1)):
+        if not least <= number < _MOST:
+            yield f"its {name} is {number}"
+    if not 0 <= facts.garbage < _MOST or not 1 <= facts.uneven < _MOST:
+        yield "its garbage, or what one row may differ by, is no size"
+    for at, piece in enumerate(facts.pieces):
+        if not (1 <= (piece.kept or 0) <= piece.length < _MOST and abs(piece.skip) < _MOST):
+            yield f"step {at} is of no size, or compares more tokens than it has"
+        elif piece.part not in facts.allowed:
+            yield f"nothing says what '{piece.part}' may differ by"
+        elif not arrays[f"{at}/logits"].size or arrays[f"{at}/tokens"].shape != (len(piece.rows), piece.length):
+            yield f"step {at} has no logits, or other tokens than it says"
+    if min(facts.lengths) < 0 or any(p.skip < 0 and not p.drawn for p in facts.pieces):
+        yield "it has texts of less than no tokens"
+    if any(len(p.rows) != facts.rows and p.drawn for p in facts.pieces):
+        yield "random caches are not of all texts"
+    if len({p.part for p in facts.pieces}) != len(facts.lasts):
+        yield "a part comes twice"
+    if any(not min(s.largest, s.typical) > 0 for shares in facts.allowed.values() for s in shares.values()):
+        yield "it allows no difference"
+    for name, array in arrays.items():
+        whole = name.endswith(("/tokens", "/columns"))
+        if array.dtype.kind != ("i" if whole else "f") or array.ndim < 2:
+            yield f"'{name}' is {array.dtype} {list(array.shape)}"
+        elif whole and array.size and not 0 <= array.min() <= array.max() < facts.vocab:
+            yield f"'{name}' names tokens that there are not"
+
+
+def draws_digest(seed: int) -> str:
+    """BLAKE3 (hex) of numbers drawn in all ways that are used here: NumPy may change what a seed gives."""
+    rng, digest = np.random.default_rng([seed, 3]), blake3()
+    floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
+    for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
+        digest.update(np.ascontiguousarray(drawn).tobytes())
+    return digest.hexdigest()
+
+
+def token_table(plan: CachePlan, seed: int) -> Array | None:
+    """Embeddings ``[V, H]`` that stand for tokens; None: the model takes tokens."""
+    tokens = plan.tensor(Role.TOKENS)
+    if tokens is None or not tokens.embedded:
+        return None
+    return np.random.default_rng(seed).normal(0, _SIZE, (_TABLE, int(tokens.shape[-1]))).astype(np.float32)
+
+
+def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
+    """Numbers ``[T, W]`` of the rows of the newest tokens, spread evenly, so that each head has some.
+
+    Args:
+        cache: a cache, or state, which has one row.
+        values: of one text ``[*physical_shape[1:]]``.
+        end: tokens of the text.
+        count: T, of a cache.
+        width: W, at most.
+    """
+    rows = cache.physical_rows(values[None])[0]
+    rows = rows.reshape(1 if cache.update is None else len(rows), -1)
+    size = rows.shape[1]
+    width = min(size, width)
+    columns = np.arange(width) * size // width + np.arange(width) * 7 % max(size // width, 1)
+    places = np.zeros(1, int) if cache.update is None else np.arange(end - count, end) % len(rows)
+    return np.asarray(rows[places][:, columns], np.float32)

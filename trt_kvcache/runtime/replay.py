@@ -1,0 +1,394 @@
+"""A decode on what a session runs, as a runner of comparisons, and the replay of a proof on it.
+
+steps    logits against those of the proof
+caches   after each part: newest rows against the proof's, those that no token went to bit for bit as they were
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.proof import LOGITS, Proof, draws_digest, numbers_of_cache, token_table
+from trt_kvcache.compare.rewritten import copy_rows
+from trt_kvcache.compare.tolerance import Share, share_of
+from trt_kvcache.dtypes import array_dtype
+from trt_kvcache.errors import ManifestError
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.steps.contents import all_contents, find_caches, find_states
+from trt_kvcache.importer.steps.inputs import draw_constants
+from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.encoders.constants import ConstantInputs
+from trt_kvcache.runtime.inputs import linear_capacity
+from trt_kvcache.runtime.positions import PositionInput
+from trt_kvcache.runtime.runner import Runner, StepBatch
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT
+
+__all__ = ["Difference", "Finding", "Replay", "SessionSteps", "Watch", "replay", "rows_needed"]
+
+Array = npt.NDArray[Any]
+
+_UNFIT = "the proof does not fit the engine"
+_CHOSEN = 0.25  # of the rows of an output, at most, that chosen experts may change
+
+
+class Watch(Protocol):
+    """Looks at each step of a replay."""
+
+    def before(self, batch: StepBatch) -> None:
+        """Before a step."""
+
+    def after(self, piece: Piece, number: int, batch: StepBatch) -> None:
+        """After it; `number`: of the piece."""
+
+
+class SessionSteps:
+    """A runner (`trt_kvcache.compare.decode.Runner`) of what a session runs.
+
+    Attributes:
+        ends: tokens of each text so far.
+
+    Args:
+        runner: of an engine, or of a model on the CPU.
+        given: values of inputs that no text says, by name: with a batch of 1, or a row for each text.
+        table: embeddings ``[V, H]``, for a model that takes these in the place of tokens.
+        first: row of the caches that holds the first text.
+    """
+
+    def __init__(
+        self, runner: Runner, given: Mapping[str, Array] | None = None, table: Array | None = None, first: int = 0
+    ) -> None:
+        self.runner, self.name, self.first = runner, runner.name, first
+        self._given, self._table = given or {}, table
+        self._inputs = ConstantInputs(runner.plan)
+        self._planes = PositionInput(runner.plan).planes
+        self.ends = np.zeros(0, np.int64)
+
+    def start(self, rows: int) -> None:
+        """See `Runner.start`."""
+        self.ends = np.zeros(rows, np.int64)
+        for row in range(rows):
+            self.runner.zero_rows(self.first + row, 0, 1 << 40)
+        inputs = self._inputs.tensors
+        values = {t.name: self._given[t.name].astype(array_dtype(t.dtype)) for t in inputs if t.name in self._given}
+        self._constants = tuple(
+            self._inputs.read({n: v[row : row + 1] if len(v) == rows else v for n, v in values.items()})
+            for row in range(rows if values else 0)
+        )
+
+    def step(self, piece: Piece, tokens: Array) -> Array:
+        """See `Runner.step`."""
+        batch = self.batch(piece, tokens)
+        logits = np.array(self.runner.step(batch), np.float32)
+        self.ends[list(piece.rows)] += piece.length
+        return logits
+
+    def batch(self, piece: Piece, tokens: Array) -> StepBatch:
+        """A piece as the runner takes it."""
+        starts, embeds, positions = self.ends[list(piece.rows)], None, None
+        if self._table is not None:
+            role = self.runner.plan.tensor(Role.TOKENS)
+            assert role is not None
+            embeds = self._table[tokens].astype(array_dtype(role.dtype))
+        if self._planes > 1:
+            counted = np.add.outer(starts, np.arange(piece.length))[:, None]
+            positions = counted // np.arange(1, self._planes + 1)[:, None]
+        keep = piece.length if piece.kept is None else piece.kept
+        most = self.runner.max_logits
+        return StepBatch(
+            self.first + piece.rows[0], tokens.astype(np.int64), starts, keep if most is None else min(keep, most),
+            self._constants[piece.rows[0] : piece.rows[-1] + 1], embeds, positions,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference found in one output, as a part of what is allowed.
+
+    Attributes:
+        output: name of the logits, or of a cache's past.
+        found: as shares of a row; None: not comparable, such as a number that is not finite.
+        allowed: in the same part.
+    """
+
+    output: str
+    found: Share | None
+    allowed: Share
+
+    @property
+    def part(self) -> float:
+        """The part of what is allowed; infinite where nothing can be compared."""
+        if self.found is None:
+            return math.inf
+        return max(self.found.largest / self.allowed.largest, self.found.typical / self.allowed.typical)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A disagreement.
+
+    Attributes:
+        step: its number, from 0.
+        part: of the decode.
+        row: text.
+        what: in words.
+    """
+
+    output: str
+    step: int
+    part: str
+    row: int
+    what: str
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"output '{self.output}' at step {self.step} ('{self.part}'), row {self.row}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of a replay.
+
+    Attributes:
+        steps: that were run; the first part with a disagreement is the last one.
+        findings: each output that disagrees, the first time.
+        outputs: the largest difference of each output.
+    """
+
+    steps: int
+    findings: tuple[Finding, ...]
+    outputs: tuple[Difference, ...]
+
+    @property
+    def passed(self) -> bool:
+        """The engine gives the numbers of the proof."""
+        return not self.findings
+
+
+def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
+    """Rows of the caches that a replay takes: one beside those in use, where the engine has it."""
+    return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
+
+
+def _rows_aligned(plan: CachePlan) -> bool:
+    """True if each row of the caches lies at an address that TensorRT takes: else an engine runs one text alone."""
+    sizes = [math.prod(b.row_shape(b.capacity)) * b.array_dtype.itemsize for b in carried_buffers(plan)]
+    return not any(size % ALIGNMENT for size in sizes)
+
+
+def replay(runner: Runner, proof: Proof, watch: Watch | None = None) -> Replay:
+    """Run the steps of a proof.
+
+    Args:
+        runner: of the engine; what its caches hold is lost. It has to take as many rows as `rows_needed`.
+        proof: of the engine.
+        watch: is called around each step.
+
+    Raises:
+        ManifestError: the proof cannot be of this engine, or cannot be replayed with this version of NumPy.
+        SessionError: a step failed.
+    """
+    try:
+        return _Replay(runner, proof, watch).run()
+    except (IndexError, KeyError, ValueError) as error:  # of NumPy: arrays that are missing, or of other sizes
+        raise ManifestError(f"{_UNFIT}: {' '.join(str(error).split())}; build the engine again") from error
+
+
+class _Replay:
+    def __init__(self, runner: Runner, proof: Proof, watch: Watch | None) -> None:
+        facts, plan = proof.facts, runner.plan
+        if facts.digest != draws_digest(facts.seed):
+            raise ManifestError(
+                f"the proof cannot be replayed with NumPy {np.__version__}, which draws other numbers from a seed than "
+                "the one that it was recorded with: build the engine again, or install that version"
+            )
+        self._runner, self._proof, self._facts, self._watch = runner, proof, facts, watch
+        self._buffers = {b.past: b for b in carried_buffers(plan)}
+        self._caches = {c.role.name: c for c in (*find_caches(plan), *find_states(plan))}
+        self._table = token_table(plan, facts.seed)
+        if why := self._misfit():
+            raise ManifestError(f"{_UNFIT}: {why}; build the engine again")
+        self._given = draw_constants(plan, facts.rows, facts.seed, twin=True, length=facts.encoder)
+        # Rows that an engine does not take together come one after the other.
+        self._together = facts.rows if _rows_aligned(plan) and facts.rows <= runner.max_batch else 1
+        self._first = int(runner.max_batch > self._together)  # rows in use follow another one, which must not change
+        used = range(self._first, self._first + self._together)
+        self._spare = [r for r in (0, self._together) if r < runner.max_batch and r not in used]
+        self._count, self._turn = 0, 0
+        self._worst: dict[str, Difference] = {}
+        self._findings: dict[str, Finding] = {}
+        self._outside: dict[tuple[str, str], set[object]] = {}  # rows by part and output, or one row's parts
+        self._outliers: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
+
+    def run(self) -> Replay:
+        for first in range(0, self._facts.rows, self._together):
+            self._turn = first
+            self._run_turn(range(first, first + self._together))
+        if self._facts.chooses:
+            self._leave_out_choices()
+        return Replay(self._count, tuple(self._findings.values()), tuple(self._worst.values()))
+
+    def _run_turn(self, rows: range) -> None:
+        """Decode these texts."""
+        given = {n: v[rows.start : rows.stop] if len(v) == self._facts.rows else v for n, v in self._given.items()}
+        steps = SessionSteps(self._runner, given, self._table, self._first)
+        steps.start(len(rows))
+        self._begin(rows, [0] * self._facts.rows)
+        prints, starts, part = dict[tuple[str, int], Array](), steps.ends.copy(), ""
+        for number, piece in enumerate(self._facts.pieces):
+            texts = [row for row in piece.rows if row in rows]
+            local = replace(piece, rows=tuple(row - rows.start for row in texts))
+            if piece.skip and texts:
+                self._skip(steps, local)
+            if piece.drawn:
+                self._begin(rows, self._facts.starts(number))
+            if piece.part != part:
+                if self._findings and not self._facts.chooses:
+                    return
+                part, starts = piece.part, steps.ends.copy()
+                prints = {(n, r): self._prints(b, r) for n, b in self._buffers.items() for r in self._rows(b)}
+            if texts:
+                self._step(steps, number, local, self._proof.arrays[f"{number}/tokens"][texts])
+            if number in self._facts.lasts:
+                for name, buffer in self._buffers.items():
+                    self._compare_cache(number, part, buffer, steps.ends)
+                    for row in self._rows(buffer):
+                        self._compare_untouched(number, part, buffer, row, prints[name, row], starts, steps.ends)
+
+    def _step(self, steps: SessionSteps, number: int, piece: Piece, tokens: Array) -> None:
+        batch = steps.batch(piece, tokens)
+        if self._watch is not None:
+            self._watch.before(batch)
+        logits = steps.step(piece, tokens)
+        self._count += 1
+        if self._watch is not None:
+            self._watch.after(piece, number, batch)
+        if logits.shape[-1] != self._facts.vocab:
+            raise ManifestError(
+                f"the proof was made with a vocabulary of {self._facts.vocab} tokens, and the engine gives logits of "
+                f"{logits.shape[-1]}: it is of another model; build the engine again"
+            )
+        arrays, texts = self._proof.arrays, [row + self._turn for row in piece.rows]
+        wanted = arrays[f"{number}/logits"][texts]
+        had = logits[:, logits.shape[1] - wanted.shape[1] :]
+        if f"{number}/columns" in arrays:
+            had = np.take_along_axis(had, arrays[f"{number}/columns"][texts].astype(np.int64), -1)
+        for row, one, other in zip(texts, wanted, had, strict=True):
+            self._note(LOGITS, number, piece.part, row, share_of(one, other))
+
+    def _leave_out_choices(self) -> None:
+        """Forget what chosen experts explain: few rows of an output, in which a near tie went the other way."""
+        for name, (outliers, rows) in self._outliers.items():
+            if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
+                self._findings.pop(name, None)
+
+    def _misfit(self) -> str:
+        """Why a proof cannot be of this engine, as far as the steps say; empty if it can."""
+        facts, runner = self._facts, self._runner
+        bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
+        if facts.chunk > runner.max_chunk:
+            return f"its steps have up to {facts.chunk} tokens, and the engine takes {runner.max_chunk}"
+        if max(facts.lengths) > min(bounds, default=math.inf):
+            return f"it has texts of {max(facts.lengths)} tokens, and the engine takes {min(bounds)}"
+        if unknown := {n for shares in facts.allowed.values() for n in shares} - {*self._buffers, LOGITS}:
+            return f"it has a cache '{min(unknown)}'"
+        return ""
+
+    def _begin(self, rows: range, starts: list[int]) -> None:
+        """Fill the caches with random numbers for so many tokens of each text, and with garbage."""
+        facts, drawn = self._facts, any(starts)
+        for name, fresh in all_contents(self._caches, facts.seed, starts, facts.garbage, int(drawn)):
+            values = self._caches[name].to_physical(fresh)
+            spare = [] if drawn else [(row, 0) for row in self._spare]
+            for row, text in [*enumerate(rows, self._first), *spare] if name in self._buffers else []:
+                self._runner.write_row(name, row, values[text].astype(self._buffers[name].array_dtype))
+
+    def _skip(self, steps: SessionSteps, piece: Piece) -> None:
+        """Leave out tokens: their cache rows are copies of those before."""
+        for name, buffer in self._buffers.items():
+            for row in piece.rows if not buffer.is_state and not piece.drawn else ():
+                values = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))
+                end = int(steps.ends[row])
+                copy_rows(self._caches[name], values, end, end + piece.skip)
+                self._runner.write_row(name, self._first + row, values)
+        steps.ends[list(piece.rows)] += piece.skip
+
+    def _rows(self, buffer: Carried) -> list[int]:
+        """Rows of the batch in which a cache row may stay as it is; state has none but in another text."""
+        used = range(self._first, self._first + self._together)
+        return [*self._spare, *(() if buffer.is_state else used)]
+
+    def _cache_rows(self, buffer: Carried, row: int) -> Array:
+        """The rows ``[capacity, numbers]`` of a cache."""
+        values = self._runner.read_row(buffer.past, row, buffer.capacity)
+        rows = self._caches[buffer.past].physical_rows(values[None])[0]
+        return np.asarray(rows.reshape(buffer.capacity, -1))
+
+    def _prints(self, buffer: Carried, row: int) -> Array:
+        """A number for the bits of each row of a cache."""
+        values = np.ascontiguousarray(self._cache_rows(buffer, row))
+        width = 8 if values.itemsize * values.shape[1] % 8 == 0 else values.itemsize
+        bits = values.view(f"u{width}").astype(np.uint64, copy=False)
+        factors = np.random.default_rng(0).integers(0, 1 << 63, bits.shape[1], np.uint64) * np.uint64(2) + np.uint64(1)
+        return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
+
+    def _compare_cache(self, number: int, part: str, buffer: Carried, ends: Array) -> None:
+        """The newest rows, as numbers."""
+        if buffer.past not in self._facts.allowed[part]:
+            return
+        wanted = self._proof.arrays[f"{part}/{buffer.past}"]
+        for row, end in enumerate(ends):
+            one = wanted[self._turn + row]
+            values = self._runner.read_row(buffer.past, self._first + row, buffer.capacity)
+            had = numbers_of_cache(self._caches[buffer.past], values, int(end), *one.shape)
+            self._note(buffer.past, number, part, self._turn + row, share_of(one, had))
+
+    def _compare_untouched(
+        self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array, ends: Array
+    ) -> None:
+        """The rows of a cache that no token went to, bit by bit."""
+        changed, text = self._prints(buffer, row) != before, row - self._first
+        if not changed.any():
+            return
+        if row not in self._spare:
+            start, end, places = int(starts[text]), int(ends[text]), np.arange(buffer.capacity)
+            # Where past and present are two buffers, rows without a token may come out as zeros.
+            changed &= (places < end) | self._cache_rows(buffer, row).any(-1)
+            changed[np.arange(max(start, end - buffer.capacity), end) % buffer.capacity] = False
+        if changed.any():
+            self._worst[buffer.past] = Difference(buffer.past, None, Share(math.inf, math.inf))
+            self._find(buffer.past, number, part, self._turn + text, "changed cache rows that no token went to")
+
+    def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
+        """Compare a difference with what is allowed: more in one row of a part, or in one part of one row."""
+        facts = self._facts
+        limit = facts.allowed[part].get(name)
+        if limit is None:
+            return
+        if not share.within(limit):
+            outside = self._outside.setdefault((name, part if facts.rows > 1 else ""), set())
+            outside.add(row if facts.rows > 1 else part)
+            if len(outside) == 1:
+                limit = limit.times(Share(1, 1), facts.uneven)
+        difference = Difference(name, share if math.isfinite(share.largest) else None, limit)
+        self._worst[name] = max(self._worst.get(name, difference), difference, key=lambda d: d.part)
+        outliers, rows = self._outliers.get(name, (0, 0))
+        self._outliers[name] = outliers + (not share.within(limit)), rows + 1
+        if share.within(limit):
+            return
+        if share.largest > limit.largest and math.isfinite(share.largest):
+            what = f"differs by {share.largest:.2g} of its largest number (allowed: {limit.largest:.2g})"
+        elif math.isfinite(share.typical):
+            what = f"differs by {share.typical:.2g} of its size on average (allowed: {limit.typical:.2g})"
+        else:
+            what = "is not finite where the proof is"
+        self._find(name, number, part, row, what)
+
+    def _find(self, name: str, number: int, part: str, row: int, what: str) -> None:
+        self._findings.setdefault(name, Finding(name, number, part, row, what))
