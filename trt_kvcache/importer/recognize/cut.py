@@ -324,7 +324,8 @@ class Cutter:
             return False
         whole = shapes[0] or ()
         step = self._steps[0]
-        return self._rows.isdisjoint(whole) or (len(whole) == 3 and whole[:2] == (step.batch, step.length))
+        by_token = len(whole) in (2, 3) and math.prod(whole[:-1]) == step.batch * step.length
+        return self._rows.isdisjoint(whole) or by_token
 
     def _constant(self, name: str) -> TensorProto:
         tensor = self._graph.constants[name]
