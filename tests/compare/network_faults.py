@@ -67,7 +67,7 @@ def parsed(imported: ImportedModel, content: bytes) -> Parsed:
 
 def read(path: Path, capacity: int | None = None) -> tuple[ImportedModel, bytes]:
     """Import a model for TensorRT."""
-    imported = import_model(path, PlanOptions(capacity=capacity))
+    imported = import_model(path, PlanOptions(capacity=capacity, beyond_length=True))
     assert not for_tensorrt(imported.model, imported.source.path.parent), "its weights are replaced"
     return imported, serialize_model(imported.model)
 

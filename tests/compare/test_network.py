@@ -173,7 +173,7 @@ def test_a_planted_fault_is_seen_and_its_layer_named(name: str) -> None:
     faults = [fault for seed in range(14) if (fault := plant(*model, seed)) is not None]
     assert sum(fault.changes for fault in faults) >= 5
     assert [fault for fault in faults if fault.changes and not fault.seen] == []
-    assert [fault for fault in faults if fault.seen and not fault.named] == []
+    assert [fault for fault in faults if fault.seen and fault.changes and not fault.named] == []
 
 
 @pytest.mark.parametrize(("attributes", "far"), [({}, 0.3), ({"is_causal": 1}, 0.3)])

@@ -85,6 +85,11 @@ def attention(name: str, value: float) -> Mistake:
     return mistake
 
 
+def neither_mask_nor_causal(model: ModelProto) -> None:
+    no_mask(model)
+    attention("is_causal", 0)(model)
+
+
 def swap_heads(model: ModelProto) -> None:
     """New keys of the first layer in another order of heads."""
     heads = next(v for v in model.graph.input if v.name == "key_cache.0").type.tensor_type.shape.dim[1].dim_value

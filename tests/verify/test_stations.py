@@ -97,7 +97,7 @@ CANONICAL = [
     (m.swap_heads, HEADS),
     (m.swap_keys_and_values, HEADS),
     (m.write_one_early, HEADS),
-    (m.no_mask, replace(HEADS, mask="bool")),
+    (m.neither_mask_nor_causal, replace(HEADS, mask="bool")),  # each hides what the other does
     (m.rows("Mod", 63), DecoderConfig(form="heads-major", mode="circular", sequence=1)),
     (m.nan_logits, HEADS),
 ]
