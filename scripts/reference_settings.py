@@ -23,6 +23,7 @@ class Settings(griffe.Extension):
         """Edit a class of options."""
         if cls.docstring is None or all(str(made.value) != "described" for made in cls.decorators):
             return
+        cls.members.pop("__init__", None)  # for type checkers alone
         cls.docstring.value = getdoc(getattr(import_module(cls.module.path), cls.name)) or ""
         for part in (*cls.attributes.values(), *cls.parameters):
             kind = part.annotation

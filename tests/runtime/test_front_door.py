@@ -6,7 +6,9 @@ import ast
 import asyncio
 import inspect
 import json
+import os
 import shutil
+import subprocess
 import sys
 import typing
 from collections.abc import Iterator
@@ -30,13 +32,16 @@ from serve.models import write_served
 from typer.testing import CliRunner
 
 import trt_kvcache
-from trt_kvcache import DecodeSession, GenerationConfig, decoding, errors, plan, reports
+from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, decoding, errors, plan, reports
 from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import Settings
+from trt_kvcache.engine.options import BuildValues
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity
+from trt_kvcache.importer.plan_options import PlanValues
 from trt_kvcache.runtime.generation.settings import SYNONYMS
 
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 HELLO = [{"role": "user", "content": "the cache"}]
 
@@ -295,3 +300,23 @@ def test_chats_stream(tmp_path: Path) -> None:
         events = list(session.stream_chat(messages, max_new_tokens=5))
     assert "".join(event.text for event in events) == expected.text
     assert events[-1].finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize(("options", "values"), [(PlanOptions, PlanValues), (BuildOptions, BuildValues)])
+def test_type_checkers_know_all_options(options: type, values: type) -> None:
+    assert list(values.__annotations__) == [field.name for field in fields(options)]
+
+
+def test_options_as_text_pass_type_checkers(tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text(
+        "from trt_kvcache import BuildOptions, DecodeSession, PlanOptions\n"
+        'PlanOptions(cache_dtype="int8", sliding="circular", target="tensorrt")\n'
+        'BuildOptions(workspace="4GiB", compute_capabilities="sm80,sm90")\n'
+        'DecodeSession.open("x", device="cpu")\n'
+        'PlanOptions(cache_dtype="int9")  # type: ignore[arg-type]\n'
+        'DecodeSession.open("x", device="gpu")  # type: ignore[arg-type]\n'
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), "text.py"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout

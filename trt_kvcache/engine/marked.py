@@ -60,7 +60,10 @@ def build_marked(imported: ImportedModel, manifest: Manifest, values: Sequence[V
     engine = folder / "marked.engine"
     engine.touch()
     build = BuildOptions(
-        backend=manifest.backend, compute_capabilities=manifest.compute_capabilities, encoder="none", proof="off"
+        backend="tensorrt" if manifest.backend == "tensorrt" else "tensorrt-rtx",
+        compute_capabilities=manifest.compute_capabilities,
+        encoder="none",
+        proof="off",
     )
     title = f"{manifest.backend} {manifest.backend_version}"
     target, paths = Target(manifest.backend), (str(source), str(engine), str(engine))

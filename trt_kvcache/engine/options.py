@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, Unpack
 
 from trt_kvcache.arguments import is_whole, shown
 from trt_kvcache.errors import OptionError
@@ -84,6 +85,35 @@ _size = partial(Setting, group="What the engine must hold", least=1)
 _how = partial(Setting, group="How the engine is built")
 
 
+class BuildValues(TypedDict, total=False):
+    """Values that `BuildOptions` takes, by name: some also as the text of their flag."""
+
+    max_batch: int | None
+    max_chunk: int | None
+    max_logits: int | None
+    opt_batch: int | None
+    max_encoder: int | None
+    opt_encoder: int | None
+    encoder: str | os.PathLike[str]
+    min_shapes: Mapping[str, Shape] | str
+    opt_shapes: Mapping[str, Shape] | str
+    max_shapes: Mapping[str, Shape] | str
+    decode_weights: Literal["auto", "shared", "own"]
+    backend: Literal["auto", "tensorrt", "tensorrt-rtx"]
+    compute_capabilities: Sequence[str] | str
+    workspace: int | str | None
+    opt_level: int | None
+    timing_cache: str | os.PathLike[str] | None
+    version_compatible: bool
+    declare_aliases: bool
+    strip_plan: bool
+    refit: Literal["none", "any", "identical"]
+    profiling_verbosity: Literal["none", "layer-names-only", "detailed"]
+    proof: str | int
+    log: str | os.PathLike[str] | None
+    memory_check: bool
+
+
 @described
 @dataclass(frozen=True)
 class BuildOptions:
@@ -92,6 +122,10 @@ class BuildOptions:
     Raises:
         OptionError: a value is illegal.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[BuildValues]) -> None: ...
 
     max_batch: Annotated[
         int | None, _size("Most sequences in a step. Default: the model's own, else 1.", metavar="N", most=_MOST_ROWS)

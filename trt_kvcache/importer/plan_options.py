@@ -5,10 +5,11 @@ Nothing here imports ONNX or TensorRT.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, Unpack
 
 from trt_kvcache.arguments import is_number, shown
 from trt_kvcache.errors import OptionError
@@ -74,6 +75,31 @@ _MOST_ADAPTERS = 4096
 _LEAST, _MOST = 1e-30, 3e38  # of ranges: their scales are normal numbers in float32
 
 
+class PlanValues(TypedDict, total=False):
+    """Values that `PlanOptions` takes, by name: enums also as text."""
+
+    target: Target | Literal["tensorrt", "tensorrt-rtx"]
+    capacity: int | None
+    beyond_length: bool
+    cache_layout: CacheLayout | Literal["auto", "preserve"]
+    attention_span: bool
+    fallback: Fallback | Literal["auto", "contract", "functional"]
+    packed_native: bool
+    config: str | os.PathLike[str] | None
+    sliding: Sliding | Literal["linear", "circular"]
+    window_chunk: int
+    logits: LogitPositions | Literal["last", "all"]
+    cache_dtype: CacheDtype | Literal["int8", "int4", "fp8"] | None
+    cache_ranges: Mapping[str, float] | None
+    lora_rank: int | None
+    lora_slots: int
+    lora_targets: Sequence[str]
+    checkpoint: str | os.PathLike[str] | None
+    check_seconds: int
+    check_memory: int
+    recheck: bool
+
+
 @described
 @dataclass(frozen=True)
 class PlanOptions:
@@ -82,6 +108,10 @@ class PlanOptions:
     Raises:
         OptionError: a value is none of its enum's, or of another type. Those of enums may be text.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[PlanValues]) -> None: ...
 
     target: Annotated[Target, Setting("Builder to plan for. It need not be installed.")] = Target.TENSORRT_RTX
     capacity: Annotated[

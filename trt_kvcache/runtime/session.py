@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +144,7 @@ class DecodeSession:
         cls,
         path: str | os.PathLike[str],
         *,
-        device: str = "auto",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
         tokenizer: str | os.PathLike[str] | Any = None,
         embeddings: EmbeddingsSource = None,
         encoder: str | os.PathLike[str] | None = None,
