@@ -19,11 +19,15 @@ class Settings(griffe.Extension):
             if re.fullmatch(r"_[A-Z]+", str(part.default)):
                 part.default = f"{part.annotation}()"
 
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Drop what options declare for type checkers, before griffe makes their signature from their fields."""
+        if any(str(made.value) == "described" for made in cls.decorators):
+            cls.members.pop("__init__", None)
+
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         """Edit a class of options."""
         if cls.docstring is None or all(str(made.value) != "described" for made in cls.decorators):
             return
-        cls.members.pop("__init__", None)  # for type checkers alone
         cls.docstring.value = getdoc(getattr(import_module(cls.module.path), cls.name)) or ""
         for part in (*cls.attributes.values(), *cls.parameters):
             kind = part.annotation
