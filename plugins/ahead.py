@@ -17,7 +17,7 @@ from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 from trt_kvcache.plugins.spec import KernelConfig
 
 Kernels = KernelConfig | ChoiceKernels
-"""Cache updates, which engines carry as PTX; or the choice of tokens, which sessions launch."""
+"""Kernels of cache updates, which engines contain as PTX; or of the choice of tokens, which sessions launch."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class KernelReport:
     """One kernel on one architecture; for several kernels in one cubin, the largest values.
 
     Attributes:
-        spill_bytes, stack_bytes: of local memory, for one thread; nonzero is slow.
+        spill_bytes, stack_bytes: bytes of local memory per thread; nonzero is slow.
         occupancy: see `ResourceUse`.
-        ptx_bytes: None for a choice of tokens, which a session asks for as a cubin.
+        ptx_bytes: None for the choice of tokens, which a session loads as a cubin.
     """
 
     kernel: str
@@ -41,10 +41,10 @@ class KernelReport:
 
 
 def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
-    """Return the kernel of every form of cache update that a rewritten model has, in the order of its nodes.
+    """Return the kernel of every form of cache update in a rewritten model, in the order of its nodes.
 
     Raises:
-        OptionError: no kernel takes the types of a node.
+        OptionError: no kernel supports the types of a node.
     """
     nodes = [node for node in model.graph.node if node.domain == NAMESPACE and node.op_type in OPERATORS]
     if not nodes:
@@ -62,7 +62,7 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
 
 
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
-    """Return the kernels with which a session chooses tokens; none for logits of other types."""
+    """Return the kernels with which a session chooses tokens; an empty tuple for logits of other types."""
     dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
     names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)
     return tuple(ChoiceKernels(name) for name in names if name in CHOICE_DTYPES)

@@ -1,8 +1,9 @@
-// Writes updates into a KV cache [B, N, S_max, H], in place where `present` is `cache`; elsewhere it copies the rest, too.
+// Writes updates into a KV cache [B, N, S_max, H]: in place if `present` is `cache`; otherwise the other rows are
+// copied.
 //
-// A plane is one head of one sequence: S_max rows of `row_bytes` bytes, one after the other. A padded update is a plane,
-// too, so that a plane's update is one run of bytes (two where it wraps). A packed update [T, N, H] is taken token by
-// token. The result depends on neither the number of blocks nor their order; the launch decides only how fast it is.
+// A plane is one head of one sequence: S_max consecutive rows of `row_bytes` bytes. A padded update is a plane, too, so
+// a plane's update is one run of bytes (two if it wraps). A packed update [T, N, H] is written token by token. The
+// result does not depend on the number of blocks or their order; the launch only decides how fast the kernel is.
 
 template <bool PACKED_UPDATE, bool CIRCULAR_MODE, Type UPDATE, Type CACHE>
 struct Config {
@@ -24,7 +25,7 @@ struct Tensors {
     int scale_step;  // 1: one scale for each head
 };
 
-// Blocks shared out over `parts` pieces of work: several blocks for each part, or several parts for each block.
+// Divides blocks among `parts` pieces of work: several blocks for each part, or several parts for each block.
 struct Share {
     int part, part_step, chunk, chunk_step;
 };
@@ -34,7 +35,7 @@ __device__ inline Share share(int block, int blocks, int parts) {
     return {block / each, blocks / each, block % each, each};
 }
 
-// Calls work(Width<w>) with an access that divides `bits`: addresses and sizes in bytes, joined by "or".
+// Calls work(Width<w>) with the widest access that divides `bits`: the bitwise "or" of addresses and sizes in bytes.
 template <int BYTES> struct Width { static constexpr int VALUE = BYTES; };
 
 template <class Work>
@@ -48,8 +49,8 @@ __device__ inline unsigned long long address(const void* pointer) {
     return reinterpret_cast<unsigned long long>(pointer);
 }
 
-// Moves the bytes [0, size) of a run: chunk by chunk, several accesses of each thread in flight. source(o) and target(o)
-// are the addresses of offset o in the cache's bytes; no source means that nothing is written there.
+// Moves the bytes [0, size) of a run, chunk by chunk, with several accesses of each thread in flight. source(o) and
+// target(o) are the addresses for offset o in the cache's bytes; if source(o) is null, nothing is written there.
 template <class Piece, int WIDTH, int FLIGHT, class Source, class Target>
 __device__ inline void move_run(Int64 size, const Share& chunks, const Scale& scale, const Source& source,
                                 const Target& target) {
@@ -94,7 +95,7 @@ public:
 
 private:
     static constexpr int RATIO = static_cast<int>(sizeof(typename Storage<Chosen::SOURCE>::type));
-    static constexpr int FLIGHT = IN_FLIGHT / RATIO;  // the same bytes of the update in flight for any ratio
+    static constexpr int FLIGHT = IN_FLIGHT / RATIO;  // the same number of update bytes in flight for any ratio
 
     __device__ Rows rows(int b) const {
         return rows_of<Chosen>(b, write_indices_, lengths_, sizes_.length, sizes_.capacity);
@@ -108,7 +109,7 @@ private:
         return Chosen::SOURCE == Type::BYTES ? Scale() : Scale(tensors_.scales[head * tensors_.scale_step]);
     }
 
-    // The rows that no update covers. Never the others: they are written at the same time.
+    // Copies the rows that no update covers, and no others: those are written at the same time.
     template <int WIDTH>
     __device__ void copy_rest() const {
         using Piece = Fragment<Type::BYTES, Type::BYTES, WIDTH>;
@@ -150,12 +151,12 @@ private:
         }
     }
 
-    // A thread finds the place of its token once, and writes it for several heads.
+    // A thread finds the row of its token once, and writes the token for several heads.
     template <int WIDTH>
     __device__ void write_packed() const {
-        const Int64 pieces = sizes_.row_bytes / WIDTH;  // of one row
+        const Int64 pieces = sizes_.row_bytes / WIDTH;  // pieces of one row
         const int lanes = pieces < THREADS ? static_cast<int>(pieces) : THREADS;
-        const int tokens = lanes == 0 ? 0 : THREADS / lanes;  // of a block at once; none where rows are empty
+        const int tokens = lanes == 0 ? 0 : THREADS / lanes;  // tokens that a block writes at once; 0 if rows are empty
         const int group = static_cast<int>(threadIdx.x) / (lanes == 0 ? 1 : lanes);
         if (group >= tokens) return;
         const Share mine = share(block_, blocks_, (sizes_.heads + IN_FLIGHT - 1) / IN_FLIGHT);

@@ -1,9 +1,9 @@
-// Finds in rows of scores what the host chooses tokens from: the best token of each row, or its highest scores.
+// Finds the best token of each row of scores, or its highest scores; the host chooses tokens from them.
 //
-// Scores are compared as integers, so that nothing rounds, and subnormal numbers are what they are. As NumPy has it, NaN of
-// either sign is higher than everything, and -0 equals 0. A key holds a score and, below it, the complement of its token:
-// of equal scores, the first token has the highest key. No block waits for another: rows are shared out over blocks, and
-// what they find does not depend on their order.
+// Scores are compared as integers, so that nothing is rounded, and subnormal numbers keep their values. As in NumPy,
+// NaN of either sign is the highest, and -0 equals 0. A key holds a score and, below it, the complement of its token:
+// among equal scores, the first token has the highest key. No block waits for another: blocks share rows, and the
+// results do not depend on their order.
 
 using Int64 = long long;
 using Key = unsigned long long;
@@ -21,7 +21,8 @@ struct Float32 {
     static constexpr unsigned SIGN = 0x80000000u, INFINITE = 0x7f800000u;
 };
 
-// Larger for higher scores, never 0: SIGN is 0, and the distance from it the number's own bits without the sign.
+// Larger for higher scores, never 0: SIGN stands for the number 0, and the distance from SIGN is the number's bits
+// without the sign.
 template <class Number>
 __device__ inline unsigned ordered(unsigned bits) {
     const unsigned size = bits & (Number::SIGN - 1);
@@ -33,10 +34,10 @@ __device__ inline Key key_of(unsigned score, int token) {
     return static_cast<Key>(score) << 32 | ~static_cast<unsigned>(token);
 }
 
-// Rows of scores, and the part of a row that is this thread's. Row i is position i % keep of the sequence i / keep;
-// sequences begin `pitch` bytes apart, positions of one follow each other. Every row has `blocks` blocks in a sequence.
-// Where there are masks, a row has one bit for each token, and the scores of tokens whose bit is 0 are passed over, unless
-// they are NaN or infinite: these tell of a broken model.
+// Rows of scores, and this thread's part of a row. Row i is position i % keep of sequence i / keep; sequences begin
+// `pitch` bytes apart, positions of a sequence are consecutive. Each row has `blocks` consecutive blocks. A mask has
+// one bit for each token of a row; scores of tokens with a 0 bit are skipped, unless they are NaN or infinite, which
+// shows that the model is broken.
 template <class Number>
 class Scores {
 public:
@@ -54,8 +55,8 @@ public:
 
     int row, thread;  // the thread's number among those of the row
 
-    // take(score, token) for this thread's part, tokens ascending. A thread has every so many of the aligned 16 bytes that
-    // memory consists of; the row may hold but a part of the first and the last of these.
+    // Calls take(score, token) for this thread's part, tokens ascending. The row is read in aligned pieces of 16 bytes,
+    // which the threads take in turn; the first and the last piece may belong to the row only in part.
     template <class Take>
     __device__ void each(const Take& take) const {
         constexpr int EACH = 16 / static_cast<int>(sizeof(Bits));
@@ -98,7 +99,7 @@ public:
 private:
     static constexpr unsigned INFINITE = Number::SIGN + Number::INFINITE;
 
-    // The bits of up to 32 tokens, those from the first on.
+    // Returns the mask bits of up to 32 tokens, from `first` on.
     __device__ unsigned allowed(int first, int last) const {
         if (mask_ == nullptr) return 0xffffffffu;
         return static_cast<unsigned>((static_cast<Key>(mask_[last >> 5]) << 32 | mask_[first >> 5]) >> (first & 31));
@@ -109,7 +110,7 @@ private:
     int vocab_, threads_;
 };
 
-// The highest key of the lanes that differ from this one in the places from `last` to 16.
+// Returns the highest key of the lanes whose numbers differ from this lane's only in the bits from `last` to 16.
 __device__ inline Key highest_of_lanes(Key top, int last) {
     for (int lanes = 16; lanes >= last; lanes /= 2) {
         const Key other = __shfl_xor_sync(0xffffffffu, top, lanes);
@@ -118,15 +119,15 @@ __device__ inline Key highest_of_lanes(Key top, int last) {
     return top;
 }
 
-// The highest key of each row goes to best[row], which is 0 before. Of a row without an allowed token its score is 0.
+// Writes the highest key of each row to best[row], which must be 0 before. A row without an allowed token gets score 0.
 template <class Number>
 __device__ inline void best_token(const Scores<Number>& scores, Key* best) {
     const Key mine = scores.highest(), top = highest_of_lanes(mine, 1);
     if (mine == top) atomicMax(best + scores.row, mine);
 }
 
-// The highest score of each of the sets into which the threads divide a row, SETS to a warp; 0 for an empty set. At least
-// n scores of the row reach the n-th highest of these maxima.
+// Writes the highest score of each of the sets into which the threads divide a row, SETS per warp; 0 for an empty set.
+// At least n scores of the row reach the n-th highest of these maxima.
 template <class Number>
 __device__ inline void set_maxima(const Scores<Number>& scores, unsigned* maxima, int blocks) {
     const Key top = highest_of_lanes(scores.highest(), SETS);
@@ -135,8 +136,8 @@ __device__ inline void set_maxima(const Scores<Number>& scores, unsigned* maxima
     if (lane < SETS) row[warp * SETS + lane] = static_cast<unsigned>(top >> 32);
 }
 
-// All keys of a row whose score is at least least[row], in any order, after their number, which is 0 before. If there are
-// more than CANDIDATES, only their number is right.
+// Writes all keys of a row whose score is at least least[row], in any order, after their count, which must be 0 before.
+// If there are more than CANDIDATES, only the count is right.
 template <class Number>
 __device__ inline void candidates(const Scores<Number>& scores, const unsigned* least, Key* lists) {
     const unsigned threshold = least[scores.row];

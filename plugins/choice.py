@@ -1,4 +1,4 @@
-"""The kernels that find the best tokens in logits, for the host to choose from: their text, launch and results.
+"""The kernels that find the best tokens in logits, for the host to choose from: their source, launch and results.
 
 The runtime launches them after an engine, without TensorRT. See ``choice.cu``.
 """
@@ -30,13 +30,13 @@ The second address is that of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 
 """
 
 MOST_TOKENS = 1 << 30
-"""Largest vocabulary, so that positions of 32 bits do not overflow."""
+"""Largest vocabulary: positions of 32 bits must not overflow."""
 
 SETS = 8
 """Sets of scores for each warp of `set_maxima`."""
 
 CANDIDATES = 1023
-"""Most keys that `candidates` writes for a row, after their number."""
+"""Most keys that `candidates` writes for a row, after their count."""
 
 _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 
@@ -63,7 +63,7 @@ def choice_source(dtype: str) -> str:
 
 
 def choice_family() -> str:
-    """Return the text that all entry functions share."""
+    """Return the source that all entry functions share."""
     constants = {"THREADS": THREADS, "SETS": SETS, "CANDIDATES": CANDIDATES}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     text = (resource_dir("plugins") / "choice.cu").read_text(encoding="utf-8")
@@ -93,16 +93,16 @@ def choice_entries(dtype: str, suffix: str = "") -> str:
 
 
 def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = None) -> CompiledKernel:
-    """Compile to a cubin for this architecture. A driver for the same major version of CUDA loads it.
+    """Compile to a cubin for this architecture. A driver for the same major version of CUDA can load it.
 
     Raises:
-        OptionError, BackendError: as of `compile_source`.
+        OptionError, BackendError: see `compile_source`.
     """
     return compile_source(choice_source(dtype), ChoiceKernels(dtype).name, arch, driver=driver)
 
 
 def blocks_per_row(vocab: int, itemsize: int) -> int:
-    """Return the number of blocks that share a row: each thread makes a few accesses."""
+    """Return the number of blocks that share a row, so that each thread makes a few accesses."""
     return max(1, -(-vocab * itemsize // BLOCK_BYTES))
 
 
@@ -123,7 +123,7 @@ def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 
 def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.float32]:
-    """Invert `ordered`, as float32; the bits of NaN and the sign of 0 are lost. 0, no score at all, is ``-inf``."""
+    """Invert `ordered`, as float32; the bits of NaN and the sign of 0 are lost. 0, for no score, becomes ``-inf``."""
     bits = np.dtype(f"u{np.dtype(CHOICE_DTYPES[dtype]).itemsize}")
     sign = 1 << 8 * bits.itemsize - 1
     distance = order.astype(np.int64) - sign
@@ -145,7 +145,7 @@ def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[n
     counts = lists[:, 0]
     most = max(1, int(counts.max()))
     keys = lists[:, 1 : 1 + most]
-    # Tokens in the upper half, to sort by them; entries after the end of a list come last.
+    # Put tokens into the upper half, to sort by them; entries after the end of a list come last.
     keys = ((~keys & 0xFFFFFFFF) << 32 | keys >> 32).astype(np.uint64)
     missing = np.arange(most) >= counts[:, None]
     keys[missing] = np.iinfo(np.uint64).max

@@ -1,7 +1,7 @@
-"""NVRTC: kernels as PTX or cubin for an architecture, with the compiler's report, kept on disk.
+"""Compiles kernels with NVRTC to PTX or cubin for an architecture, with the compiler's report; caches them on disk.
 
 Neither a GPU nor a driver is needed. The calls go to ``cuda.bindings.nvrtc``, because ``cuda.core.Program`` (1.2) asks
-the driver for its version before it makes PTX.
+the driver for its version before it compiles PTX.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPTIONS = (
     "--device-as-default-execution-space",  # NVRTC 13.0 takes generic lambdas in device functions for host functions
 )
 
-_REGISTERS = 65536  # of a multiprocessor, on all of them; given to a warp in units of 256
+_REGISTERS = 65536  # registers of a multiprocessor, on all architectures; a warp gets them in units of 256
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class ResourceUse:
     """The resources of one kernel, from ptxas.
 
     Attributes:
-        registers: of one thread.
-        stack_bytes, spill_store_bytes, spill_load_bytes: of local memory, for one thread; nonzero is slow.
-        occupancy: resident warps over those that a multiprocessor can hold, as registers allow; None if the
+        registers: registers per thread.
+        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; nonzero is slow.
+        occupancy: resident warps, as registers allow, divided by the most that a multiprocessor can hold; None if the
             architecture's limit is unknown.
     """
 
@@ -56,14 +56,15 @@ class ResourceUse:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """One kernel, compiled.
+    """One compiled kernel.
 
     Attributes:
-        name: of the entry function.
-        arch: such as ``"sm_90"``.
-        nvrtc: major and minor version. PTX needs a driver for that version of CUDA at least, a cubin one for its major.
+        name: name of the entry function.
+        arch: architecture, such as ``"sm_90"``.
+        nvrtc: major and minor version of NVRTC. PTX needs a driver for this version of CUDA or a later one; a cubin
+            needs one for its major version.
         ptx: `code` is PTX, without a final zero byte; otherwise a cubin.
-        log: the compiler's.
+        log: log of the compiler.
     """
 
     name: str
@@ -103,18 +104,18 @@ def compile_source(
 ) -> CompiledKernel:
     """Compile a kernel, or take it from the cache on disk.
 
-    The cache's key is the source, the options, the architecture and NVRTC's version; files appear whole or not at all.
-    A cache that cannot be written costs time and nothing else.
+    The cache's key is the source, the options, the architecture and NVRTC's version; files are written completely or
+    not at all. If the cache cannot be written, compiling takes time again, and nothing else changes.
 
     Args:
         source: CUDA C++.
-        name: of its entry function.
+        name: name of its entry function.
         arch: the GPU's architecture, such as ``"sm_90"``.
-        ptx: compile to PTX, which later architectures take as well; otherwise to a cubin for this one.
+        ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this one.
         driver: the CUDA version of the driver that will load it, if known.
 
     Raises:
-        OptionError: NVRTC does not know the architecture, or makes code that the driver is too old for.
+        OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
         BackendError: NVRTC is not installed, or it failed; the message carries the compiler's log.
     """
     check_compiler(arch, ptx=ptx, driver=driver)
@@ -134,7 +135,7 @@ def compile_source(
 
 
 def kernel_folder() -> Path:
-    """Return the folder of compiled kernels, which need not exist yet."""
+    """Return the folder of compiled kernels; it need not exist yet."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -168,10 +169,10 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
-    """Check that NVRTC compiles for an architecture, and that a driver takes the code; see `compile_source`.
+    """Check that NVRTC knows an architecture, and that a driver accepts its code; see `compile_source`.
 
     Raises:
-        OptionError: NVRTC does not know the architecture, or makes code that the driver is too old for.
+        OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
         BackendError: NVRTC is not installed.
     """
     version, known = nvrtc_version(), supported_archs()
@@ -190,7 +191,7 @@ def _compile(source: str, name: str, options: tuple[str, ...], *, ptx: bool) -> 
     program = _handle_return(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # Not bytes: NVRTC writes into them, and Python shares those of length 1, as an empty log has.
+        # Not bytes: NVRTC writes into them, and Python shares bytes of length 1, such as an empty log.
         log = bytearray(_handle_return(nvrtc.nvrtcGetProgramLogSize(program)))
         _handle_return(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0").decode(errors="replace")
@@ -212,7 +213,7 @@ def _nvrtc() -> Any:
 
 
 def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
-    """Return the results of an NVRTC call without its status: none, one value, or several."""
+    """Return the results of an NVRTC call without its status: an empty tuple, one value, or several."""
     status, *values = result
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise BackendError(f"NVRTC: {status.name}{f': {about}' if about else ''}")

@@ -1,4 +1,4 @@
-"""Kernels for the GPU of this machine, to be embedded in the engine that TensorRT builds here."""
+"""Compiles kernels for the GPU of this machine, which TensorRT embeds in the engine that it builds here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trt_kvcache.plugins.spec import KernelConfig
 def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
     """Register the plugin with kernels for the GPU that TensorRT builds for (CUDA's first visible device).
 
-    TensorRT asks for each kernel that its network needs; none is compiled before. A missing NVRTC, an architecture that
-    NVRTC does not know and a driver that is too old are errors before TensorRT begins.
+    Each kernel is compiled when TensorRT asks for it. A missing NVRTC, an architecture that NVRTC does not know and a
+    driver that is too old raise errors before TensorRT begins.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
@@ -26,14 +26,14 @@ def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
-    """Return a compiler for one GPU, to PTX, which later GPUs take as well.
+    """Return a compiler for one GPU, to PTX, which later GPUs accept as well.
 
-    TensorRT takes no cubin: the documentation of ``aot_impl`` asks for PTX, and the runtime passes the code on as text
-    that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4).
+    TensorRT accepts no cubin: the documentation of ``aot_impl`` asks for PTX, and the runtime passes the code on as
+    text that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4).
 
     Args:
-        arch: such as ``"sm_90"``.
-        driver: the CUDA version that the driver is for.
+        arch: architecture of the GPU, such as ``"sm_90"``.
+        driver: the CUDA version that the driver supports.
     """
 
     def compile_here(config: KernelConfig) -> bytes:

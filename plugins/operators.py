@@ -1,8 +1,8 @@
 """The plugin's operators: nodes of domain ``trt_kvcache`` that TensorRT's parser resolves to the plugin of that name.
 
-One operator for each set of inputs and outputs, because TensorRT's plugins have neither optional inputs nor optional
-outputs. Operators have no attributes of their own: mode and form are in the name, types and sizes come from the
-tensors. Nothing here needs ONNX or TensorRT.
+There is one operator for each set of inputs and outputs, because TensorRT's plugins have no optional inputs and
+outputs. Operators have no attributes: mode and form are in the name, types and sizes come from the tensors. This file
+needs neither ONNX nor TensorRT.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ NAMESPACE = "trt_kvcache"
 """The ONNX domain of the nodes, and the plugin namespace in TensorRT's registry."""
 
 VERSION = "1"
-"""The plugin version; quickly deployable plugins have no other."""
+"""The plugin version; quickly deployable plugins have only this one."""
 
 CACHE_BITS = {
     "float": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8e4m3fn": 8, "int32": 32, "int64": 64, "int4": 4,
     "float4e2m1": 4,
 }  # fmt: skip
-"""Bits of the element types (ONNX names) that a cache can have: TensorRT's plugins know neither bool nor uint8."""
+"""Bits of the element types (ONNX names) that a cache can have; TensorRT's plugins support neither bool nor uint8."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: its inputs and outputs, and the way in which the update goes into the cache.
+    """One operator: its inputs and outputs, and how the update is written into the cache.
 
     Attributes:
         form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths ``[B + 1]``.
         mode: linear or circular.
         caches: 1, or 2 for the K and V of a layer in one launch.
-        quantized: quantize on write, by float32 scales ``[1]`` or ``[N]``.
+        quantized: quantize on write, with float32 scales ``[1]`` or ``[N]``.
     """
 
     form: UpdateForm = UpdateForm.PADDED
@@ -83,7 +83,7 @@ class Operator:
             per_head: there is one scale for each head.
 
         Raises:
-            OptionError: no kernel takes them; the message gives the types and the supported ones.
+            OptionError: no kernel supports them; the message gives the types and the supported ones.
         """
         for i in range(self.caches):
             cache, update = types[f"cache_{i}"], types[f"update_{i}"]
@@ -112,10 +112,10 @@ class Operator:
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
         """Check the ranks of inputs, and their sizes against each other where both are known.
 
-        The kernel takes B, N, S_max and H from the cache, and reads all other tensors by these sizes.
+        The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
 
         Args:
-            shapes: by the operator's input names, without those of unknown rank; None for a size that is open.
+            shapes: shapes by the operator's input names, without inputs of unknown rank; None for a size that is open.
 
         Raises:
             OptionError: ranks or sizes do not fit.
@@ -150,7 +150,7 @@ class Operator:
                               "many")  # fmt: skip
 
     def _sizes(self, name: str) -> tuple[str, ...]:
-        """The names of an input's dimensions."""
+        """Return the names of an input's dimensions."""
         kind, _, i = name.rpartition("_")
         if kind == "cache":
             return ("B", "N", "S_max", f"H_{i}")

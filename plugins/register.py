@@ -1,8 +1,8 @@
 """Registers the plugin's operators with TensorRT: quickly deployable plugins with an ahead-of-time implementation.
 
-TensorRT embeds the kernel that `aot_impl` returns in the engine, so that an engine opens under trtexec, Triton or C++
-with no Python. The bindings check the signatures of the two functions of an operator, so that each operator gets its
-own. Rules: the bindings' own checks (``tensorrt.plugin``, read in 10.15 and 11.4).
+TensorRT embeds the kernel from `aot_impl` in the engine, so that trtexec, Triton or C++ can open the engine without
+Python. The bindings check the signatures of an operator's two functions, so each operator gets its own. Rules: the
+bindings' own checks (``tensorrt.plugin``, read in 10.15 and 11.4).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, VERSION, Operato
 from trt_kvcache.plugins.spec import KernelConfig, Shapes, launch_params
 
 Compile = Callable[[KernelConfig], bytes]
-"""PTX for a configuration, with ``config.name`` as its entry function."""
+"""A function that returns PTX for a configuration, with ``config.name`` as its entry function."""
 
 TYPES = {
     "FLOAT": "float", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8", "UINT8": "uint8", "BOOL": "bool",
@@ -31,8 +31,8 @@ class Registration:
     """The operators in TensorRT's registry.
 
     Attributes:
-        names: of the operators.
-        errors: refusals while TensorRT asked. TensorRT reports them in its own words only.
+        names: names of the operators.
+        errors: refusals while TensorRT asked for kernels; TensorRT reports them only in its own words.
     """
 
     names: tuple[str, ...]
@@ -44,13 +44,13 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
 
     Args:
         trt: the module ``tensorrt``, 10.15 or later.
-        compile_kernel: makes the PTX; called while an engine is built, once for each kernel that it needs.
+        compile_kernel: compiles PTX; called while an engine is built, once for each kernel that it needs.
         declare_aliases: tell TensorRT that present and past are one buffer. Needs the preview feature
             ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it, the caller binds one address to
             both, and the kernel recognizes that.
 
     Raises:
-        OptionError: this TensorRT takes no such plugins, or they are registered already.
+        OptionError: this TensorRT does not support such plugins, or they are registered already.
     """
     try:
         import tensorrt.plugin as trtp
@@ -116,7 +116,7 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
 
 
 def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
-    """Return the function with this signature; its refusals are added to `errors`."""
+    """Return the function with this signature; it appends its refusals to `errors`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -130,7 +130,7 @@ def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Sign
 
 
 def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
-    """Return the kernel for these tensors. The number of scales is known once shapes are."""
+    """Return the kernel for these tensors. The number of scales is known once the shapes are known."""
     types = {name: TYPES.get(tensor.dtype.name, tensor.dtype.name) for name, tensor in tensors.items()}
     return operator.config(types, per_head=operator.quantized and _per_head(operator, tensors))
 

@@ -12,10 +12,10 @@ struct Rows {
 
 __device__ inline Rows no_rows() { return {0, 0, 0}; }
 
-// `count` tokens from `token` on, of which the update holds `count` at least, go to the rows from `first` on.
+// Returns the rows from `first` on for `count` tokens from `token` on; the update must hold all of them.
 template <bool CIRCULAR>
 __device__ inline Rows covered_rows(Int64 first, Int64 token, Int64 count, Int64 capacity) {
-    if (count == 0) return no_rows();  // a sequence that writes nothing may carry any index
+    if (count == 0) return no_rows();  // a sequence that writes nothing may have any index
     if (!CIRCULAR) {
         if (first < 0 || count > capacity || first > capacity - count) return no_rows();
         return {first, token, count};
@@ -54,8 +54,8 @@ __device__ inline Rows rows_of(int b, Integers write_indices, Integers lengths, 
     return covered_rows<Config::CIRCULAR>(write_indices[b], token, end - token, capacity);
 }
 
-// The sequence that a packed token belongs to: the last one that starts at it or before it; -1 if none does. The caller
-// checks that it does not end before the token.
+// Returns the sequence of a packed token: the last one that starts at or before the token; -1 if there is none. The
+// caller checks that the sequence does not end before the token.
 __device__ inline int sequence_of(int token, Integers lengths, int batch) {
     int low = 0, high = batch;
     while (low < high) {

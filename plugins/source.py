@@ -1,4 +1,4 @@
-"""The text of a kernel: the shared files, and one entry function for a configuration."""
+"""The source of a kernel: the shared files, and one entry function for a configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kernel_source(config: KernelConfig) -> str:
 
 
 def family_source() -> str:
-    """Return the text that all entry functions share."""
+    """Return the source that all entry functions share."""
     constants = {"THREADS": THREADS, "BLOCKS": BLOCKS_PER_MULTIPROCESSOR, "IN_FLIGHT": VECTORS_PER_THREAD}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     for name in _FILES:
@@ -32,7 +32,7 @@ def family_source() -> str:
 
 
 def entry_source(config: KernelConfig) -> str:
-    """Return the entry function of one configuration: its arguments in TensorRT's order, handed to the family."""
+    """Return the entry function of one configuration; it passes its arguments, in TensorRT's order, to the family."""
     args, q = arguments(config), config.quantization
     types = dict.fromkeys((*args.inputs, *args.outputs), "const void*")
     types |= dict.fromkeys(args.scalars, "int") | dict.fromkeys(args.outputs, "void*")

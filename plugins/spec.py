@@ -18,13 +18,13 @@ THREADS = 128
 """Threads in a block."""
 
 BLOCKS_PER_MULTIPROCESSOR = 4
-"""A hint for ptxas: at most 128 registers a thread. Without it, ptxas takes fewer and spills (sm_86, CUDA 13.5)."""
+"""A hint for ptxas: at most 128 registers per thread. Without it, ptxas uses fewer and spills (sm_86, CUDA 13.5)."""
 
 VECTOR_BYTES = 16
-"""Bytes that one access moves where rows and addresses allow."""
+"""Bytes that one access moves, if rows and addresses allow it."""
 
 VECTORS_PER_THREAD = 4
-"""Accesses a thread has in flight at once."""
+"""Accesses that a thread has in flight at once."""
 
 HEADS_PER_THREAD = VECTORS_PER_THREAD
 """Heads for which a thread writes one packed token."""
@@ -73,14 +73,14 @@ class KernelConfig:
     """One member of the kernel family.
 
     Attributes:
-        element_bits: of the cache; without quantization also of the update. Bytes are moved, not numbers, so types of
-            one size share a kernel.
+        element_bits: bits of a cache element; without quantization, also of the update's. The kernel moves bytes, not
+            numbers, so types of one size share a kernel.
         form: padded or packed updates.
         mode: linear or circular.
         caches: 1, or 2 for a layer's K and V in one launch. The two share B, N, S_max, write indices and lengths; their
             head sizes may differ.
-        index_type: of the write indices ``[B]``.
-        length_type: of the cumulative lengths ``[B + 1]`` of packed updates; None for padded ones.
+        index_type: type of the write indices ``[B]``.
+        length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded ones.
         quantization: quantize on write.
     """
 
@@ -110,7 +110,7 @@ class KernelConfig:
     def name(self) -> str:
         """The entry function's name, a C identifier. Configurations with one name have one source.
 
-        Element size, integer types and number of scales are not in it: they are arguments.
+        The name leaves out element size, integer types and number of scales, because these are arguments.
         """
         parts = ["kvcache", self.form.value.split("_")[0], self.mode.value]
         if self.quantization is not None:
@@ -161,7 +161,7 @@ class Shapes:
     """The sizes of one launch: integers, or TensorRT's symbolic ones (``ShapeExpr``, whose operators are used here).
 
     Attributes:
-        length: tokens of the update: ``S_new``, or ``T`` when packed.
+        length: tokens of the update: ``S_new``, or ``T`` if packed.
         head_sizes: ``H`` of each cache, in elements.
     """
 
@@ -188,16 +188,15 @@ class LaunchParams:
 
 
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
-    """Size the grid, as expressions of the sizes; the kernel is correct with any grid, and fast with this one.
+    """Return the grid's size, as expressions of the sizes; the kernel is correct with any grid, and fast with this one.
 
     Args:
         config: the kernel.
         shapes: sizes of the tensors.
-        copies: the outputs are other buffers than the caches, so that the grid is sized to the cache; otherwise to the
-            update.
+        copies: the outputs are other buffers than the caches: size the grid by the cache; otherwise by the update.
 
     Raises:
-        OptionError: the kernel cannot take a known size.
+        OptionError: the kernel does not support a known size.
     """
     if len(shapes.head_sizes) != config.caches:
         raise OptionError(f"{len(shapes.head_sizes)} head sizes for {config.caches} caches: give one for each")
@@ -229,5 +228,5 @@ def _row_bytes(bits: int, size: Any) -> Any:
 
 
 def _blocks(size: Any, each: int) -> Any:
-    # One too many where `each` divides: never zero, and free of negative numbers.
+    # One too many if `each` divides the size: never zero, and without negative numbers.
     return size // each + 1

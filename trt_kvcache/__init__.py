@@ -11,8 +11,8 @@
     score             the perplexity of a text
     DecodeSession     an engine or a model, decoding: ``DecodeSession.open("my-export/").generate("Hello")``
 
-What these take and give lies in the modules `plan`, `decoding`, `reports` and `errors` of this package.
-Names load on first use, so that ``import trt_kvcache`` needs neither TensorRT nor CUDA and takes no time.
+The types of their arguments and results are in the modules `plan`, `decoding`, `reports` and `errors` of this package.
+Names load on first use, so that ``import trt_kvcache`` is fast and needs neither TensorRT nor CUDA.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Read when onnxruntime is imported. Seen of 1.32.0 on Linux without it: a name for the machine and a database under
-# ~/.cache/Microsoft, a file .ses in TMPDIR, and within half a minute a look-up of mobile.events.data.microsoft.com.
+# onnxruntime reads this variable when it is imported. Without it, 1.32.0 on Linux makes a name for the machine and a
+# database under ~/.cache/Microsoft, a file .ses in TMPDIR, and within half a minute looks up
+# mobile.events.data.microsoft.com.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _HOME_OF = {
     "verify_model": "trt_kvcache.verify",
 }
 _PARTS = ("errors", "plan", "reports", "decoding")
-"""Modules with all other public names. Up to 0.1 these were here, too."""
+"""Modules with all other public names. Up to 0.1 this module had these names, too."""
 
 __all__ = [
     "BuildOptions",
@@ -100,7 +101,7 @@ def __getattr__(name: str) -> object:
         value: object = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value
-    if name[:1].isupper():  # no module
+    if name[:1].isupper():  # modules are lower case
         for part in _PARTS:
             module = import_module(f"{__name__}.{part}")
             if name in module.__all__:
@@ -111,5 +112,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Every public name, loaded or not, and none of the modules."""
+    """Return all public names, loaded or not, without the modules."""
     return sorted(__all__)

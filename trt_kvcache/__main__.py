@@ -15,7 +15,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main() -> None:
     """Run the command line on ``sys.argv``; never returns."""
-    if sys.stderr is None:  # closed; what goes there must not go to stdout, where `print` would put it
+    if sys.stderr is None:  # stderr is closed; messages must not go to stdout, where `print` would put them
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         sys.stderr.write("error: the output cannot be written: stdout is closed\n")
@@ -30,8 +30,8 @@ def main() -> None:
 
             app(prog_name="trt-kvcache")
         finally:
-            sys.stdout.flush()  # what is short is written only now
-    except KeyboardInterrupt as error:  # before or after a command; the commands' own are caught in the app
+            sys.stdout.flush()  # short output is written only now
+    except KeyboardInterrupt as error:  # before or after a command; the app catches it within a command
         message, status = last_words(error)
         sys.stderr.write(f"error: {message}\n")
         _leave(status)
@@ -42,27 +42,27 @@ def main() -> None:
     except OSError as error:
         from trt_kvcache.child import is_broken
 
-        # Files that commands write have errors of their own, with their names; what is left is stdout.
+        # Errors of files that commands write are caught there, with names; what remains is stdout.
         unread = is_broken(error)
         if error.filename is not None or not (unread or error.errno in _FULL):
             raise
-        # Or the interpreter tries again, and complains, on its way out.
+        # Otherwise the interpreter tries again at its end, and complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not unread:  # whoever reads has had enough, which is no error worth a line
+        if not unread:  # the reader has read enough; that is no error worth a line
             sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         sys.exit(1)
 
 
 def _encode(stream: TextIO) -> None:
-    """Let a stream take every character: none may end a run, or be lost in a file."""
+    """Let a stream take every character: no character may end a run, or be lost in a file."""
     if isinstance(stream, io.TextIOWrapper):
         if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
-            stream.reconfigure(encoding="utf-8")  # as JSON has to be; what Windows puts into files has 256 characters
+            stream.reconfigure(encoding="utf-8")  # as JSON requires; files on Windows have 256 characters by default
         stream.reconfigure(errors="backslashreplace")
 
 
 def _keep_stdout() -> None:
-    """Keep stdout for results: what libraries print there past Python, as TensorRT's own logger, goes to stderr."""
+    """Keep stdout for results: output of libraries that bypasses Python, as of TensorRT's logger, goes to stderr."""
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and os.name == "posix":
         line = 1 if stream.line_buffering else -1
@@ -71,7 +71,7 @@ def _keep_stdout() -> None:
 
 
 def _leave(status: int) -> None:
-    """End, once all that was begun is undone, without waiting for what other threads still compute."""
+    """End the process after all cleanup, without waiting for other threads that still compute."""
     sys.stderr.flush()
     os._exit(status)
 

@@ -1,4 +1,4 @@
-"""Values that callers give to public functions: their form in messages, and checks that several functions share."""
+"""Values from callers of public functions: their form in messages, and checks that several functions share."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _MOST_WHOLE = 1 << 256
 
 
 def shown(value: object) -> str:
-    """The ``repr`` of a value for one line of a message, shortened in its middle where it is long."""
+    """Return the ``repr`` of a value for one line of a message; a long one is shortened in the middle."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # an int of more digits than Python writes
+    except ValueError:  # an int with more digits than Python writes
         text = f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 4 :]}"
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """True for a whole number, of Python's or NumPy's, that can be meant: up to a seed of 256 bits."""
+    """Return True for a whole number of Python or NumPy, but not for an absurdly large one (above 256 bits)."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the latter takes 1 us
         return False
     return abs(int(value)) < _MOST_WHOLE
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True if a float64 can hold it, be it NaN or infinite."""
+    """Return True for a number that fits into a float64, NaN and infinity included."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
@@ -54,10 +54,10 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheError] = OptionError) -> int:
-    """A whole number that a caller gave, as Python's own: NumPy's of 8 bits overflow, and JSON has none of them.
+    """Return a caller's whole number as an int: NumPy's small integers overflow, and JSON cannot write them.
 
     Raises:
-        OptionError: it is none; or `error`.
+        OptionError: it is not a whole number; or `error`.
     """
     if not is_whole(value):
         raise error(f"{what} is {shown(value)}; it must be a whole number{unit}")
@@ -65,7 +65,7 @@ def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheErr
 
 
 def as_switch(value: object, what: str) -> bool:
-    """A switch that a caller gave: of other values, such as ``"off"``, most would count as on.
+    """Return a caller's switch. Other values are refused, because most, such as ``"off"``, would count as True.
 
     Raises:
         OptionError: it is neither True nor False.
@@ -76,10 +76,10 @@ def as_switch(value: object, what: str) -> bool:
 
 
 def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
-    """The path that a caller gave.
+    """Return a caller's path.
 
     Raises:
-        OptionError: it is no path, or one that no file can have; or `error`.
+        OptionError: it is not a path, or no file can have this path; or `error`.
     """
     path = value.__fspath__() if isinstance(value, os.PathLike) else value
     try:
@@ -91,10 +91,10 @@ def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError
 
 
 def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
-    """The list that a caller gave, in any form; text and mappings are none.
+    """Return a caller's list, from any iterable except text and mappings.
 
     Raises:
-        OptionError: it is none; or `error`.
+        OptionError: it is not a list; or `error`.
     """
     try:
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
@@ -105,10 +105,10 @@ def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError]
 
 
 def as_options(value: object, kind: type[_Options], what: str) -> _Options:
-    """The options that a caller gave.
+    """Return a caller's options.
 
     Raises:
-        OptionError: they are of another kind.
+        OptionError: they have another type.
     """
     if not isinstance(value, kind):
         raise OptionError(f"{what} is {shown(value)}; give {kind.__name__}(...)")

@@ -1,17 +1,17 @@
-"""Child processes for work that a file from anywhere decides: it may need any time and any memory, or crash.
+"""Child processes for work on untrusted files, which may need any time and any memory, or crash.
 
-One protocol for all: requests are data classes, with bytes that follow them; so are answers. An error of ours in the
-child is raised in the caller. Nothing that a child says is unpickled. The frames::
+One protocol for all: requests and answers are data classes, each followed by bytes. If the child raises an error of
+this package, the caller raises it, too. Nothing from a child is unpickled. The frames::
 
     caller to child   >  a request, or the answer to a question
-                      .  the caller keeps the files of the child
+    .  the caller keeps the files of the child
     child to caller   +  news, any number of them
-                      ?  a question
-                      =  the answer
-                      !  an error
+    ?  a question
+    =  the answer
+    !  an error
 
-each with the sizes of its parts on one line, and then the parts, the first of which is JSON. A child ends when its
-stdin does, which happens however the caller ends.
+Each frame has the sizes of its parts on one line, and then the parts; the first part is JSON. A child ends when its
+stdin ends, which happens however the caller ends.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ _ROOT = Path(trt_kvcache.__file__).parents[1]
 _REQUEST, _KEEP, _NEWS, _QUESTION, _ANSWER, _ERROR = b">.+?=!"
 _HEAD = re.compile(rb"([>.+?=!])((?: \d{1,15})+)\n")
 _MOST, _SHORTEST = 5, 0.05
-"""Seconds of a clock for a second of processor time, at most, and a wait that is worth it."""
-_LONGEST = 20_000  # characters of an error
+"""Most seconds of real time for a second of processor time, and the shortest wait."""
+_LONGEST = 20_000  # most characters of an error
 _NO_DIALOGS = 0x8003  # SEM_FAILCRITICALERRORS, SEM_NOGPFAULTERRORBOX, SEM_NOOPENFILEERRORBOX
 _Answer = TypeVar("_Answer")
 
 
 class ChildError(Exception):
-    """The child gave no answer; the text says why, for the user."""
+    """The child gave no answer; the text gives the user the reason."""
 
 
 class ChildLateError(ChildError):
-    """It took longer than it may."""
+    """The child took longer than allowed."""
 
 
 class Begun(NamedTuple):
-    """The beginning of a request.
+    """The clocks at the beginning of a request.
 
     Attributes:
         at: `time.monotonic`.
-        worked: processor time that the child had taken, in seconds.
+        worked: processor time of the child so far, in seconds.
     """
 
     at: float
@@ -77,7 +77,7 @@ class Begun(NamedTuple):
 
 
 class _Failure(msgspec.Struct):
-    """An error: the name of a class of `trt_kvcache.errors`, ``"MemoryError"``, or nothing, and then a trace."""
+    """An error: the name of a class of `trt_kvcache.errors`, ``"MemoryError"``, or "" (the message is a trace)."""
 
     kind: str
     message: str
@@ -97,7 +97,7 @@ def _write(stream: IO[bytes], kind: int, *parts: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> _Frame | None:
-    """The next frame; None at the end. Lines that are none were printed while Python started."""
+    """Return the next frame; None at the end. Other lines are skipped: Python printed them while it started."""
     for line in stream:
         if match := _HEAD.fullmatch(line):
             parts = []
@@ -113,11 +113,11 @@ class Child:
     """A Python process that answers requests. It ends with its parent.
 
     Args:
-        command: words after the interpreter, of a module that calls `serve`.
-        memory: bytes of address space that it may use; 0: as many as there are. It is the last word of the command.
-        stderr: takes what it prints. None: nothing does.
-        environment: of the process; None: this one's.
-        grace: seconds that it has to end by itself.
+        command: arguments of the interpreter, for a module that calls `serve`.
+        memory: bytes of address space that the child may use; 0: no limit. It is appended to the command.
+        stderr: file for the child's stderr. None: its output is dropped.
+        environment: environment of the process; None: this process's.
+        grace: seconds in which the child may end by itself.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=stderr or subprocess.DEVNULL,
             env=environment,
-            cwd=_ROOT,  # where python -m finds this very package
+            cwd=_ROOT,  # so that python -m finds this package
             start_new_session=True,  # Ctrl-C at a terminal reaches the parent only, which then ends the child
             creationflags=_GROUP,
         )
@@ -145,12 +145,12 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """It can take a request: a fork of the parent has no child."""
+        """True if the child can take a request; False in a fork of the parent, which has no child."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
     def status(self) -> int:
-        """The exit code; below 0: the number of the signal that killed it."""
+        """The exit code; below 0: minus the number of the signal that killed it."""
         return self._process.wait()
 
     def _listen(self) -> None:
@@ -161,20 +161,20 @@ class Child:
         self._frames.put(None)
 
     def send(self, content: Any, parts: Sequence[bytes] = ()) -> None:
-        """Send a request, or the answer to a question, with bytes that follow it."""
+        """Send a request, or the answer to a question, followed by bytes."""
         self._write(_REQUEST, msgspec.json.encode(content), *parts)
 
     def _write(self, kind: int, *parts: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            with _unless_ended():  # its answer says that it has not read everything
+            with _unless_ended():  # the child's answer tells if it has not read everything
                 _write(self._process.stdin, kind, *parts)
-        except BaseException:  # an interrupt: half a request is there
+        except BaseException:  # an interrupt: half a request was sent
             self.end()
             raise
 
     def keep(self) -> None:
-        """Let the child leave its files where they are."""
+        """Tell the child to leave its files."""
         self._write(_KEEP, b"null")
 
     def answer(
@@ -187,14 +187,14 @@ class Child:
         """Return the answer to the request that was sent.
 
         Args:
-            kind: its type.
-            seconds: of processor time that the child may take; then it is ended. On a busy machine it gets fewer of
-                them: it is ended after five times as many seconds in any case. None: it takes what it takes.
+            kind: type of the answer.
+            seconds: limit of the child's processor time; then it is ended. On a busy machine it is ended after five
+                times as many seconds of real time. None: no limit.
             told: called with the JSON of the news that come before the answer.
             asked: answers questions.
 
         Raises:
-            ChildError: it takes longer, it needs more memory, or it died.
+            ChildError: it takes longer, needs more memory, or died.
             TrtKvCacheError: the child raised it.
             RuntimeError: a bug in the child; the message is a trace.
         """
@@ -209,7 +209,7 @@ class Child:
             self.end()
             assert seconds is not None
             raise ChildLateError(f"took more than {round(seconds, 2):g} s") from None
-        except BaseException:  # an interrupt: nobody reads the answer
+        except BaseException:  # an interrupt: nobody will read the answer
             self.end()
             raise
         if frame is None:
@@ -223,12 +223,12 @@ class Child:
         if failure.kind:
             error = getattr(errors, failure.kind, None)
             if not (isinstance(error, type) and issubclass(error, TrtKvCacheError)):
-                raise ChildError("gave an answer that is none")  # whatever it read may speak for it
+                raise ChildError("gave an answer that is none")  # the file that it reads may have written this
             raise error(failure.message)
         raise RuntimeError(f"a child process failed:\n{failure.message}")
 
     def ask(self, content: Any, kind: type[_Answer], seconds: float, parts: Sequence[bytes] = ()) -> _Answer:
-        """`send`, and return the `answer`."""
+        """`send` a request, and return the `answer`."""
         self.send(content, parts)
         return self.answer(kind, seconds)
 
@@ -237,7 +237,7 @@ class Child:
         return Begun(time.monotonic(), self._worked())
 
     def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
-        """The next frame of the child; queue.Empty: it took too long."""
+        """Return the next frame of the child; raise queue.Empty if it took too long."""
         if seconds is None:
             return self._frames.get()
         wait = seconds - (time.monotonic() - begun.at)
@@ -251,7 +251,7 @@ class Child:
                     raise
 
     def _worked(self) -> float:
-        """Processor time of the child in seconds; infinite if it has ended."""
+        """Return the child's processor time in seconds; infinite if it has ended."""
         try:
             used = psutil.Process(self._process.pid).cpu_times()
         except psutil.Error:
@@ -259,7 +259,7 @@ class Child:
         return float(used.user + used.system)
 
     def end(self) -> None:
-        """End the process; `grace` lets it do that by itself."""
+        """End the process; within `grace` seconds it may end by itself."""
         if self._owner == os.getpid():
             assert self._process.stdin is not None
             if self._grace:
@@ -273,7 +273,7 @@ class Child:
                     self._process.kill()
             self._process.kill()
             self._process.wait()
-            with suppress(OSError):  # what it has not read is lost
+            with suppress(OSError):  # data that the child has not read is lost
                 self._process.stdin.close()
         atexit.unregister(self.end)
 
@@ -286,11 +286,11 @@ def how_ended(status: int) -> str:
 
 
 class Caller:
-    """The process that asked, as the child sees it."""
+    """The calling process, from the child's side."""
 
     def __init__(self, abandoned: Callable[[], None]) -> None:
         self._out = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)  # what libraries print there
+        os.dup2(2, 1)  # output that libraries print there goes to stderr
         self._lock = threading.Lock()  # TensorRT reports progress from several threads
         self._frames: queue.Queue[_Frame] = queue.Queue()
         threading.Thread(target=self._listen, args=(abandoned,), daemon=True).start()
@@ -310,7 +310,7 @@ class Caller:
         return self._frames.get()
 
     def send(self, kind: int, content: Any) -> None:
-        """Write a frame; nobody may be there."""
+        """Write a frame; the caller may have ended."""
         with self._lock, _unless_ended():
             _write(self._out, kind, msgspec.json.encode(content))
 
@@ -319,7 +319,7 @@ class Caller:
         self.send(_NEWS, news)
 
     def ask(self, question: str) -> bytes:
-        """Return what the caller has under a name."""
+        """Ask the caller for the data under a name."""
         self.send(_QUESTION, question)
         return self.next().parts[0]
 
@@ -327,17 +327,17 @@ class Caller:
 def serve(
     work: Callable[[Any, list[bytes], Caller], Any], requests: Any, abandoned: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """In the child: answer requests until stdin ends, with no more memory than `Child` says, and without core dumps.
+    """Run in the child: answer requests until stdin ends, within `Child`'s memory limit, without core dumps.
 
-    If the machine runs out of memory, Linux ends this process first. On Windows there is no limit of memory.
+    If the machine runs out of memory, Linux ends this process first. Windows has no memory limit.
 
     Args:
-        work: makes an answer of a request, of the bytes that follow it, and of the caller.
+        work: computes the answer from a request, the bytes that follow it, and the caller.
         requests: type of a request.
-        abandoned: called in another thread when the caller ends, unless it keeps the child's files; the process ends
-            after it.
+        abandoned: called in another thread when the caller ends, unless it keeps the child's files; then the process
+            ends.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the caller ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))
     caller = Caller(abandoned)
     while True:

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: how importer, verify and runtime open models, and what it raises."""
+"""ONNX Runtime on the CPU: how importer, verify and runtime open models, and which errors it raises."""
 
 from __future__ import annotations
 
@@ -36,51 +36,51 @@ ORT_ERRORS = (
 
 
 SECONDS = 1800.0
-"""The longest that a model may take to open, or for a step: what takes longer may never end."""
+"""The longest time to open a model or run a step: anything longer may never end."""
 
 
 class RunError(Exception):
-    """A model or a step does not run; the text is that of ONNX Runtime or of ONNX's evaluator, on one line."""
+    """A model or a step cannot run; the text is that of ONNX Runtime or of ONNX's evaluator, on one line."""
 
 
 def one_line(error: Exception) -> str:
-    """The error's text on one line, cut to a readable length."""
+    """Return the error's text on one line, cut to a readable length."""
     text = " ".join(str(error).split()) or type(error).__name__
-    # ONNX Runtime names the node first, then its own source file and C++ signature, then what is wrong.
+    # ONNX Runtime names the node first, then its own source file and C++ signature, then the error.
     return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"
 
 
 def cpu_session(source: str | bytes, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """A session that prints nothing: errors arrive as exceptions."""
+    """Open a session that prints nothing: errors come as exceptions."""
     options.log_severity_level = 4
     ort.set_default_logger_severity(4)
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], **more)
 
 
 def quiet_run() -> ort.RunOptions:
-    """Options of a run that prints nothing: the session's own do not count where a run has options."""
+    """Return options for a run that prints nothing: the options of the session do not apply to runs with options."""
     options = ort.RunOptions()
     options.log_severity_level = 4
     return options
 
 
 def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """A session; a signal ends the opening, which folding constants can make endless.
+    """Open a session. A signal interrupts it: constant folding may never end.
 
     Raises:
-        RunError: ONNX Runtime refuses.
+        RunError: ONNX Runtime refuses the model.
         UnsupportedModelError: it takes more than `SECONDS`.
     """
     return _in_time(lambda: cpu_session(source, options), lambda: options.set_load_cancellation_flag(True))
 
 
 def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Any]:
-    """Outputs of a session; a signal ends the run, which a model can make endless.
+    """Return the outputs of a session. A signal interrupts the run: a model may never end.
 
     Raises:
-        RunError: the step does not run.
+        RunError: the step cannot run.
         UnsupportedModelError: it takes more than `SECONDS`.
-        MemoryError: it takes more memory than there is.
+        MemoryError: too little memory is free.
     """
     options = quiet_run()
     values: list[Any] = _in_time(
@@ -96,7 +96,7 @@ def _in_time(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
     try:
         with Endable(stop):
             return call()
-    except (*ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails
+    except (*ORT_ERRORS, RuntimeError) as error:  # a failing node raises a plain RuntimeError
         if late.finished.is_set():
             raise UnsupportedModelError(
                 f"the model took more than {SECONDS:g} s to open or for one step: it never ends, or needs a faster "
@@ -132,7 +132,7 @@ class UnfusedSession:
         self._options = quiet_run()
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name; feeds take the types of the inputs."""
+        """Return all outputs by name; feeds are converted to the types of the inputs."""
         inputs = {name: _as(feeds[name], kind) for name, kind in self._types.items()}
         try:
             values = self._session.run(self._outputs, inputs, self._options)

@@ -1,4 +1,4 @@
-"""Types that sessions take and give: ``from trt_kvcache.decoding import TokenEvent``."""
+"""Types of arguments and results of sessions: ``from trt_kvcache.decoding import TokenEvent``."""
 
 from __future__ import annotations
 

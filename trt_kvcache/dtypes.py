@@ -12,7 +12,7 @@ __all__ = ["PLAIN", "array_dtype", "is_dtype"]
 PLAIN = (
     "float", "float16", "double", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool",
 )  # fmt: skip
-"""Names of the dtypes that NumPy has itself, which ONNX Runtime takes from Python."""
+"""Names of dtypes that NumPy itself has; ONNX Runtime takes these from Python."""
 
 _NAMES = {
     "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",
@@ -22,13 +22,13 @@ _NAMES = {
 
 
 def array_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype (or that of ml_dtypes) of an ONNX dtype name such as ``"bfloat16"``."""
+    """Return the dtype of NumPy (or of ml_dtypes) for an ONNX dtype name such as ``"bfloat16"``."""
     name = _NAMES.get(name, name)
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def is_dtype(name: str) -> bool:
-    """True if `array_dtype` knows the name."""
+    """Return True if `array_dtype` knows the name."""
     try:
         array_dtype(name)
     except TypeError:

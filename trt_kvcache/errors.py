@@ -17,8 +17,8 @@
         ├── SlotError              an unknown slot, or none is free
         └── CacheFileError         a saved cache that is unreadable or of another model
 
-Messages say what was found, what is supported, and what to do. The commands print them on one line and exit with 1;
-anything else that escapes is a bug and keeps its trace. Messages name options as flags; ``str`` of an error has them as
+Messages say what was found, what is supported, and what to do. The commands print them on one line and exit with 1; any
+other exception is a bug and keeps its trace. Messages name options as flags; ``str`` of an error names them as
 arguments of Python (`trt_kvcache.words`).
 """
 
@@ -50,14 +50,14 @@ class TrtKvCacheError(Exception):
     """Base of every error that this package raises on purpose.
 
     Attributes:
-        sequence: slot of the sequence that failed, where `DecodeSession.step` raises the error; else None.
+        sequence: slot of the sequence that failed, if `DecodeSession.step` raises the error; else None.
     """
 
     sequence: int | None = None
 
     @property
     def message(self) -> str:
-        """The text with options as flags, as the commands print it."""
+        """The text with options as flags, as commands print it."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class InvalidModelError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """Legal ONNX whose meaning cannot be kept on the target."""
+    """Legal ONNX whose meaning cannot be preserved on the target."""
 
 
 class AmbiguousRoleError(ModelError):
@@ -101,7 +101,7 @@ class ManifestError(TrtKvCacheError):
 
 
 class VerificationError(TrtKvCacheError):
-    """The rewritten model does not give the original model's numbers."""
+    """The rewritten model's results differ from the original model's."""
 
 
 class SessionError(TrtKvCacheError):

@@ -1,4 +1,4 @@
-"""Files: small ones read within limits, outputs that appear whole or not at all, identities, names of an export."""
+"""Files: reading small ones within limits, writing outputs completely or not at all, identities, names of exports."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if sys.platform != "win32":
     import fcntl
 
 SETTINGS = 16 << 20
-"""Bytes; files of settings and templates are smaller."""
+"""Most bytes of files with settings or templates."""
 
 _BLOCK = 1 << 20
 _OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # files that are open
 _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, and do not wait
-_NEW = 10.0  # seconds; between the making of a temporary file and its lock is less
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin to write, and do not wait
+_NEW = 10.0  # seconds; a temporary file gets its lock sooner than that after it is created
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class FileIdentity:
 
 
 def identify(path: Path, name: str | None = None, cancelled: threading.Event | None = None) -> FileIdentity:
-    """Read a file and return its identity, under `name` if there is one.
+    """Read a file and return its identity, under `name` if it is given.
 
-    BLAKE3, because SHA-256 of a multi-gigabyte engine would take a tenth of the time of its build. The file is read
+    BLAKE3 is used because SHA-256 of a multi-gigabyte engine would take a tenth of its build time. The file is read
     block by block, not mapped: mapped pages would count as this process's memory.
 
     Raises:
@@ -68,14 +68,14 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
 
 
 def read_file(path: Path, limit: int = SETTINGS) -> bytes:
-    """Read a regular file whole. A pipe or a device, which may have no end, is refused without waiting for it.
+    """Read a whole regular file. A pipe or a device, which may have no end, is refused without waiting.
 
     Args:
-        path: of the file; symbolic links are followed.
+        path: path of the file; symbolic links are followed.
         limit: most bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger; `strerror` says which.
+        OSError: the file cannot be read, is not a regular file, or is larger; `strerror` gives the reason.
     """
     with open_regular(path) as file:
         data = file.read(limit + 1)
@@ -85,10 +85,10 @@ def read_file(path: Path, limit: int = SETTINGS) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to be read.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; `strerror` says which.
+        OSError: the file cannot be opened, or is not a regular file; `strerror` gives the reason.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # no wait for a pipe's writer
     descriptor = os.open(path, flags)
@@ -109,7 +109,7 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 
     Raises:
         OSError: see `read_file`.
-        ValueError: the file holds none; the text says why.
+        ValueError: the file holds no object; the text gives the reason.
     """
     data = read_file(path, limit)
     try:
@@ -122,22 +122,22 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 
 
 def stamp(file: Path | int) -> tuple[int, ...]:
-    """Return what changes with a file: device, inode, size, and the times of its content and of its inode, in ns.
+    """Return values that change with a file: device, inode, size, and the times of content and inode in ns.
 
     The last one changes if a file is moved away and back.
 
     Args:
-        file: its path, or the descriptor of the open file.
+        file: path of the file, or the descriptor of the open file.
 
     Raises:
         OSError: the file cannot be looked up.
     """
-    status = os.stat(file)  # noqa: PTH116 - of a descriptor, too
+    status = os.stat(file)  # noqa: PTH116 - it takes descriptors, too
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_text(path: Path) -> bool:
-    """True if a path is UTF-8, as it has to be in manifests, in models and for ONNX Runtime."""
+    """Return True if a path is UTF-8, as manifests, models and ONNX Runtime require."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
 
 
@@ -147,25 +147,25 @@ def is_inside(name: str) -> bool:
 
 
 def export_suffix(model: Path) -> str:
-    """The ending that all files of one export by optimum share, such as ``_fp16``, or nothing."""
+    """Return the suffix that all files of one export by optimum share, such as ``_fp16``; or ""."""
     part = _PART.fullmatch(model.stem)
     return (part["suffix"] or "") if part is not None and model.suffix == ".onnx" else ""
 
 
 def check_output(path: str | os.PathLike[str]) -> Path:
-    """The real path to write to: absolute, symbolic links followed.
+    """Return the real path to write to: absolute, symbolic links followed.
 
     Raises:
-        OutputError: a file cannot be written there, as far as can be known before writing.
+        OutputError: a file cannot be written there, as far as this is known before writing.
     """
     path = as_path(path, "output", OutputError)
-    if path.absolute().as_posix().startswith(_OPEN):  # which may be a file, and would be replaced
+    if path.absolute().as_posix().startswith(_OPEN):  # it may be a file, which would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
     try:
         real = path.expanduser().resolve()
         if real.is_symlink():
-            raise RuntimeError  # as `resolve` does until Python 3.13
-    except RuntimeError:  # links in a circle, or the home of nobody
+            raise RuntimeError  # as `resolve` does before Python 3.13
+    except RuntimeError:  # links in a circle, or the home of an unknown user
         raise OutputError(f"{path}: leads to no file; give the name of a file to write") from None
     if not is_text(real):
         raise OutputError(f"{path}: this name is not UTF-8, as models and manifests have names; give another one")
@@ -179,11 +179,11 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def temporary_file(final: Path) -> Iterator[Path]:
-    """A new empty file in the folder of `final`, to be filled and moved there; removed on exit if it still exists.
+    """Create an empty file in the folder of `final`, to be filled and moved there; if it exists at the end, remove it.
 
-    In the same folder, because a file can be moved in one step only within a file system. Locked for as long as this
-    process lives: what others left behind when they were killed is removed. Not on Windows, which moves no open file:
-    there it is neither kept open nor locked, and what killed processes left behind stays.
+    It is in the same folder, because a file can be moved in one step only within a file system. It is locked as long as
+    this process lives; unlocked ones, left behind by killed processes, are removed. On Windows, where an open file
+    cannot be moved, it is neither kept open nor locked, and files of killed processes stay.
 
     Raises:
         OutputError: it cannot be created.
@@ -201,13 +201,13 @@ def temporary_file(final: Path) -> Iterator[Path]:
         with _locked(descriptor):
             yield path
     finally:
-        if not refused:  # else a file of this name is somebody else's
+        if not refused:  # otherwise a file of this name belongs to another process
             path.unlink(missing_ok=True)
 
 
 @contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Lock an open file, where files can be locked, and close it at the end."""
+    """Lock an open file if the system can, and close it at the end."""
     if sys.platform == "win32":
         os.close(descriptor)
         yield
@@ -221,7 +221,7 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove temporary files of processes that are gone; nothing where that cannot be told."""
+    """Remove temporary files of ended processes; on Windows, where this is unknown, do nothing."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
         if sys.platform != "win32":
             with suppress(OSError):
@@ -236,10 +236,10 @@ def _remove_abandoned(final: Path) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when the block ends without an exception.
+    """Yield a binary file that replaces `path` when the block ends without an exception.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     final = check_output(path)
     with temporary_file(final) as temporary:
@@ -253,21 +253,21 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until the content is on disk: a rename may otherwise survive a power cut that the content does not."""
+    """Wait until the content is on disk; otherwise a rename may survive a power cut while the content is lost."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def begin_sync(file: BinaryIO, start: int, size: int) -> None:
-    """Let Linux begin to bring a part of a file to disk, so that `sync` has less to wait for; else do nothing."""
+    """Let Linux begin to write a part of a file to disk, so that `sync` waits less; elsewhere do nothing."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        with suppress(AttributeError):  # a C library without it
+        with suppress(AttributeError):  # the C library lacks it
             libc.sync_file_range(file.fileno(), ctypes.c_int64(start), ctypes.c_int64(size), _WRITE)
 
 
 def publish(files: Sequence[tuple[Path, Path]]) -> None:
-    """Move finished temporary files to their final names, in order; if one fails, all final names are as before.
+    """Move finished temporary files to their final names, in order; if one fails, restore all final names.
 
     Raises:
         OutputError: a file cannot be moved.
@@ -295,7 +295,7 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
         _remove([backup for *_, backup in done])
     finally:
         if published:
-            _remove([backup for *_, backup in done])  # again, should an interrupt have kept it from that
+            _remove([backup for *_, backup in done])  # again, in case an interrupt prevented it
 
 
 def _remove(paths: Sequence[Path]) -> None:
@@ -304,7 +304,7 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _keep_aside(final: Path, backup: Path) -> None:
-    """Give an existing file a second name, so that it can come back."""
+    """Give an existing file a second name, so that it can be restored."""
     if final.exists():
         try:
             os.link(final, backup)

@@ -1,8 +1,8 @@
 """Adapters (LoRA) as peft writes them: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-A module ``y = x W`` of the checkpoint becomes ``y = x W + scale * (x A) B``. The scale is ``lora_alpha / r``, or with
-``use_rslora`` ``lora_alpha / sqrt(r)``; `rank_pattern` and `alpha_pattern` name modules that have others. Which modules
-there are, the tensors say; nothing is unpickled.
+A module ``y = x W`` of the checkpoint becomes ``y = x W + scale * (x A) B``. The scale is ``lora_alpha / r``, or
+``lora_alpha / sqrt(r)`` with ``use_rslora``; `rank_pattern` and `alpha_pattern` name modules with other values. The
+names of the tensors give the modules; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = ["FUSED", "LoraFolder", "LoraModule", "list_names", "module_key", "ope
 Array = npt.NDArray[Any]
 
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"}
-_MEANINGLESS = {  # in inference, or said by the tensors
+_MEANINGLESS = {  # without meaning in inference, or given by the tensors
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin a training that leave the weights of the model as they are."""
+"""Initializations of a training that do not change the weights of the model."""
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
-"""Modules that are several side by side: exporters fuse these, or take that one apart."""
+"""Modules that consist of several, side by side: exporters fuse the parts, or split the whole."""
 
 _MODULE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
 _ATTENTION = {"self_attn": "attn", "self_attention": "attn", "attention": "attn"}
 _WRAPPERS = {"", "base_model", "decoder", "gpt_neox", "language_model", "model", "text_model", "transformer"}
-_ENDS = 4  # names in a message
+_ENDS = 4  # most names in a message
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class LoraModule:
     """The change of one module.
 
     Attributes:
-        name: of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
+        name: name of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
         rank: columns of A, and rows of B.
-        inputs, outputs: of the module.
-        scale: of the product.
+        inputs, outputs: sizes of the module.
+        scale: factor of the product.
     """
 
     name: str
@@ -69,8 +69,8 @@ class LoraFolder:
     """An adapter in its folder, checked.
 
     Attributes:
-        modules: in the order of their names.
-        digest: of all that it computes with.
+        modules: the changed modules, ordered by name.
+        digest: digest of all values that it computes with.
     """
 
     path: Path
@@ -81,7 +81,7 @@ class LoraFolder:
 
     @property
     def rank(self) -> int:
-        """The largest of all modules."""
+        """The largest rank of all modules."""
         return max(module.rank for module in self.modules)
 
     @property
@@ -90,16 +90,16 @@ class LoraFolder:
         return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
 
     def read(self, module: LoraModule) -> tuple[Array, Array]:
-        """A ``[inputs, rank]`` and B ``[rank, outputs]`` with the scale in it, both float32."""
+        """Return A ``[inputs, rank]`` and B ``[rank, outputs]``, both float32; B includes the scale."""
         a, b = (self._tensors.read(name) for name in self._names[module.name])
         return a.astype(np.float32).T, b.astype(np.float32).T * np.float32(module.scale)
 
 
 def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
-    """Read what an adapter is, and check that it is one that can be computed.
+    """Open an adapter's folder, and check that the adapter is supported.
 
     Raises:
-        OptionError: the folder holds none, a file is damaged, or the adapter is of a kind that is not supported.
+        OptionError: the folder holds no adapter, a file is damaged, or the adapter is of an unsupported kind.
     """
     path = as_path(folder, "folder")
     config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
@@ -122,7 +122,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
 
 
 def module_key(name: str) -> tuple[str, ...] | None:
-    """The place of a module in a decoder, equal for all spellings of it; None: it is no module of a decoder.
+    """Return a key of a module's place in a decoder, equal for all spellings; None if it is no module of a decoder.
 
     ``"model.layers.3.self_attn.q_proj"``, ``"model.model.layers.3.attn.q_proj"`` -> ``("3", "attn", "q_proj")``.
     """
@@ -136,7 +136,7 @@ def module_key(name: str) -> tuple[str, ...] | None:
 
 
 def _check(settings: Mapping[str, Any], path: Path) -> None:
-    """Refuse what changes the numbers in ways that are not supported."""
+    """Refuse settings that change the computation in unsupported ways."""
     if settings.get("peft_type") != "LORA":
         raise OptionError(f"{path}: an adapter of kind {shown(settings.get('peft_type'))}; supported is LORA")
     if settings.get("bias") not in (None, "none"):
@@ -157,7 +157,7 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
-    """Names of the tensors A and B, by module."""
+    """Return the names of the tensors A and B, by module."""
     sides: dict[str, dict[str, str]] = {}
     for tensor in tensors:
         match = _MODULE.fullmatch(tensor)
@@ -190,7 +190,7 @@ def _module(
 
 
 def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any], path: Path) -> float:
-    """A number of the config for one module: that of the first pattern that fits its name, as in peft, or of all."""
+    """Return a module's number: from the first pattern that fits its name, as in peft; otherwise from `default`."""
     import re2
 
     quiet = re2.Options()
@@ -222,6 +222,6 @@ def _digest(modules: tuple[LoraModule, ...], names: Mapping[str, tuple[str, str]
 
 
 def list_names(names: list[str]) -> str:
-    """Some names for a message."""
+    """Return some names for a message."""
     more = f" and {len(names) - _ENDS} more" if len(names) > _ENDS else ""
     return ", ".join(f"'{name}'" for name in names[:_ENDS]) + more

@@ -1,4 +1,4 @@
-"""The memory of this machine, or of what the process is kept to: a container, a batch job, a unit of systemd."""
+"""The memory of this machine, or of the part that the process may use: in a container, a batch job, a systemd unit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _ROOT = "/sys/fs/cgroup"
 
 
 def memory() -> int:
-    """Bytes of the machine's memory, or of its part that the process may take."""
+    """Return the bytes of memory of the machine, or of the part that the process may use."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
 
 
 def free_memory(*, swap: bool = False) -> int:
-    """Bytes that are free or can be freed, as mapped files can.
+    """Return the bytes of memory that are free or can be freed, such as pages of mapped files.
 
     Args:
-        swap: count what can be moved to the disk, too; not where the process is kept to less than the machine.
+        swap: count swap space, too, unless the process may use only a part of the machine.
     """
     free = int(psutil.virtual_memory().available)
     if swap:
@@ -31,7 +31,7 @@ def free_memory(*, swap: bool = False) -> int:
 
 
 def peak_memory() -> int:
-    """Bytes of memory that this process has had at most."""
+    """Return the largest memory of this process so far, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     else:  # noqa: RET505 - mypy looks at one of the two
@@ -45,9 +45,9 @@ _bounded: list[bool] = []
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Let this process take no more memory than is free now: what asks for more fails. On Linux; elsewhere nothing.
+    """Limit this process to the memory that is free now: larger requests fail. It has no effect outside of Linux.
 
-    Files that are mapped to be read do not count. It is for processes of our own: all threads are bounded.
+    Read-only mapped files do not count. All threads are limited, so use it only in processes of this package.
     """
     if sys.platform == "linux":
         import resource
@@ -67,7 +67,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 def allow_memory(size: int) -> None:
-    """Raise the bound of `bounded_memory`, if there is one, for memory that is asked for and perhaps never used."""
+    """Raise the limit of `bounded_memory`, if there is one, for memory that may never be used."""
     if sys.platform == "linux" and _bounded:
         import resource
 
@@ -76,9 +76,9 @@ def allow_memory(size: int) -> None:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limits of Linux' control groups that this process is in, one inside the other, and what each has taken of it.
+    """Yield the limits of Linux' nested control groups around this process, and how much each group uses.
 
-    In a container the innermost group is the root of the file system, whatever name the host has for it.
+    In a container the innermost group is the root of the file system, whatever its name on the host.
     """
     groups = [("", "/"), *(tuple(line.split(":", 2)[1:]) for line in _lines("/proc/self/cgroup"))]
     for controllers, name in groups:

@@ -1,7 +1,7 @@
-"""Names that people type in the place of a model: of a model hub, of weights, of another tool's files.
+"""Names that people type instead of a model's path: names on a model hub, weights, files of other tools.
 
-Each is answered with what it is and with the command that fits. A name of the hub becomes the folder in the local
-cache of huggingface_hub, if it lies there.
+Each is answered with what it is, and with the command that fits. The name of a model on the hub becomes its folder in
+the local cache of huggingface_hub, if it is there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 ENGINE = "model.engine"
-"""The engine's name in its folder."""
+"""Name of the engine file in an engine's folder."""
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -42,23 +42,23 @@ _OTHERS = {
     "openvino_*.xml": "OpenVINO",
     "model.bin": "CTranslate2",
 }
-"""Files that tell a folder of another tool."""
+"""Patterns of files that identify another tool's folder."""
 _PYTORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def engine_in(path: Path) -> Path:
-    """Return the engine in an engine's folder; any other path as it is."""
+    """Return the engine in an engine's folder; other paths unchanged."""
     engine = path / ENGINE
     return engine if engine.is_file() and not models_in(path) else path
 
 
 def is_model(path: Path) -> bool:
-    """Return True for an ``.onnx`` file, or the folder of one; everything else is taken for an engine."""
+    """Return True for an ``.onnx`` file, or its folder; all other paths are taken for engines."""
     return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True for the folder of a checkpoint, weights with their config and no ONNX model; or for a GGUF file."""
+    """Return True for a checkpoint's folder (weights with a config, without an ONNX model), or for a GGUF file."""
     if path.suffix.lower() == ".gguf":
         return path.is_file()
     if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
@@ -75,7 +75,7 @@ def model_named(path: Path) -> Path:
     """Return the path that a MODEL argument means.
 
     Raises:
-        InvalidModelError: it is no model; the message says what it is, and what to do.
+        InvalidModelError: it is not a model; the message says what it is, and what to do.
     """
     path = _checked(path, to_run=True)
     engine = engine_in(path)
@@ -88,17 +88,17 @@ def model_named(path: Path) -> Path:
 
 
 def runnable_named(path: Path) -> Path:
-    """Return the path that an ENGINE|MODEL argument means; errors as of `model_named`."""
+    """Return the path that an ENGINE|MODEL argument means; errors as in `model_named`."""
     return _checked(path, to_run=True)
 
 
 def checkpoint_named(path: Path) -> Path:
-    """Return the path that a CHECKPOINT argument means; errors as of `model_named`."""
+    """Return the path that a CHECKPOINT argument means; errors as in `model_named`."""
     return _checked(path, to_run=False)
 
 
 def engine_named(path: Path) -> Path:
-    """Return the path that an ENGINE argument means; errors as of `model_named`."""
+    """Return the path that an ENGINE argument means; errors as in `model_named`."""
     path = _checked(path, to_run=True)
     if path.is_dir() and engine_in(path) == path and models_in(path):
         raise InvalidModelError(
@@ -110,7 +110,7 @@ def engine_named(path: Path) -> Path:
 def _checked(typed: Path, *, to_run: bool) -> Path:
     path = _of_hub(typed)
     if not path.exists():
-        return path  # each command says it in its own words
+        return path  # each command reports a missing file itself
     for kind in (_pointer, _weights, _adapter, _foreign, _below):
         if said := kind(path):
             raise InvalidModelError(f"{typed}: {said}")
@@ -123,7 +123,7 @@ def _checked(typed: Path, *, to_run: bool) -> Path:
 
 
 def _of_hub(typed: Path) -> Path:
-    """The folder of the hub's cache for a name of the hub; any other path as it is.
+    """Return the folder in the hub's cache for a name on the hub; other paths unchanged.
 
     Raises:
         InvalidModelError: the model is not in the cache.
@@ -203,7 +203,7 @@ def _foreign(path: Path) -> str | None:
 
 
 def _below(path: Path) -> str | None:
-    """Models that lie one folder deeper."""
+    """Describe models that lie one folder deeper; None if there are none."""
     if not path.is_dir() or models_in(path) or (path / ENGINE).exists() or is_checkpoint(path):
         return None
     inner = sorted((path / "onnx").glob("*.onnx"))

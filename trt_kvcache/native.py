@@ -1,7 +1,7 @@
-"""Calls into native code that a model may make endless, so that a signal and the end of the interpreter can end them.
+"""Calls into native code that a model may make endless; signals and the end of the interpreter can interrupt them.
 
-Python handles a signal between two of its own steps: never, as long as the main thread is in such a call. And a daemon
-thread that is in one while the interpreter ends makes C++ abort the process.
+Python handles a signal between two of its own steps: not while the main thread is in such a call. A daemon thread that
+is in such a call when the interpreter ends makes C++ abort the process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["Endable", "calls_under_way", "end_calls"]
 _PATIENCE = 10.0  # seconds; a call ends at the next node of its graph
 _PAUSE = 0.01
 
-# Without a lock, which Ctrl-C could leave taken: each use is one step of Python.
+# No lock, which Ctrl-C could leave taken: each use is one step of Python.
 _calls: dict[Endable, int] = {}
 _numbers = itertools.count()
 _ending: list[bool] = []
 
 
 class Endable:
-    """``with endable:`` around a call, one at a time.
+    """Use ``with endable:`` around a call; one call at a time.
 
     Args:
-        stop: called from another thread, makes the call return soon.
+        stop: makes the call return soon; another thread calls it.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
@@ -48,12 +48,12 @@ class Endable:
 
 
 def calls_under_way() -> dict[Endable, int]:
-    """Return the calls under way, each with a number of its own."""
+    """Return the running calls, each with its own number."""
     return dict(_calls)
 
 
 def end_calls(calls: dict[Endable, int]) -> None:
-    """Make those return soon that are still under way."""
+    """Make those of the calls return soon that are still running."""
     for call, number in calls.items():
         if _calls.get(call) == number:
             call.stop()
@@ -61,7 +61,7 @@ def end_calls(calls: dict[Endable, int]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Let no thread be in a call when the interpreter ends. Threads that Python waits for have ended before."""
+    """End all calls before the interpreter ends. Threads that Python waits for have ended already."""
     _ending.append(True)
     late = time.monotonic() + _PATIENCE
     while _calls and time.monotonic() < late:

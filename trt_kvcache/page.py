@@ -1,7 +1,7 @@
-"""HTML: elements, tables, charts and whole pages, without a template and without anything from elsewhere.
+"""HTML: elements, tables, charts and whole pages, without templates and without external content.
 
-Names in them come from files from anywhere. `tag` is the only one that writes a text, and it escapes every text.
-Jinja2 saves no lines: it replaces `tag`, `table` and `page`, but not the geometry of charts.
+Names in a page may come from untrusted files. Only `tag` writes texts, and it escapes all of them. Jinja2 would save no
+lines: it could replace `tag`, `table` and `page`, but not the geometry of charts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ align-items:stretch}.step>span{transform:rotate(90deg);align-self:center}}
 
 
 class Html(str):
-    """A text that is HTML already; `tag` escapes any other."""
+    """A text that is HTML already; `tag` escapes all other texts."""
 
     __slots__ = ()
 
@@ -69,12 +69,12 @@ class Point(NamedTuple):
 
 
 def tag(element: str, *inside: object, **attributes: object) -> Html:
-    """Return an element: texts and attributes are escaped, control characters in them become visible.
+    """Return an element: texts and attributes are escaped, and control characters in them become visible.
 
     Args:
-        element: its name.
-        inside: texts and elements, in their order.
-        attributes: by name, with ``_`` for ``-``, and ``_`` after words of Python, as in ``class_``.
+        element: name of the element.
+        inside: texts and elements, in order.
+        attributes: attributes by name, with ``_`` for ``-``, and with ``_`` after Python's keywords, as in ``class_``.
     """
     pairs = "".join(f' {name.rstrip("_").replace("_", "-")}="{_text(value)}"' for name, value in attributes.items())
     return Html(f"<{element}{pairs}>{''.join(map(_text, inside))}</{element}>")
@@ -89,14 +89,14 @@ def _breaking(cell: object) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Return a table. Long names in it break at their parts, and it scrolls by itself where it is too wide."""
+    """Return a table. Long names in it break at their parts; a table that is too wide scrolls by itself."""
     head = tag("tr", *(tag("th", column) for column in columns))
     body = [tag("tr", *(tag("td", _breaking(cell)) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
 
 
 def page(title: str, *sections: Html) -> Html:
-    """Return a whole page, which loads nothing and runs nothing."""
+    """Return a whole page; it loads nothing and runs nothing."""
     meta = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -114,15 +114,15 @@ def chart(
     binary: bool = False,
     marks: Sequence[tuple[str, float]] = (),
 ) -> Html:
-    """Return lines over logarithmic axes, with a legend where there are several.
+    """Return lines over logarithmic axes, with a legend if there are several.
 
     Args:
-        title: of the chart, with the unit of its values.
-        x_label: of the axis.
+        title: title of the chart, with the unit of its values.
+        x_label: label of the x axis.
         lines: names and points; all numbers are positive.
-        y_text: a value as text.
-        binary: ticks of the values are powers of two.
-        marks: names and values with a line across, where they lie between those of the points.
+        y_text: returns a value as text.
+        binary: put the ticks of the values at powers of two.
+        marks: names and values that get a horizontal line, if they lie within the range of the points.
     """
     points = [point for _, line in lines for point in line]
     xs = sorted({point.x for point in points})
@@ -166,7 +166,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, color: str = "currentColor
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """The place of a value on a logarithmic axis; a single value lies in the middle."""
+    """Return a function from values to places on a logarithmic axis; a single value lies in the middle."""
     span = math.log(high / low)
     return lambda value: (start + end) / 2 if span == 0 else start + (end - start) * math.log(value / low) / span
 

@@ -1,11 +1,11 @@
-"""Progress of long work, for whoever shows it. Nobody does, unless `listening` says who.
+"""Progress of long work. It is reported to the function given to `listening`; without one, to nobody.
 
     with phase("decoding with the original", len(steps)) as done:
         for step in steps:
             ...
             done()
 
-Phases nest. Work in another thread is heard only if that thread runs in a copy of the context (`contextvars`).
+Phases nest. Work in another thread reports progress only if that thread runs in a copy of the context (`contextvars`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ProgressEvent:
     """Progress of one phase of a build, or of other long work; phases nest.
 
     Attributes:
-        phase: its name. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
-        parent: the phase that it is part of, or None.
+        phase: name of the phase. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
+        parent: the phase that contains it, or None.
         step, steps: `step` of `steps` are done.
         finished: the phase is over, even if some steps were not needed.
     """
@@ -42,7 +42,7 @@ _parent: ContextVar[str | None] = ContextVar("trt_kvcache_phase", default=None)
 
 
 def listener() -> Listener | None:
-    """Return the function that hears of progress, if any."""
+    """Return the function that receives progress, if any."""
     return _listener.get()
 
 
@@ -57,7 +57,7 @@ def listening(heard: Listener) -> Iterator[None]:
 
 
 def tell(event: ProgressEvent) -> None:
-    """Pass on an event of elsewhere; a phase without a parent becomes part of the phase that runs."""
+    """Pass on an event from elsewhere; a phase without a parent becomes part of the running phase."""
     _send(event if event.parent else replace(event, parent=_parent.get()))
 
 
@@ -66,8 +66,8 @@ def phase(name: str, steps: int = 1) -> Iterator[Callable[[], None]]:
     """Announce a phase that lasts as long as the block.
 
     Args:
-        name: in words for the user, such as ``"loading weights"``.
-        steps: how many there are; 1: nobody knows how far it is.
+        name: name for the user, such as ``"loading weights"``.
+        steps: number of steps; 1: progress within the phase is unknown.
 
     Yields:
         A function to call after each step.

@@ -1,4 +1,4 @@
-"""The places of the files that ship beside the code: ``configs`` and ``plugins``."""
+"""Paths of files that ship beside the code: ``configs`` and ``plugins``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _PACKAGE = Path(__file__).resolve().parent
 def resource_dir(name: Literal["configs", "plugins"]) -> Path:
     """Return the folder of shipped files with this name.
 
-    A wheel carries it inside the package; in a source tree (and so in an editable install) it lies beside the package,
-    which reaches ``plugins``, whose Python it imports, by a symbolic link.
+    In a wheel it lies inside the package. In a source tree (and so in an editable install) it lies beside the package,
+    and a symbolic link in the package leads to ``plugins``, so that its Python modules can be imported.
 
     Raises:
         FileNotFoundError: the installation is damaged: the folder is in neither place.

@@ -1,4 +1,4 @@
-"""Settings: what a field of options has beside type and default, said once for checks, flags and the reference."""
+"""Settings: text, limits and flag of an option's field, defined once for checks, flags and the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Setting", "check_settings", "described", "settings_of"]
 
 _Class = TypeVar("_Class", bound=type)
 _MANY = 10_000
-"""Limits from here on are those of number types, which nobody needs to read."""
+"""Larger limits are those of number types; messages leave them out."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,14 @@ class Setting:
         least: smallest number.
         most: largest number.
         unit: what a whole number counts, such as ``"tokens"``.
-        choices: legal texts; those of an enum follow from its type. A switch has ``("on", "off")`` as a flag.
-        flag: the flag's name without dashes, where it is not that of the field; two with a slash: yes and no.
-        short: the letter of a second name.
+        choices: legal texts; those of an enum follow from its type. A switch whose flag takes a value has ``("on",
+            "off")``.
+        flag: name of the flag without dashes, if it differs from the field's; two names with a slash: yes and no.
+        short: letter of the flag's short name.
         group: title of the flags in the help of a command.
         is_path: the text is the path of a file or folder.
-        read: makes the value of the text that the flag takes; Python's callers may give that text, too.
-        flag_type: of the flag, where it is not that of the field, such as ``list[int]`` for one that is repeatable.
+        read: converts the text of the flag to a value; callers in Python may give that text, too.
+        flag_type: type of the flag, if it differs from the field's, such as ``list[int]`` for a repeatable flag.
         has_flag: commands have a flag of that name and meaning.
     """
 
@@ -62,9 +63,9 @@ class Setting:
 
 @cache
 def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
-    """Return type, "may be None" and setting of each field that has one, by name, in the order of fields.
+    """Return type, "may be None" and setting of each field that has a setting, by name, in the order of fields.
 
-    The type of a field that may be of several is `object`.
+    If a field may have several types, the type is `object`.
     """
     settings = {}
     for field in fields(options):
@@ -89,10 +90,10 @@ def described(options: _Class) -> _Class:
 
 
 def check_settings(options: Any) -> None:
-    """Make plain values of those that a caller gave: enums and numbers of Python's own, paths as text.
+    """Convert the caller's values to plain ones: enums, Python's numbers, paths as text.
 
     Raises:
-        OptionError: a value is of another type, no choice, or out of range.
+        OptionError: a value has another type, is not a choice, or is out of range.
     """
     for name, (kind, optional, setting) in settings_of(options.__class__).items():
         value = getattr(options, name)

@@ -1,6 +1,6 @@
-"""Tensors of safetensors files in NumPy, bfloat16 included; where they lie, or read as a whole.
+"""Tensors of safetensors files in NumPy, including bfloat16: mapped from the file, or read as a whole.
 
-The file: 8 bytes with the length of a JSON header, the header, and the data. Format:
+A file consists of 8 bytes with the length of a JSON header, the header, and the data. Format:
 https://huggingface.co/docs/safetensors
 """
 
@@ -23,24 +23,24 @@ from trt_kvcache.files import open_regular
 __all__ = ["FLOATS", "StoredTensors"]
 
 FLOATS = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""Types that weights come in, by the names that the format has for them."""
+"""Supported types of weights, by their names in the format."""
 
-_HEADER = 100_000_000  # bytes at most, as the format says
+_HEADER = 100_000_000  # most bytes of the header, from the format's definition
 
 
 class StoredTensors:
-    """The tensors of floats of one file.
+    """The floating-point tensors of one file.
 
     Args:
-        path: of the file.
-        mapped: tensors stay in the file, which must not change meanwhile: the process dies of one that is cut. Else all
-            of it is read.
+        path: path of the file.
+        mapped: map the tensors from the file, which must not change meanwhile: if it is cut, the process crashes.
+            Otherwise the whole file is read.
 
     Attributes:
-        shapes: of all tensors, by name.
+        shapes: shapes of all tensors, by name.
 
     Raises:
-        OptionError: it cannot be read, or is cut short.
+        OptionError: the file cannot be read, or is cut short.
     """
 
     def __init__(self, path: Path, *, mapped: bool) -> None:
@@ -78,10 +78,10 @@ class StoredTensors:
         return iter(self._entries)
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """A view of a tensor in the file.
+        """Return a view of a tensor in the file.
 
         Raises:
-            OptionError: it is of no float type that is supported, or its size is not that of its shape.
+            OptionError: its type is not a supported float type, or its size does not fit its shape.
         """
         kind, shape, start, stop = self._entries[name]
         dtype = FLOATS.get(kind)

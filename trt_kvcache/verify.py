@@ -3,7 +3,8 @@
     model as exported -> rewritten model -> its caches quantized -> the session on the CPU
                                          -> the network that TensorRT parsed
 
-The model as exported decodes texts by itself, and chooses their tokens. Every other station decodes the same texts.
+The model as exported decodes texts with its own caches, and chooses the tokens. All other stations decode the same
+texts.
 """
 
 from __future__ import annotations
@@ -57,19 +58,21 @@ Array = npt.NDArray[Any]
 _PLAN = PlanOptions()
 _VERIFY = VerifyOptions()
 _CAPACITY = 96  # tokens of caches that grow: a decode reaches their end
-_WIDE = 2.0**-20  # rounding that is measured for what computes in float32: sixteen times its own
-_FLOOR = 5e-5  # the least that two computations in float32 may differ by (Gemma 3 270M: 2.5e-5)
+_WIDE = 2.0**-20  # rounding that is measured for computations in float32: sixteen times their own
+_FLOOR = 5e-5  # least allowed difference between two computations in float32 (Gemma 3 270M: 2.5e-5)
 _FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
-"""The same for models of these types: a rewrite rounds a constant, such as a scale, to the type of its model."""
-_TIMES = 5.0  # what a station may differ by, as a multiple of what rounding made
-_UNITS = 16.0  # at least so many units of rounding
-_SHOWS = 0.3  # of the logits: what allows more shows no fault
-_CHOSEN = 0.25  # of the positions of a model that chooses experts: where two are nearly equal, rounding decides
-_SMALLER = (GARBAGE, 100.0, 1.0)  # garbage that the model as exported hides, the largest first
-_NETWORK, _LARGE_NETWORK = 6, 4  # pieces that TensorRT's network runs: NumPy takes seconds for one of a large model
-_LARGE = 100 << 20  # bytes of weights of a large model: each run reads all of them
-_LAYER = 1e-4  # what a tensor inside of a model may differ by, as a share of its largest number
-_LAST = 4  # positions of a step whose logits are compared
+"""Least allowed differences by type of the model: a rewrite rounds a constant, such as a scale, to that type."""
+_TIMES = 5.0  # factor between the effect of rounding and the allowed difference of a station
+_UNITS = 16.0  # least allowed difference, in units of rounding
+_SHOWS = 0.3  # share of the logits; a larger allowed difference could not show a fault
+# share of positions that may differ in a model that chooses experts: rounding decides between nearly equal ones
+_CHOSEN = 0.25
+_SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage to try, the largest first: the model as exported must hide it
+# pieces that TensorRT's network runs: NumPy takes seconds for one piece of a large model
+_NETWORK, _LARGE_NETWORK = 6, 4
+_LARGE = 100 << 20  # bytes of weights that make a model large: each run reads all of them
+_LAYER = 1e-4  # allowed difference of a tensor inside of a model, as a share of its largest number
+_LAST = 4  # last positions of a step whose logits are compared
 
 
 def verify_model(
@@ -80,32 +83,32 @@ def verify_model(
 ) -> VerifyReport:
     """Decode the same texts at every station, and report how far their logits are apart.
 
-    The model as exported decodes each text by itself in ONNX Runtime: its presents go back to its pasts by name, and
-    nobody translates a cache. It computes in float32, and continues the texts greedily. Then, with the same tokens:
+    The model as exported decodes each text alone in ONNX Runtime: its presents become its pasts by name, unchanged. It
+    computes in float32, and continues the texts greedily. Then other stations decode the same tokens:
 
     - ``rewritten``: the rewritten model in float32, the texts in one batch at different places, with tight, bucketed
-      and full spans, and garbage in all cache rows that no token was written to;
-    - ``quantized``: with `PlanOptions.cache_dtype`, the model with such caches, against the rewritten model whose rows
-      are rounded in the same way by plain operators;
-    - ``session``: what `DecodeSession` runs on the CPU, in the model's own types, fusions included;
+      and full spans, and with garbage in all cache rows without a token;
+    - ``quantized``: with `PlanOptions.cache_dtype`, the model with quantized caches, against the rewritten model with
+      rows that standard operators round in the same way;
+    - ``session``: the model that `DecodeSession` runs on the CPU, in the model's own types, with fusions;
     - ``network``: the network that TensorRT's parser made, in NumPy, against the rewritten model.
 
-    What two stations may differ by follows from rounding alone, which is measured on the model as exported.
+    The allowed difference of two stations follows from rounding alone, which is measured on the model as exported.
 
     Args:
         model: path of an ONNX decoder with caches.
-        options: what to plan. Without a capacity, caches that grow get one that the decode fills.
-        verify: what to run.
-        rewritten: a file that `rewrite_model` wrote, to be compared with `model` in the place of a fresh rewrite. The
-            model is planned afresh, with the options that the file records.
+        options: options of the plan. Without a capacity, caches that grow get one that the decode fills.
+        verify: options of the verification.
+        rewritten: a file that `rewrite_model` wrote, compared with `model` instead of a new rewrite. The model is
+            planned again, with the options that the file records.
 
     Returns:
-        The report, also where the verification failed: `VerifyReport.check` raises then.
+        The report, even if the verification failed; `VerifyReport.check` raises an error then.
 
     Raises:
-        ModelError: the model cannot be planned, or ONNX Runtime does not run it; or `rewritten` records no options, or
-            has other inputs or outputs than a rewrite of `model`.
-        OptionError: an option does not fit the model; an input's values cannot be guessed.
+        ModelError: the model cannot be planned, or ONNX Runtime cannot run it; or `rewritten` records no options, or
+            its inputs or outputs differ from those of a rewrite of `model`.
+        OptionError: an option does not fit the model, or an input's values cannot be guessed.
         OutputError: temporary files do not fit onto the disk.
     """
     verify = as_options(verify, VerifyOptions, "verify")
@@ -129,7 +132,7 @@ def verify_model(
 def _verify(
     imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
 ) -> VerifyReport:
-    """Verify a model; `file`: is rewritten so."""
+    """Verify a model; `file` replaces its rewritten form."""
     options = replace(options, capacity=imported.plan.options.capacity)
     asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
     folder = None
@@ -147,14 +150,14 @@ def verify_import(
     imported: ImportedModel, verify: VerifyOptions = _VERIFY, quantized: ImportedModel | None = None,
     folder: Path | None = None, *, written: bool = False,
 ) -> VerifyReport:  # fmt: skip
-    """Verify a model that is planned and rewritten already; see `verify_model`.
+    """Verify a model that is already planned and rewritten; see `verify_model`.
 
     Args:
-        imported: both models.
-        verify: what to run.
+        imported: the model and its rewritten form.
+        verify: options of the verification.
         quantized: the same, rewritten with quantized caches.
-        folder: of the external data of the rewritten model, if it has any of its own.
-        written: the rewritten model was read from a file, which no session and no build takes.
+        folder: folder of the rewritten model's own external data, if it has any.
+        written: the rewritten model was read from a file; sessions and builds cannot use such a file.
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
@@ -165,7 +168,7 @@ def verify_import(
         raise UnsupportedModelError(
             f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"
         ) from None
-    except ValueError as error:  # of NumPy, where sizes do not fit
+    except ValueError as error:  # NumPy raises it if sizes do not fit
         raise UnsupportedModelError(
             f"{imported.source.path}: an input or output has axes that verify does not know ({error})"
         ) from error
@@ -173,7 +176,7 @@ def verify_import(
 
 @dataclass
 class _Verification:
-    """One verification: the decode of the model as exported, and what the stations need of it."""
+    """One verification: the decode of the model as exported, and data that the stations share."""
 
     imported: ImportedModel
     verify: VerifyOptions
@@ -211,7 +214,7 @@ class _Verification:
     title: str = ""
 
     def _run(self, name: str) -> Station:
-        """A station; what does not run here is said, and is no failure."""
+        """Run a station; if it cannot run here, its note says why, and it does not fail."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()
@@ -243,20 +246,20 @@ class _Verification:
 
     @cached_property
     def dtype(self) -> str:
-        """The narrowest floating-point type that the model as exported computes in."""
+        """The narrowest floating-point type in which the model as exported computes."""
         types = all_types(self.imported.source.proto)
         return "bfloat16" if TensorProto.BFLOAT16 in types else "float16" if TensorProto.FLOAT16 in types else "float32"
 
     @cached_property
     def rings(self) -> tuple[int, ...]:
-        """Rows of the caches that the model as exported holds whole, and the rewritten model as rings."""
+        """Rows of the caches that are whole in the model as exported, and rings in the rewritten model."""
         plan, fixed = self.imported.plan, fixed_rows(self.imported.plan, self.imported.source.proto.graph.input)
         rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
         return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
 
     @cached_property
     def large(self) -> bool:
-        """Weights are so large that each run of the model counts."""
+        """True if the weights are so large that each run of the model takes long."""
         return sum(byte_size(t) or 0 for t in iter_tensors(self.imported.source.proto)) > _LARGE
 
     @cached_property
@@ -269,7 +272,7 @@ class _Verification:
 
     @cached_property
     def given(self) -> dict[str, Array]:
-        """Inputs that no text says: the same at all stations."""
+        """Values of inputs that do not follow from the text: the same at all stations."""
         plan, values = self.imported.plan, load_inputs(self.verify.inputs)
         check_values(values, plan)
         drawn = draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed, twin=True)
@@ -284,10 +287,10 @@ class _Verification:
         return ExportedTexts(exported)
 
     def _hidden(self, reference: ExportedTexts) -> float:
-        """The largest garbage in caches of a fixed length that the model as exported hides itself."""
+        """Return the largest garbage, in caches of a fixed length, that does not change the model as exported."""
         original = self.imported.plan.original
         if original and not any(t.role is OriginalRole.FIXED_CACHE for t in original):
-            return GARBAGE  # caches that grow hold no rows without a token
+            return GARBAGE  # caches that grow have no rows without a token
         first = replace(self.decode, pieces=self.decode.pieces[:2])
         for garbage in _SMALLER:
             reference.exported.garbage = garbage
@@ -307,7 +310,7 @@ class _Verification:
 
     @cached_property
     def copies(self) -> Float32Copies:
-        """Float32 copies of all models: weights that they share are converted once."""
+        """Float32 copies of all models: shared weights are converted once."""
         return Float32Copies(self.scratch)
 
     @cached_property
@@ -329,7 +332,7 @@ class _Verification:
         return Rewritten(plan, self.limits, session.run, name, given, self.table, self.garbage, rings=rings)
 
     def _measured(self, unit: float) -> float:
-        """The largest difference that rounding makes of the logits of the model as exported, on the same texts."""
+        """Return the largest effect of rounding on the logits of the model as exported, on the same texts."""
         runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
         found = [*self._counted("what rounding makes", compare(self.decode, runner, np.inf))]
         return float(found[-1].largest)
@@ -343,7 +346,7 @@ class _Verification:
         )
 
     def _first_layer(self, found: Difference) -> str:
-        """The first layer of the rewritten model that differs in the piece and the text that differ."""
+        """Find the first layer of the rewritten model that differs, in the piece and the text that differ."""
         assert found.piece is not None
         assert found.row is not None
         model, folder = self.wide
@@ -358,7 +361,7 @@ class _Verification:
             reference = self._exported(edit)
             runner = self._runner(self.imported.plan, marked(model, taken), folder)
             reference.exported.also = tuple(taken)
-            kept = (*taken, output_of(self.imported.plan))  # caches hold garbage, each its own
+            kept = (*taken, output_of(self.imported.plan))  # caches hold garbage, each model its own
             reference.exported.watch = lambda _, outputs: wanted.update({n: outputs[n] for n in kept if n in outputs})
             runner.watch = lambda _, outputs: had.update(outputs)
             reference.start(self.decode.rows)
@@ -370,13 +373,13 @@ class _Verification:
                     at = piece.rows.index(row)
                     reference.step(replace(piece, rows=(row,)), tokens[at : at + 1])
         except (RunError, TrtKvCacheError, MemoryError):
-            return ""  # what is inside of a model may be larger than the model
+            return ""  # the inner tensors of a model may be larger than the model
         place = pieces[-1].rows.index(row), len(pieces[-1].rows)
         return first_layer(model, wanted, had, place, reference.exported.batch, max(_LAYER, found.allowed))
 
     @cached_property
     def rounded(self) -> Decode:
-        """The same texts, decoded by the rewritten model whose new rows are rounded as quantized caches round them."""
+        """The same texts, decoded by the rewritten model with rows rounded as in quantized caches."""
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
@@ -388,7 +391,7 @@ class _Verification:
 
     @cached_property
     def moved(self) -> Difference:
-        """How far such rows move logits."""
+        """How far rows rounded in this way move logits."""
         return [*compare(self.decode, _Replayed(self.rounded), np.inf)][-1]
 
     def _quantized(self) -> Station:
@@ -403,7 +406,7 @@ class _Verification:
         station = self._compared("quantized", runner, decode, _FLOOR, _WIDE, "the rewritten model with rounded rows")
         if station.passed or station.difference is None:
             return station
-        # A number in the middle between two codes may become either: that moves few positions, and those by little.
+        # A number in the middle between two codes may become either one: few positions change, and little.
         found = [*compare(decode, runner, _FLOOR, stop=False)][-1]
         if found.typical <= 10 * _FLOOR and found.largest <= moved.largest:
             return replace(station, passed=True, failure="", allowed=moved.largest,
@@ -428,7 +431,7 @@ class _Verification:
             session = SessionSteps(runner, self.given, self.table)
             if self.quantized is None:
                 return self._compared("session", session, self.decode, floor, unit, "the model as exported")
-            floor = max(floor, self.moved.largest)  # a number between two codes may become either
+            floor = max(floor, self.moved.largest)  # a number between two codes may become either one
             return self._compared(
                 "session", session, self.rounded, floor, unit, "the rewritten model with rounded rows"
             )
@@ -457,7 +460,7 @@ class _Verification:
         self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str,
         where: Callable[[Difference], str] = lambda _: "",
     ) -> Station:  # fmt: skip
-        """A station against what `decode` holds; rounding is measured only if it has to explain something."""
+        """Compare a station with `decode`; rounding is measured only if there is a difference to explain."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
         found = self._last(compare(decode, runner, floor if given is None else given, stop=not outliers))
         note = ""
@@ -496,7 +499,7 @@ def _finite(value: float) -> float | None:
 
 
 class _Replayed:
-    """Logits that are there already, as a runner."""
+    """A runner that returns stored logits."""
 
     name = ""
 

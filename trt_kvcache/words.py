@@ -1,7 +1,7 @@
-"""Options in messages: arguments in Python, flags on the command line. Sizes in words; control characters.
+"""Options in messages: arguments in Python, flags on the command line. Also sizes as text, and control characters.
 
-Messages are written with flags, such as ``--capacity 256``: no other text looks like one. `as_arguments` makes
-``capacity=256`` of it. `as_flags` does the reverse, for messages that name arguments of their own.
+Messages are written with flags, such as ``--capacity 256``, because no other text looks like a flag. `as_arguments`
+turns this into ``capacity=256``. `as_flags` does the reverse, for messages that name arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 __all__ = ["CONTROL", "FLAGS", "as_arguments", "as_flags", "human_bytes", "visible"]
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""Control characters, line breaks, and marks that turn the direction of text."""
+"""Control characters, line breaks, and marks that change the direction of text."""
 
 FLAGS = (
     "allow-origin", "backend", "bandwidth", "cache-dtype", "cache-layout", "capacity", "check", "check-memory",
@@ -23,7 +23,7 @@ FLAGS = (
     "strip-plan", "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers",
     "workspace",
 )  # fmt: skip
-"""Flags that messages of the library name, without their dashes. A test compares them with the messages."""
+"""Flags in messages of the library, without their dashes. A test compares them with the messages."""
 
 _LISTS = ("compute-capabilities",)
 _WORDS = (
@@ -41,7 +41,7 @@ _FLAG = re.compile(
 def as_arguments(message: str) -> str:
     """Return a message with its flags as arguments of Python: ``--capacity 256`` becomes ``capacity=256``.
 
-    Commands in quotes stay as they are.
+    Commands in quotes are not changed.
     """
 
     def argument(match: re.Match[str]) -> str:
@@ -63,11 +63,13 @@ def as_arguments(message: str) -> str:
 def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
     """Return a message with its arguments as the flags of a command: ``max_batch is 0`` becomes ``--max-batch is 0``.
 
-    Names are arguments only before ``is``, ``are``, ``above`` or ``=``. What a file says, ``FILE.json: ...``, stays.
+    Names count as arguments only before ``is``, ``are``, ``above`` or ``=``. Messages about a file, ``FILE.json: ...``,
+    are not changed.
 
     Args:
         message: one line.
-        flags: by argument: the flag, and the one that says no, or nothing; None for flags that take a value.
+        flags: by argument: the flag and its negative flag; "" instead of a flag that does not exist; None as negative
+            flag if the flag takes a value.
     """
     if re.match(r"\S*\.json: ", message) or not flags:
         return message
@@ -98,7 +100,7 @@ def visible(text: str, allowed: str = "") -> str:
     """Return a text with its control characters as Python's escapes.
 
     Args:
-        text: any.
-        allowed: control characters that stay, such as line breaks of our own.
+        text: any text.
+        allowed: control characters that stay, such as line breaks.
     """
     return CONTROL.sub(lambda match: match[0] if match[0] in allowed else ascii(match[0])[1:-1], text)

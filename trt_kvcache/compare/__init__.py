@@ -1,4 +1,4 @@
-"""Comparisons of one decode at every station, from the checkpoint to TensorRT's network.
+"""Compares one decode at every station, from the checkpoint to TensorRT's network.
 
-A runner decodes, and knows no other runner. A comparison takes what several of them gave, and knows no runner.
+A runner decodes, and does not know other runners. A comparison uses results of runners, and does not know runners.
 """

@@ -1,4 +1,4 @@
-"""What an engine is built for, as far as a decode has to know."""
+"""The sizes of an engine that a recorded decode must respect."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most that an engine was built for.
+    """The largest sizes that an engine was built for.
 
     Attributes:
-        logits: positions of a row with logits in a step; None: all.
-        positions: of a sequence; None: any.
-        encoder: length of an encoder's output that it takes, where that is open.
+        batch: most sequences in a step.
+        chunk: most tokens of a sequence in a step.
+        logits: most positions of a row with logits in a step; None: all.
+        positions: most positions of a sequence; None: no limit.
+        encoder: an encoder's output length that the engine accepts, if the model leaves it open.
     """
 
     batch: int

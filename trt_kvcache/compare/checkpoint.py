@@ -3,7 +3,8 @@
     python checkpoint.py CHECKPOINT DECODE.json LOGITS.npz
 
 This file needs torch and transformers, and nothing of this package: it runs in the interpreter of an exporter. A decode
-is ``{"texts": [[token, ...], ...], "cuts": [[tokens of a step, ...], ...]}``, the texts one after the other.
+is ``{"texts": [[token, ...], ...], "cuts": [[tokens of a step, ...], ...]}``; the texts are decoded one after the
+other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["decode", "save_logits"]
 
 
 def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Any]:
-    """The logits of each text, ``[tokens, vocabulary]``, decoded in steps with the cache that the model makes.
+    """Return the logits of each text, ``[tokens, vocabulary]``, decoded in steps with the cache that the model makes.
 
     Args:
         model: a causal language model of transformers.
@@ -41,12 +42,12 @@ def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[i
 
 
 def save_logits(path: str | Path, logits: Sequence[Any], first: int = 0) -> None:
-    """Write the logits of each text, by its number, of which `first` is the first."""
+    """Write the logits of each text under its number, counted from `first`."""
     import_module("numpy").savez(path, **{str(i): rows for i, rows in enumerate(logits, first)})
 
 
 def main() -> None:
-    """Decode with a checkpoint's folder."""
+    """Decode with the checkpoint in a folder."""
     checkpoint, asked, out = sys.argv[1:]
     torch, transformers = import_module("torch"), import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(

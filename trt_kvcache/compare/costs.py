@@ -1,9 +1,9 @@
-"""What a decode step has to read and write, counted in bytes: no time, but a limit to it.
+"""Counts the bytes that a decode step must read and write: not its time, but a limit for it.
 
-A step of one token has to read the weights and the rows of the caches that attention sees, and to write a row. What
-goes from layer to layer is small, and mostly stays inside of fused kernels: it is left out. So an engine that is larger
-than the caches of its GPU is never faster than the bytes that are counted here by the bandwidth of its memory.
-``tests/compare/test_costs.py`` compares with TensorRT's own networks.
+A step of one token reads the weights and the cache rows that attention sees, and writes a row. Tensors between layers
+are small, and mostly stay inside of fused kernels: they are left out. So an engine that is larger than the caches of
+its GPU cannot be faster than these bytes divided by the bandwidth of the GPU's memory. ``tests/compare/test_costs.py``
+compares the counts with TensorRT's own networks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["GPUS", "StepCost", "read_bandwidth", "step_cost", "usual_tokens"]
 GPUS = {
     "H200": 4800.0, "H100": 3350.0, "A100": 2039.0, "L40S": 864.0, "L4": 300.0, "RTX 5090": 1792.0, "RTX 4090": 1008.0,
 }  # fmt: skip
-"""Bandwidth of the memory in GB/s (10**9 bytes), from NVIDIA's data sheets: of H200 and H100 SXM, A100 SXM 80GB."""
+"""Memory bandwidth in GB/s (10**9 bytes), from NVIDIA's data sheets; H200 and H100 as SXM, A100 as SXM 80GB."""
 
 _FEW = 1024
 
@@ -29,11 +29,11 @@ class StepCost:
     """The bytes of a step of one token.
 
     Attributes:
-        tokens: of each sequence, with the new one.
-        batch: sequences.
-        weights: bytes of them, read once for all sequences.
-        rows: bytes of rows of caches that are read.
-        written: bytes of rows of caches that are written. What is not updated in place is read and written whole.
+        tokens: tokens of each sequence, including the new one.
+        batch: number of sequences.
+        weights: bytes of weights, read once for all sequences.
+        rows: bytes of cache rows that are read.
+        written: bytes of cache rows that are written. Caches that are not updated in place are read and written whole.
         states: bytes of states, read and written.
     """
 
@@ -51,21 +51,21 @@ class StepCost:
 
     @property
     def share(self) -> float:
-        """Share of the weights."""
+        """Share of the weights in the bytes of the step."""
         return self.weights / self.total
 
     def limit(self, bandwidth: float) -> float:
-        """The most tokens per second of all sequences that a memory of `bandwidth` GB/s allows."""
+        """Return the most tokens per second, of all sequences, that a memory of `bandwidth` GB/s allows."""
         return self.batch * bandwidth * 1e9 / self.total
 
 
 def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
-    """The bytes of a step of one token; None where the weights were not counted.
+    """Return the bytes of a step of one token; None if the weights were not counted.
 
     Args:
-        plan: of the model.
-        tokens: of each sequence, with the new one; at most what the caches hold counts.
-        batch: sequences; a fixed batch size in the model wins.
+        plan: plan of the model.
+        tokens: tokens of each sequence, including the new one; at most the capacity counts.
+        batch: number of sequences; a fixed batch size in the model wins.
     """
     if plan.weights <= 0:
         return None
@@ -84,22 +84,22 @@ def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
 
 
 def _rows(cache: CacheUpdate, tokens: int, keys: str, *, spans: bool) -> int:
-    """Rows that one attention reads."""
+    """Return the number of rows that one attention reads."""
     in_use = keys == "mask" or (keys == "span" and spans)
     return min(tokens, cache.capacity) if in_use else cache.capacity
 
 
 def usual_tokens(plan: CachePlan) -> tuple[int, ...]:
-    """Lengths of a text at which a step is worth knowing: a short one, and the longest that caches hold."""
+    """Return lengths of a text for which a step is shown: a short one, and the capacity."""
     longest = max((cache.capacity for cache in plan.caches), default=1)
     return (_FEW, longest) if longest > _FEW else (longest,)
 
 
 def read_bandwidth(text: str) -> float:
-    """GB/s of a text: a number, or the name of a GPU of `GPUS`.
+    """Return GB/s from a text: a number, or the name of a GPU in `GPUS`.
 
     Raises:
-        OptionError: it is neither.
+        OptionError: the text is neither.
     """
     named = {_plain(name): rate for name, rate in GPUS.items()}
     if (rate := named.get(_plain(text))) is not None:

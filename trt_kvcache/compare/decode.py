@@ -1,4 +1,4 @@
-"""A decode, cut into pieces, and the comparison of what several runners make of it. Neither knows any runner."""
+"""A decode in pieces, and the comparison of several runners' results of it. It knows no particular runner."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_
 
 Array = npt.NDArray[Any]
 
-_DISTANCE = 3  # tokens between the rows of a batch
-_REACH = 600  # tokens of a text, for the sake of a place that lies beyond them
-_CHUNKS = 48  # steps on the way to a place, at most
-_AFTER = 5  # tokens of a first step after those that are left out
-_SINGLES = 3  # tokens one by one, over each place
+_DISTANCE = 3  # difference in tokens between rows of a batch
+_REACH = 600  # most tokens of a text for the sake of a later place
+_CHUNKS = 48  # most steps on the way to a place
+_AFTER = 5  # tokens of the first step after skipped ones
+_SINGLES = 3  # single tokens around each place
 DRAWN = "drawn"
-"""The part of a decode before which caches hold random numbers."""
+"""The name of the part before which caches hold random numbers."""
 
-_SEEDS = 5  # random tokens, with which each text begins
+_SEEDS = 5  # random tokens at the start of each text
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Piece:
 
     Attributes:
         length: new tokens of each text.
-        rows: the texts: the first ones of the batch, each after tokens of its own number.
-        span: one of `trt_kvcache.importer.steps.inputs.SPAN_KINDS`, where the rows that are read are chosen.
-        kept: last positions whose logits are computed, where that is chosen; None: all.
-        part: of the decode: where the texts are, such as ``"window 512"``: at the end of an attention window.
-        skip: tokens of each text that are left out before: their cache rows are copies of those of tokens before them.
-        drawn: caches hold random numbers before, for so many tokens as there are then; `skip` may be negative.
+        rows: indices of the texts: the first ones of the batch, each with its own number of tokens before.
+        span: one of `trt_kvcache.importer.steps.inputs.SPAN_KINDS`, if the step chooses the rows that are read.
+        kept: number of last positions whose logits are computed, if the step chooses it; None: all.
+        part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
+        skip: tokens of each text that are skipped before this step: their cache rows are copies of earlier rows.
+        drawn: before the step, caches hold random numbers for all earlier tokens; `skip` may be negative.
     """
 
     length: int
@@ -55,10 +55,10 @@ class Piece:
 
 
 class Runner(Protocol):
-    """Decodes texts, and knows no other runner.
+    """Decodes texts. A runner does not know other runners.
 
     Attributes:
-        name: of what runs, for people.
+        name: name of the runtime, as text.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Runner(Protocol):
             tokens: int64 ``[R, length]``.
 
         Returns:
-            Logits ``[R, K, V]`` of the last K positions, 1 at least.
+            Logits ``[R, K, V]`` of the last K positions, K at least 1.
         """
         ...
 
@@ -85,13 +85,13 @@ class Decode:
     """Texts, and the pieces in which they are decoded.
 
     Attributes:
-        pieces: in their order.
-        rows: texts.
+        pieces: the pieces, in order.
+        rows: number of texts.
         vocabulary: token ids are 0 to ``vocabulary - 1``.
-        seed: of the tokens with which texts begin.
-        goes_on: texts go on with the reference's own tokens; else all tokens are random.
-        tokens: of each piece ``[R, length]``, once the reference has run.
-        wanted: logits of each piece, once the reference has run.
+        seed: seed of the random tokens at the start of each text.
+        goes_on: texts continue with the reference's own tokens; else all tokens are random.
+        tokens: tokens of each piece ``[R, length]``, after the reference has run.
+        wanted: logits of each piece, after the reference has run.
     """
 
     pieces: tuple[Piece, ...]
@@ -103,9 +103,9 @@ class Decode:
     wanted: list[Array] = field(default_factory=list)
 
     def run(self, reference: Runner) -> Iterator[int]:
-        """Decode with the reference, which chooses the tokens; gives the number of pieces that are done, one by one.
+        """Decode with the reference, which chooses the tokens; yield the number of finished pieces.
 
-        A text continues greedily, but never with a pair of tokens that it has already: a model repeats itself for ever.
+        A text continues greedily, but without repeating a pair of tokens: otherwise a model may repeat itself for ever.
         """
         rng = np.random.default_rng(self.seed)
         texts: list[list[int]] = [[] for _ in range(self.rows)]
@@ -133,18 +133,18 @@ def _next(text: Sequence[int], logits: Array) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """What one runner gives, against the reference.
+    """The results of one runner, compared with the reference.
 
     Attributes:
-        largest: difference, as a share of the largest logit of a position; infinite where one is finite and the other
-            is not.
-        allowed: the most that rounding explains.
-        pieces: that were compared.
-        typical: the median over positions of the length of the difference, as a share of the logits' own around their
+        largest: largest difference of a logit, as a share of the largest logit of its position; infinite if one is
+            finite and the other is not.
+        allowed: the largest difference that rounding explains.
+        pieces: number of compared pieces.
+        typical: median over positions of the length of the difference, as a share of the logits' length around their
             mean.
         agreement: share of positions with the same best token.
         beyond: share of positions that differ by more than is allowed.
-        piece, row, position: where the largest is; None: there is none.
+        piece, row, position: place of the largest difference; None: there is no difference.
     """
 
     largest: float
@@ -159,18 +159,18 @@ class Difference:
 
     @property
     def passed(self) -> bool:
-        """True if rounding explains it."""
+        """True if rounding explains the difference."""
         return self.largest <= self.allowed
 
 
 def compare(decode: Decode, runner: Runner, allowed: float, *, stop: bool = True) -> Iterator[Difference]:
-    """Decode with a runner, and compare it with the reference, piece by piece; the last one is of the whole decode.
+    """Decode with a runner and compare it with the reference; yield the difference of all pieces so far.
 
     Args:
-        decode: that the reference ran.
+        decode: a decode that the reference has run.
         runner: see `Runner`.
         allowed: see `Difference`.
-        stop: at the first piece that differs by more.
+        stop: stop at the first piece that differs by more.
     """
     runner.start(decode.rows)
     worst, shares, same, beyond = Difference(0.0, allowed, 0), list[float](), list[bool](), list[bool]()
@@ -199,18 +199,18 @@ def compare(decode: Decode, runner: Runner, allowed: float, *, stop: bool = True
 
 
 def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
-    """How far logits are apart, for each position: see `Difference.largest` and `Difference.typical`.
+    """Return how far logits are apart, for each position: see `Difference.largest` and `Difference.typical`.
 
     Args:
-        wanted: of the reference, ``[..., V]``.
-        had: of the same shape; another vocabulary differs throughout.
+        wanted: logits of the reference, ``[..., V]``.
+        had: the other logits; infinitely far if the shape, such as the vocabulary, differs.
     """
     if wanted.shape != had.shape:
         everywhere = np.full(wanted.shape[:-1], math.inf)
         return everywhere, everywhere
     one, other = wanted.astype(np.float64), had.astype(np.float64)
     known = np.isfinite(one)
-    with np.errstate(all="ignore"):  # what is not finite is compared, not warned of
+    with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
         error = np.where(known, other - np.where(known, one, 0), 0)
         centered = np.where(known, one - np.where(known, one, 0).mean(-1, keepdims=True), 0)
         far = np.abs(error).max(-1)
@@ -225,22 +225,23 @@ def plan_pieces(
     limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, whole: bool = False, full: bool = True,
     places: Mapping[int, str] = MappingProxyType({}), chunk: int = 64, far: bool = False, drawn: bool = False,
 ) -> tuple[Piece, ...]:  # fmt: skip
-    """The pieces of a decode: texts that begin one after the other, chunks, single tokens, and each place beyond.
+    """Return the pieces of a decode: texts that begin one after the other, chunks, single tokens, and later places.
 
-    Over each place at which something changes, the text in the middle goes token by token.
+    A place is a number of tokens at which something changes, such as a window's end. There the middle text gets single
+    tokens.
 
     Args:
-        limits: of the model.
-        plan: of the model.
+        limits: limits of the model.
+        plan: plan of the model.
         chunks: lengths of the chunks of a prompt.
-        tokens: single tokens after them.
-        whole: a prompt has to come in one step.
-        full: up to the last row of linear caches.
-        places: numbers of tokens that are places, too, and their names.
-        chunk: tokens of a step on the way to a place, at most.
-        far: places that lie too far away are reached, too: tokens on the way are left out (`Piece.skip`).
-        drawn: end with steps after random cache contents: attention of weights that nobody trained is so faint that
-            its faults show here alone.
+        tokens: number of single tokens after them.
+        whole: a prompt must be one step.
+        full: go up to the last row of linear caches.
+        places: more places, with their names.
+        chunk: most tokens of a step on the way to a place.
+        far: reach places that are far away, too: tokens on the way are skipped (`Piece.skip`).
+        drawn: end with steps after random cache contents: with untrained weights, attention has so little effect that
+            its faults show only here.
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
@@ -248,7 +249,7 @@ def plan_pieces(
     single, chunk = limits.length or 1, limits.length or min(limits.longest, chunk)
 
     def add(part: str, length: int, rows: tuple[int, ...] = everyone, skip: int = 0, *, drawn: bool = False) -> bool:
-        """Add a step; False: it does not fit."""
+        """Add a step; return False if it does not fit."""
         length = limits.length or min(length, limits.longest)
         if limits.indexed and room is not None and max(ends[r] for r in rows) + skip + length > room:
             return False
@@ -266,7 +267,7 @@ def plan_pieces(
         return True
 
     def walk(part: str, left: int) -> None:
-        """Add so many tokens in chunks, then single ones."""
+        """Add `left` tokens in chunks, then single ones."""
         skip = left - _AFTER if far and left > min(_REACH, _CHUNKS * chunk) else 0
         skip -= skip % single
         left -= skip
@@ -276,7 +277,7 @@ def plan_pieces(
             if not add(part, 1):
                 break
 
-    if whole:  # tokens of a step depend on each other: a prompt as a whole, then single tokens
+    if whole:  # tokens of a step depend on each other: one step for the prompt, then single tokens
         chunks = [max(sum(chunks), 1)]
     elif ragged:
         for row in range(limits.batch - 1):

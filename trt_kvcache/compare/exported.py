@@ -1,4 +1,4 @@
-"""The model as exported, which decodes by itself in ONNX Runtime: its presents become its pasts, by name, untouched."""
+"""Decodes with the model as exported in ONNX Runtime: its presents become its pasts, by name, unchanged."""
 
 from __future__ import annotations
 
@@ -42,37 +42,38 @@ _TABLE = (256, 0.5)  # rows of drawn embeddings, and the size of their numbers
 
 @dataclass
 class _Text:
-    """A text that is decoded: the number of its tokens so far, and what goes from step to step, by input."""
+    """A text that is decoded: its number of tokens so far, and the tensors that are passed on, by input."""
 
     length: int = 0
     carried: dict[str, Array] = field(default_factory=dict)
 
 
 class Exported:
-    """Decodes texts with the model as exported, each by itself; where its batch is fixed, in every row of it.
+    """Decodes texts with the model as exported, one text at a time. If its batch is fixed, all rows hold the same text.
 
-    The plan says what each input is, and which output becomes which input. Nobody translates a cache.
+    The plan gives the role of each input, and which output becomes which input. Caches are passed on without
+    conversion.
 
     Attributes:
         vocabulary: last size of the logits; None: open.
         batch: rows of the model's batch; all hold the same text.
-        garbage: what caches of a fixed length hold before the first token.
-        also: further outputs of the model, of which `watch` gets to know.
+        garbage: contents of caches of a fixed length before the first token.
+        also: more outputs of the model that `watch` gets.
         watch: called with inputs and outputs of each run.
-        last: positions of a piece whose logits are returned, at most.
+        last: most positions of a piece whose logits are returned.
 
     Args:
-        path: of the model, or the model as it was read.
-        plan: of it.
-        wide: float32 in the place of float16, so that rounding hides nothing. bfloat16 always becomes float32.
-        edit: of the model in float32, before it is opened.
-        copies: makes the float32 copy, whose file has to live as long; None: the copy has a file of its own.
-        given: inputs that no text says, by name, such as the output of an encoder: with a batch of 1, or a row for each
-            text.
-        table: embeddings ``[V, H]``, for a model that takes these in the place of tokens; None: drawn ones.
+        path: path of the model, or the model as it was read.
+        plan: plan of the model.
+        wide: compute float16 in float32, so that rounding hides nothing. bfloat16 always becomes float32.
+        edit: changes the model in float32, before it is opened.
+        copies: makes the float32 copy, whose file must live as long; None: the copy has its own file.
+        given: values of inputs that do not follow from the text, by name, such as the output of an encoder: with a
+            batch of 1, or a row for each text.
+        table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens; None: random ones.
 
     Raises:
-        UnsupportedModelError: ONNX Runtime does not open it, or its caches do not go back as they are.
+        UnsupportedModelError: ONNX Runtime cannot open the model, or its caches cannot be passed on unchanged.
     """
 
     def __init__(
@@ -125,21 +126,21 @@ class Exported:
         self._texts: list[_Text] = []
 
     def start(self, texts: Sequence[Sequence[int]]) -> None:
-        """Begin as many texts; those before are forgotten."""
+        """Begin as many texts; earlier ones are forgotten."""
         self._texts = [_Text() for _ in texts]
 
     def step(self, pieces: Sequence[Sequence[int]]) -> list[Array]:
         """Decode the next tokens of each text.
 
         Args:
-            pieces: of each text; without tokens, it rests.
+            pieces: tokens of each text; a text without tokens rests.
 
         Returns:
-            Logits of each text, float64 ``[S, V]``, of the tokens of its piece; if the model gives fewer, or `last`
-            says so, of the last.
+            Logits of each text, float64 ``[S, V]``, for the tokens of its piece; only for the last ones if the model
+                gives fewer, or `last` limits them.
 
         Raises:
-            UnsupportedModelError: the model does not run, or takes another number of tokens in a step.
+            UnsupportedModelError: the model cannot run, or takes another number of tokens in a step.
         """
         return [self._decode(number, piece) for number, piece in enumerate(pieces)]
 
@@ -166,11 +167,11 @@ class Exported:
             self.watch(feeds, outputs)
         text.carried = {past: outputs[present] for past, present in self._carried.items()}
         text.length += len(piece)
-        rows = by_position(outputs[self._logits], self._axes, 1)[0]  # all rows of the batch are this text
+        rows = by_position(outputs[self._logits], self._axes, 1)[0]  # all rows of the batch hold this text
         return np.asarray(rows[: len(rows) // self.batch][-self.last :], np.float64)
 
     def _fill(self, name: str, number: int, past: int, piece: Sequence[int]) -> Array:
-        """What an input holds in a step that has `past` tokens before it."""
+        """Return the value of an input in a step with `past` tokens before it."""
         tensor, dtype, new = self._inputs[name], self._types[name], len(piece)
         kept = tensor.kept if isinstance(tensor, OriginalTensor) else None
         shape, axes = self._shape(tensor, past if kept is None else min(past, kept), new)
@@ -213,7 +214,7 @@ class Exported:
             case "growing_cache" | "state" | "zeros":
                 values = np.zeros(())
             case _ if self._plan.original and all(t.name != name or t.role is Role.ZEROS for t in self._plan.tensors):
-                values = np.zeros(())  # the rewritten model lives without it: nothing reads its contents
+                values = np.zeros(())  # the rewritten model does not have this input: its contents do not matter
             case _:
                 raise UnsupportedModelError(
                     f"{self._path}: nothing says what input '{name}' {list(tensor.shape)} holds; give its values"
@@ -221,10 +222,10 @@ class Exported:
         return np.broadcast_to(values, shape).astype(dtype)
 
     def _shape(self, tensor: OriginalTensor | TensorRole, past: int, new: int) -> tuple[tuple[int, ...], Sequence[str]]:
-        """The shape of an input, and the names of its axes."""
+        """Return the shape of an input, and the names of its axes."""
         cache = self._caches.get(tensor.name)
         if cache is not None and tensor.role.value == "cache":
-            own = self._sizes[tensor.name]  # a window that became a ring is longer here
+            own = self._sizes[tensor.name]  # a window that became a ring has another length here
             shape = tuple(o if isinstance(o, int) else d for o, d in zip(own, cache.logical_shape, strict=True))
             axes: Sequence[str] = ("batch", *[""] * (len(shape) - 1))
         else:
@@ -242,19 +243,19 @@ class Exported:
         return self._plan.options.capacity or max((c.capacity for c in self._caches.values()), default=0)
 
     def _rows(self, name: str) -> int:
-        """Rows of the smallest cache that attention reads under an input, which are lengths or a mask."""
+        """Return the rows of the smallest cache that attention reads under an input of lengths or a mask."""
         masks = {m.name for m in self._plan.masks if name in (m.lengths, m.mask)}
         read = [self._capacity_of(past) for a in self._plan.attention if a.mask in masks for past in a.caches]
         return min(read or [self._capacity_of(past) for past in self._caches], default=0)
 
     def _capacity_of(self, past: str) -> int:
-        """Rows of a cache; a window that became a ring is longer here."""
+        """Return the rows of a cache; a window that became a ring has another length here."""
         cache, sizes = self._caches[past], self._sizes.get(past, ())
         own = sizes[cache.sequence_axis] if len(sizes) > cache.sequence_axis else None
         return own if isinstance(own, int) and not self._plan.original else cache.capacity
 
     def _visible(self, shape: tuple[int, ...], axes: Sequence[str], past: int, new: int, kept: int | None) -> Array:
-        """A causal mask ``[..., S, L]`` over rows of a cache: which keys each query sees."""
+        """Return a causal mask ``[..., S, L]`` over rows of a cache: the keys that each query sees."""
         keys, query = np.arange(shape[-1]), past + np.arange(new)[:, None]
         if kept is not None:  # the newest row is the last
             keys = keys + past + new - shape[-1]
@@ -265,7 +266,7 @@ class Exported:
 
 
 class ExportedTexts:
-    """A runner (`trt_kvcache.compare.decode.Runner`) of the model as exported: each text by itself."""
+    """A runner (`trt_kvcache.compare.decode.Runner`) over the model as exported: one text at a time."""
 
     def __init__(self, exported: Exported) -> None:
         self.exported, self.name = exported, f"ONNX Runtime {ort.__version__}, float32"
@@ -286,7 +287,7 @@ class ExportedTexts:
 
 
 def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Values of a step's tokens along the axis of these, the same in each row of a batch."""
+    """Return values of a step's tokens along the tokens' axis, the same in each row of a batch."""
     at = next((i for i, axis in enumerate(axes) if axis in ("sequence", "tokens")), len(shape) - 1)
     if not shape or shape[at] % len(values):
         return np.asarray(values[-1])
@@ -296,15 +297,16 @@ def _along(values: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
 def _open(
     model: ModelProto, folder: Path, copies: Float32Copies | None, edit: Callable[[ModelProto], ModelProto] | None
 ) -> ort.InferenceSession:
-    """A session without fusions; computes in float32 if `copies` is given."""
+    """Open a session without fusions; it computes in float32 if `copies` is given."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.enable_cpu_mem_arena = False  # caches that grow come in many sizes
+    options.enable_cpu_mem_arena = False  # growing caches have many sizes
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if copies is not None:
-        options.add_session_config_entry("session.disable_prepacking", "1")  # copies of weights, for few rows of use
+        # prepacking would copy weights, and there are few rows to use them
+        options.add_session_config_entry("session.disable_prepacking", "1")
         model, folder = copies.copy(model, folder)
-        model = open_types(model, wide=True)  # caches of types that are only moved
+        model = open_types(model, wide=True)  # caches of types that are moved, not computed with
     if edit is not None:
         model = edit(model)
     return open_in_time(for_session(model, folder, options), options)

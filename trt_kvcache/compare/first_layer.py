@@ -1,7 +1,8 @@
-"""The first layer of a rewritten model that gives something else than the model as exported.
+"""Finds the first layer of a rewritten model whose result differs from the model as exported.
 
-Both models have many tensors of equal names. A rewrite may give a name to other contents (a mask of another form), so
-that such a tensor differs and is right. What is computed from it agrees then; what is computed from a fault does not.
+Both models have many tensors of equal names. A rewrite may use a name for other contents (such as a mask of another
+form), so such a tensor may differ and still be right. Then tensors computed from it agree; tensors computed from a
+wrong one do not.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ Array = npt.NDArray[Any]
 
 
 def inner_names(model: ModelProto) -> list[str]:
-    """What the nodes of a model give, in their order, without its outputs."""
+    """Return the names of tensors that nodes of a model compute, in their order, without its outputs."""
     outputs = {o.name for o in model.graph.output}
     return [name for node in model.graph.node for name in node.output if name and name not in outputs]
 
 
 def marked(model: ModelProto, names: Iterable[str]) -> ModelProto:
-    """A copy of a model with these inner tensors among its outputs."""
+    """Return a copy of a model with these inner tensors among its outputs."""
     copy = copied(model)
     copy.graph.output.extend(ValueInfoProto(name=name) for name in names)
     return copy
@@ -38,25 +39,26 @@ def first_layer(
     model: ModelProto, wanted: Mapping[str, Array], had: Mapping[str, Array], place: tuple[int, int], batch: int,
     allowed: float,
 ) -> str:  # fmt: skip
-    """Say which node of a rewritten model is the first whose result differs.
+    """Describe the first node of a rewritten model whose result differs.
 
     Args:
         model: the rewritten model.
         wanted: tensors of the model as exported, for one text, by name.
         had: tensors of the rewritten model, by name.
-        place: of the text among those of the rewritten model's step, and their number.
+        place: index of the text in the rewritten model's step, and the number of texts there.
         batch: how many equal copies of the text the model as exported holds.
-        allowed: the largest difference that counts as none, as a share of a tensor's largest number.
+        allowed: the largest difference that counts as equal, as a share of a tensor's largest number.
 
     Returns:
-        The end of a message; empty where no tensor of both models can be compared and differs.
+        The end of a message; empty if no tensor of both models can be compared and differs.
     """
     differs = {
         name: share_between(*pair) > allowed
         for name, values in wanted.items()
         if name in had and (pair := _of_text(values, batch, had[name], place)) is not None
     }
-    suspects: dict[str, frozenset[str]] = {}  # by name: what differs and reaches it past nothing that was compared
+    # by name: differing tensors that it depends on, with no compared tensor in between
+    suspects: dict[str, frozenset[str]] = {}
     right: set[str] = set()
     for node in model.graph.node:
         before = frozenset[str]().union(*(suspects.get(name, ()) for name in node.input))
@@ -71,7 +73,7 @@ def first_layer(
 
 
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
-    """The part of both tensors that belongs to the text; None: they cannot be compared."""
+    """Return the parts of both tensors that belong to the text; None if they cannot be compared."""
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:
         return None

@@ -1,7 +1,7 @@
-"""A copy of a model that computes in float32 what the model computes in float16 and bfloat16.
+"""Copies a model so that it computes in float32 instead of float16 and bfloat16.
 
-Structure, masks, indices and layouts are the same, and small faults show that the rounding of the narrow type hides.
-ONNX Runtime has no kernels for bfloat16 on the CPU, and converts float16 products.
+Structure, masks, indices and layouts stay the same; small faults show that the rounding of the narrow type would hide.
+ONNX Runtime has no kernels for bfloat16 on the CPU, and converts products in float16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Float32Copies:
     """Copies of models that share weights: each weight is converted once, into one file.
 
     Args:
-        folder: an existing folder, which takes the file.
+        folder: an existing folder for the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,14 +40,14 @@ class Float32Copies:
         self, model: ModelProto, source: Path, replaced: Mapping[str, bytes | bytearray] | None = None,
         types: Collection[int] = NARROW,
     ) -> tuple[ModelProto, Path]:  # fmt: skip
-        """Return a copy and the folder of its external data; the model itself where it computes in float32 already.
+        """Return a copy and the folder of its external data; the model itself if it computes in float32 already.
 
         Args:
             model: any model.
             source: folder of its external data.
-            replaced: bytes of weights by name, which count instead of those in their files.
-            types: that become float32. Of a rewritten model, those of the model as exported: others round what that
-                does not round.
+            replaced: bytes of weights by name, used instead of those in their files.
+            types: types that become float32. For a rewritten model, give the types of the model as exported: other
+                narrow types round on purpose.
 
         Raises:
             OutputError: the data do not fit onto the disk.
@@ -77,7 +77,7 @@ class Float32Copies:
                 key, blocks = _blocks(tensor, source, replaced)
                 key = key, narrow
                 if key not in self._written:
-                    data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime maps them
+                    data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime can map them
                     offset, dtype = data.tell(), helper.tensor_dtype_to_np_dtype(tensor.data_type)
                     for block in blocks:
                         data.write(np.frombuffer(block, dtype).astype(np.float32).data if narrow else block)
@@ -103,7 +103,7 @@ def float32_copy(
 def _blocks(
     tensor: TensorProto, source: Path, replaced: Mapping[str, bytes | bytearray]
 ) -> tuple[Hashable, Iterator[bytes | bytearray]]:
-    """An identity of the bytes of a tensor, and the bytes."""
+    """Return a key that identifies a tensor's bytes, and the bytes."""
     if tensor.name in replaced:
         return (tensor.name,), iter([replaced[tensor.name]])
     if tensor.data_location != TensorProto.EXTERNAL:

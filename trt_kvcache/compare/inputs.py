@@ -1,4 +1,4 @@
-"""Values of inputs that the caller gives by name, in a file."""
+"""Values that the caller gives for inputs by name, in a file; and made-up values for other inputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trt_kvcache.machine import free_memory
 
 Array = npt.NDArray[Any]
 
-_KINDS = 256  # tokens that have numbers of their own; others share them
+_KINDS = 256  # tokens with numbers of their own; further ones share them
 
 _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
 
 def load_inputs(path: str | None) -> dict[str, Array]:
-    """Values by name from an ``.npz`` file.
+    """Read values by name from an ``.npz`` file.
 
     Raises:
         OptionError: the file cannot be read as one.
@@ -42,9 +42,9 @@ def load_inputs(path: str | None) -> dict[str, Array]:
             raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
         with file:
             return {name: file[name] for name in file.files}
-    except Exception as error:  # noqa: BLE001 - whatever zipfile, zlib and NumPy make of bytes that are none
+    except Exception as error:  # noqa: BLE001 - zipfile, zlib and NumPy raise many kinds of errors on damaged files
         said = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
-        if "pickle" in said:  # NumPy takes whatever it does not know for one, and says how to run it
+        if "pickle" in said:  # NumPy takes unknown bytes for a pickle, and advises to run it
             said = "it is none, or holds Python objects"
         raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
 
@@ -52,17 +52,17 @@ def load_inputs(path: str | None) -> dict[str, Array]:
 def numbers_of(
     name: str, tokens: Array, shape: Sequence[int], axes: Sequence[str], *, whole: bool = False
 ) -> Array:  # fmt: skip
-    """Numbers for an input that nothing explains: each token has its own, at every station.
+    """Return numbers for an input without a known role: each token has its own, equal at every station.
 
-    So a block of a model, which takes queries, keys and values, decodes texts as a whole model does.
+    So a part of a model, which takes queries, keys and values, decodes texts like a whole model.
 
     Args:
-        name: of the input.
+        name: name of the input.
         tokens: ``[R, S]``.
-        shape: of the input in this step.
-        axes: what its axes are; without ``"sequence"``, a text gets the numbers of its last token, and
-            without ``"batch"``, either, all get the same.
-        whole: 0 and 1, for an input of integers.
+        shape: shape of the input in this step.
+        axes: names of its axes. Without ``"sequence"``, a text gets the numbers of its last token; without ``"batch"``,
+            too, all texts get the same.
+        whole: give 0 and 1, for an input of integers.
     """
     axes = list(axes)
     if "batch" not in axes and len(tokens) > 1 and shape[:1] == (len(tokens),):  # a batch that is fixed
@@ -74,7 +74,8 @@ def numbers_of(
     if "sequence" not in axes:
         return np.broadcast_to(table[tokens[:, -1] % _KINDS] if "batch" in axes[:1] else table[0], shape)
     at = axes.index("sequence")
-    values = table[tokens % _KINDS] if "batch" in axes else table[None, : tokens.shape[1]]  # all texts share those
+    # all texts share the numbers of the first
+    values = table[tokens % _KINDS] if "batch" in axes else table[None, : tokens.shape[1]]
     if "batch" in axes:
         values = np.moveaxis(values, (0, 1), (axes.index("batch"), at))
     else:
@@ -83,12 +84,12 @@ def numbers_of(
 
 
 def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
-    """An output as ``[R, S, ...]``, flat from there on: one entry for each position, or one for each text.
+    """Return an output as ``[R, S, ...]``, flat from there on: one entry for each position, or one for each text.
 
     Args:
-        values: of the output.
-        axes: what its axes are, as the plan says.
-        rows: texts.
+        values: values of the output.
+        axes: names of its axes, from the plan.
+        rows: number of texts.
     """
     order = [name for name in ("batch", "sequence") if name in axes]
     if len(order) == 2 and list(axes[:2]) != order and len(axes) == values.ndim:
@@ -97,7 +98,7 @@ def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
 
 
 def guessed(plan: CachePlan, given: Collection[str]) -> str:
-    """The end of a message on a step that did not run: inputs of integers with drawn values, which may be illegal."""
+    """Return the end of a message about a failed step: integer inputs with random values, which may be illegal."""
     unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
     drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
     if not drawn:
@@ -110,10 +111,10 @@ def guessed(plan: CachePlan, given: Collection[str]) -> str:
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
-    """Refuses values for what is no input, or what verification sets itself.
+    """Refuse values for inputs that do not exist, or that verification sets itself.
 
     Raises:
-        OptionError: see above.
+        OptionError: there are such values.
     """
     roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
     for name in values:

@@ -1,10 +1,10 @@
-"""TensorRT's network, as its parser made it of a model, run by NumPy: no GPU is needed.
+"""Runs TensorRT's network, as its parser made it of a model, in NumPy: no GPU is needed.
 
-``INetworkDefinition`` says everything of a parsed network: layers with their attributes, constants, tensors. Each layer
-means what TensorRT documents of its class
-(https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); what that leaves
-open was measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. A layer that is not known here is
-refused by its name and type; nothing is passed over.
+``INetworkDefinition`` describes everything in a parsed network: layers with their attributes, constants, tensors. Each
+layer computes what TensorRT documents for its class
+(https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); undocumented
+details were measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. An unknown layer is refused with
+its name and type; no layer is skipped.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _CLASSES = {
     "SOFTMAX": "ISoftMaxLayer", "SQUEEZE": "ISqueezeLayer", "TOPK": "ITopKLayer", "UNARY": "IUnaryLayer",
     "UNSQUEEZE": "IUnsqueezeLayer",
 }  # fmt: skip
-"""The class of each type of layer that runs here: a layer gets its attributes by becoming one of it."""
+"""The class of each type of layer that can run here; changing a layer's class to it gives access to its attributes."""
 
 
 class NetworkError(TrtKvCacheError):
-    """A network does not run on what it is given: the message names the layer."""
+    """A network cannot run on its inputs; the message names the layer."""
 
 
 class UnknownLayerError(NetworkError):
-    """A network has a layer of a kind that does not run here: the message names it."""
+    """A network has a layer that cannot run here; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,8 @@ class Node:
     Attributes:
         kind: its type, such as ``"SLICE"``.
         layer: TensorRT's own object, of the class of its type.
-        inputs: names of its tensors; None: an optional one that is absent.
-        dtypes: of its outputs, by TensorRT's names, such as ``"HALF"``.
+        inputs: names of its input tensors; None: an optional one that is absent.
+        dtypes: dtypes of its outputs, by TensorRT's names, such as ``"HALF"``.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Node:
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the text of messages."""
         return f"layer '{self.name}' ({self.kind})"
 
 
@@ -83,21 +83,21 @@ class Network:
     """A parsed network that runs in NumPy.
 
     Floating-point tensors of all widths are float32 arrays here. With `wide` they keep the digits of float32, so that
-    small faults show; otherwise each layer's result is rounded to the type that the network gives it.
+    small faults show; otherwise each layer's result is rounded to its type in the network.
 
     Attributes:
         inputs: names of the inputs, in the network's order.
         outputs: names of the outputs.
-        nodes: the layers, each after those that it reads.
+        nodes: the layers; each comes after the layers that it reads.
 
     Args:
-        network: TensorRT's ``INetworkDefinition``. It, its builder and its parser have to live as long as this.
+        network: TensorRT's ``INetworkDefinition``. It, its builder and its parser must live as long as this object.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
-        wide: see above.
-        budget: bytes that constants may take in float32; further ones are widened at each use.
+        wide: do not round to narrow types, see above.
+        budget: bytes of constants that are kept in float32; further constants are converted at each use.
 
     Raises:
-        UnknownLayerError: a layer has a type that is not known here; the message names the first.
+        UnknownLayerError: a layer has an unknown type; the message names the first.
     """
 
     def __init__(self, network: Any, trt: Any, *, wide: bool = True, budget: int = 1 << 31) -> None:
@@ -118,13 +118,13 @@ class Network:
 
         Args:
             feeds: all inputs by name.
-            watch: called after each layer with what it gave.
+            watch: called after each layer with its results.
 
         Returns:
             All outputs by name; floating-point ones as float32.
 
         Raises:
-            NetworkError: a layer does not run on what it is given.
+            NetworkError: a layer cannot run on its inputs.
         """
         values: dict[str, Array] = {name: self._given(feeds[name], self._types[name]) for name in self.inputs}
         attentions: dict[str, list[Array | None]] = {}
@@ -132,7 +132,7 @@ class Network:
         for at, node in enumerate(self.nodes):
             read = [None if n is None else values[n] for n in node.inputs]
             try:
-                with np.errstate(all="ignore"):  # what is not finite is compared, not warned of
+                with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
                     results = self._results(node, read, attentions)
                     results = [self._given(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
             except NotImplementedError as error:
@@ -183,7 +183,7 @@ class Network:
         return results if isinstance(results, list) else [results]
 
     def _constant(self, node: Node) -> Array:
-        """A constant as it is used; kept, as long as all of them fit."""
+        """Return a constant in the type of its use; it is kept while the budget allows it."""
         name, layer = node.outputs[0], node.layer
         if name in self._constants:
             return self._constants[name]
@@ -194,7 +194,7 @@ class Network:
         return values
 
     def _given(self, given: Any, dtype: str) -> Array:
-        """Values as a tensor of a type."""
+        """Convert values to a tensor's type."""
         values: Array = np.asarray(given)
         if dtype == "BOOL":
             return np.asarray(values != 0)
@@ -204,7 +204,7 @@ class Network:
 
 
 def _ordered(nodes: list[Node], inputs: Sequence[str]) -> tuple[Node, ...]:
-    """The layers, each after those that it reads: TensorRT's own order is another one."""
+    """Return the layers, each after the layers that it reads: TensorRT's own order is another one."""
     makers = {name: node for node in nodes for name in node.outputs}
     halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.kind == "ATTENTION_INPUT"}
     done, order = {*inputs}, []
@@ -235,10 +235,10 @@ class _Struct(ctypes.Structure):
 
 
 def _weights(weights: Any) -> Array:
-    """The numbers of TensorRT's ``Weights``, which lie where the parser has them.
+    """Return the numbers of TensorRT's ``Weights``, which lie in the parser's memory.
 
-    Python is given no arrays of bfloat16, fp8 and int4. Their address stands in the object itself, behind its head
-    (pybind11's layout), and counts only if what stands beside it is the size of these weights.
+    TensorRT gives Python no arrays of bfloat16, fp8 and int4. Their address is in the object itself, after its header
+    (pybind11's layout). It is used only if the size stored beside it equals the size of these weights.
     """
     if isinstance(weights, np.ndarray):
         return weights
@@ -273,14 +273,14 @@ def _sigmoid(x: Array) -> Array:
 
 
 def _softmax(x: Array, axes: tuple[int, ...]) -> Array:
-    """Rows without any number above -inf give NaN, as in TensorRT."""
+    """Return the softmax. Rows without a number above -inf give NaN, as in TensorRT."""
     highest = x.max(axis=axes, keepdims=True)
     powers = np.exp(x - np.where(np.isfinite(highest), highest, 0))
     return np.asarray(powers / powers.sum(axis=axes, keepdims=True))
 
 
 def _attention(attention: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Array:
-    """``IAttention``: no scale of its own, no lengths; Q ``[B, N, S, H]``, K and V ``[B, M, T, H]``, M divides N."""
+    """Compute ``IAttention`` without scale and lengths; Q ``[B, N, S, H]``, K and V ``[B, M, T, H]``, M divides N."""
     for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
         if getattr(attention, lengths, None) is not None:
             raise NotImplementedError(f"it has {lengths}")
@@ -334,7 +334,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
 
 
 def _run_of(at: Array) -> Any:
-    """Indices as a slice, which copies nothing, where they rise one by one."""
+    """Return indices as a slice, which copies nothing, if they are consecutive."""
     if at.size and at[-1] - at[0] == at.size - 1 and (np.diff(at) == 1).all():
         return slice(int(at[0]), int(at[-1]) + 1)
     return at
@@ -347,7 +347,7 @@ def _shuffle(layer: Any, x: Sequence[Any]) -> Array:
     else:
         try:
             dims = list(layer.reshape_dims)
-        except (TypeError, ValueError):  # none are set
+        except (TypeError, ValueError):  # no sizes are set
             dims = list(data.shape)
     if layer.zero_is_placeholder:
         dims = [data.shape[i] if d == 0 else d for i, d in enumerate(dims)]
@@ -389,7 +389,7 @@ def _scatter(layer: Any, x: Sequence[Any]) -> Array:
 def _divide(a: Array, b: Array) -> Array:
     if a.dtype.kind == "f":
         return np.asarray(a / b)
-    return np.asarray(np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)))  # integers are cut towards 0
+    return np.asarray(np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)))  # integers are rounded towards 0
 
 
 _ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
@@ -426,7 +426,7 @@ _REDUCE: dict[str, Callable[..., Any]] = {
 
 
 def _activation(layer: Any, x: Sequence[Any]) -> Any:
-    # `type` is the layer's own type until it becomes one of its class, and the activation's after that.
+    # `type` is the layer's own type before its class is changed, and the activation's type afterwards.
     return _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta)
 
 
@@ -475,7 +475,7 @@ def _rotary(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _update(layer: Any, x: Sequence[Any]) -> Any:
-    """``IKVCacheUpdateLayer``: a row that does not fit is not written, without a word (measured, and its header)."""
+    """Compute ``IKVCacheUpdateLayer``. A row that does not fit is silently not written (measured, and its header)."""
     cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
         raise NotImplementedError(f"its mode is {_name(layer.cache_mode)}")
@@ -509,7 +509,7 @@ def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
 
 
 def _scales(layer: Any, data: Array, scale: Array) -> Array:
-    """Scales, one for each number: one for all, for each entry of an axis, or for each block."""
+    """Return scales that broadcast to the data: one for all, one for each entry of an axis, or one for each block."""
     if scale.size == 1:
         return np.asarray(scale.reshape(()))
     if scale.ndim == 1:
@@ -539,7 +539,7 @@ def _dequantize(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _convolution(layer: Any, x: Sequence[Any]) -> Any:
-    """A convolution over the last axes of ``[B, C, ...]``."""
+    """Compute a convolution over the last axes of ``[B, C, ...]``."""
     kernel = x[1] if len(x) > 1 and x[1] is not None else None
     sizes, groups, maps = tuple(layer.kernel_size_nd), layer.num_groups, layer.num_output_maps
     if kernel is None:

@@ -1,7 +1,7 @@
-"""The network that TensorRT's parser made of a rewritten model, against the model itself, before an engine is built.
+"""Compares the network that TensorRT's parser made of a rewritten model with the model, before an engine is built.
 
 ONNX Runtime runs the model and NumPy the network, both in float32, over the same few steps of a decode. All outputs are
-compared, caches as a whole among them: rows that no token was written to hold garbage, which has to stay as it is.
+compared, including whole caches: rows without a token hold garbage, which must not change.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ __all__ = ["NetworkComparison", "NetworkWatch", "compare_network", "share_betwee
 Array = npt.NDArray[Any]
 
 LIMIT = 2e-5
-"""The largest difference, as a share of an output's largest number: both sides compute in float32, and add in other
-orders. Measured on 33 stored exports: 2e-6."""
+"""The largest allowed difference, as a share of an output's largest number: both sides compute in float32, and add in
+different orders. Measured on 33 stored exports: 2e-6."""
 
 _ROWS = 2
 _PIECES = 4
-_COPIES = 4  # of caches: before and after a step, on each side
-_SHARE = 0.5  # of the memory that is free
+_COPIES = 4  # copies of caches: before and after a step, on each side
+_SHARE = 0.5  # share of the free memory
 
 
 @dataclass(frozen=True)
 class NetworkComparison:
-    """What a comparison of a network found.
+    """The result of comparing a network with its model.
 
     Attributes:
-        steps: that both ran.
-        difference: the largest, as a share of an output's largest number.
-        finding: what differs, and the first layer that does; empty: nothing.
-        note: why it was not compared; empty: it was.
+        steps: number of steps that both ran.
+        difference: the largest difference, as a share of an output's largest number.
+        finding: what differs, and the first layer that differs; empty: nothing.
+        note: why they were not compared; empty if they were.
     """
 
     steps: int
@@ -64,18 +64,18 @@ class NetworkComparison:
     note: str = ""
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the result as one line."""
         return (
             f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
         )
 
     @property
     def allowed(self) -> float:
-        """The largest difference that counts as none."""
+        """The largest difference that counts as equal."""
         return LIMIT
 
     def check(self) -> None:
-        """Does nothing where nothing differs.
+        """Raise an error if something differs.
 
         Raises:
             BuildError: the network computes something else than the model.
@@ -98,16 +98,16 @@ def compare_network(
         network: TensorRT's ``INetworkDefinition``.
         trt: the module that parsed it.
         content: the model that was parsed, as bytes.
-        folder: of its external data.
-        plan: of the model.
+        folder: folder of its external data.
+        plan: plan of the model.
         replaced: bytes of weights by name, which TensorRT was given instead of those in their files.
-        pieces: of a decode; none: a few.
-        tokens: of the pieces; none: random ones.
+        pieces: pieces of a decode; empty: a few default ones.
+        tokens: tokens of the pieces; empty: random ones.
         garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
 
     Returns:
-        What was found. A model that ONNX Runtime does not run, a layer that NumPy does not run here, or a model that
-        does not fit into memory is not compared, and the note says why.
+        The result. If ONNX Runtime cannot run the model, NumPy cannot run a layer, or the model does not fit into
+            memory, they are not compared, and the note says why.
     """
     model, limits = ModelProto.FromString(content), read_limits(plan, _ROWS)
     if why := too_large(model, plan, limits.batch):
@@ -134,13 +134,13 @@ def compare_network(
 
 
 def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> NetworkComparison:
-    """Run the network that was parsed of a model as exported beside the model itself, which decodes by itself.
+    """Run the network parsed from a model as exported beside the model itself, which decodes with its own caches.
 
     Args:
         network: TensorRT's ``INetworkDefinition``.
         trt: the module that parsed it.
-        path: of the model.
-        plan: of it, which says what its inputs are.
+        path: path of the model.
+        plan: plan of the model; gives the roles of its inputs.
     """
     try:
         run, given = Network(network, trt).run, draw_constants(plan, 1, 0, twin=True)
@@ -163,16 +163,17 @@ def _worst(had: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
 
 
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
-    """The largest difference of two tensors, as a share of the largest number of the first one.
+    """Return the largest difference of two tensors, as a share of the largest number of the first one.
 
-    Garbage, and codes of 8 bits and less, which rounding may move to their neighbours, do not count as largest.
-    Infinite where shapes differ, where one is finite and the other is not, or where whole numbers differ.
+    Garbage does not count as largest number. Codes of 8 bits or less may differ by one, because rounding may move them
+    to a neighbour. The result is infinite if shapes differ, if one number is finite and the other is not, or if whole
+    numbers differ.
     """
     if expected.shape != actual.shape:
         return math.inf
     if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
         return 0.0 if np.array_equal(expected, actual) else math.inf
-    differs = expected != actual  # of caches, few rows: what is equal is not looked at again
+    differs = expected != actual  # few rows of caches differ: equal numbers are not looked at again
     one, other = expected[differs].astype(np.float64), actual[differs].astype(np.float64)
     known = np.isfinite(one)
     if not np.array_equal(known, np.isfinite(other)) or not np.array_equal(one[~known], other[~known], equal_nan=True):
@@ -192,15 +193,15 @@ class NetworkWatch:
     """Runs a parsed network on the inputs of each step of its model, and compares all outputs.
 
     Attributes:
-        found: so far.
+        found: the result so far.
 
     Args:
         network: TensorRT's ``INetworkDefinition``.
         trt: the module that parsed it.
-        model: in float32.
-        folder: of its data.
+        model: the model in float32.
+        folder: folder of its external data.
         garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
-        steps: the numbers of those that are compared; None: all.
+        steps: numbers of the steps to compare; None: all.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class NetworkWatch:
             self._network = Network(network, trt)
 
     def __call__(self, feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
-        """Compare a step, unless something was found before."""
+        """Compare a step, unless an earlier step had a finding or a note."""
         self._seen += 1
         if self.found.finding or self.found.note or not (self._steps is None or self._seen - 1 in self._steps):
             return
@@ -230,7 +231,7 @@ class NetworkWatch:
 
     @contextmanager
     def _reported(self, count: int) -> Iterator[None]:
-        """What does not run is a note or a finding."""
+        """Turn errors of the network into a note or a finding."""
         try:
             yield
         except UnknownLayerError as error:
@@ -239,7 +240,7 @@ class NetworkWatch:
             self.found = NetworkComparison(count, math.inf, error.message)
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
-        """The first layer whose result differs, among those that have a tensor of the model as result."""
+        """Return the first layer whose result differs, among layers whose result is a tensor of the model."""
         known = {name for node in self._model.graph.node for name in node.output if name}
         taken = {o.name for o in self._model.graph.output}
         names = [name for node in self._network.nodes for name in node.outputs if name in known]
@@ -267,7 +268,7 @@ class NetworkWatch:
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
-    """Why a model does not fit into memory, computed before anything is opened; empty: it does."""
+    """Return why a model does not fit into memory; empty if it fits. Nothing is opened for that."""
     weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
     caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)
     needed, free = weights + _COPIES * caches, int(_SHARE * free_memory())

@@ -1,12 +1,12 @@
-"""The proof of an engine: a decode, stored with its logits and with numbers of its caches, and what it may differ by.
+"""The proof of an engine: a stored decode, with logits, numbers of the caches, and the allowed differences.
 
-The rewritten model decodes in float32; the model as exported has to give the same logits for the first part. The file
-is safetensors, with what is no array as JSON in its header:
+The rewritten model decodes in float32; the model as exported must give the same logits for the first part. The file is
+safetensors; its header has the other facts as JSON:
 
 <piece>/tokens    int32 [R, S]
-<piece>/logits    float32 [R, K, C]: of the last K positions
-<piece>/columns   int32 [R, K, C]: the tokens that these logits are of; absent: all
-<part>/<past>     float32 [R, T, W]: W numbers of the cache rows of the T newest tokens after a part; of state, T is 1
+<piece>/logits    float32 [R, K, C]: logits of the last K positions
+<piece>/columns   int32 [R, K, C]: the tokens of these logits; absent: all tokens
+<part>/<past>     float32 [R, T, W]: W numbers of the T newest tokens' cache rows after a part; for state, T is 1
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"
-"""In place of the name of the logits' output, beside the names of caches."""
+"""Used for the logits, where caches have their names."""
 
-_MOST = 1 << 31  # tokens, rows, and what else is counted
-_TABLE, _SIZE = 256, 0.5  # embeddings that stand for tokens, and the size of the numbers in them
+_MOST = 1 << 31  # bound of tokens, rows and other counts
+_TABLE, _SIZE = 256, 0.5  # rows of a table of embeddings that replace tokens, and the size of its numbers
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,19 @@ class Facts:
     """A proof without its arrays.
 
     Attributes:
-        recorded_on: what ran the model.
-        dtype: that the rounding was measured for: ``"float32"`` (as TF32 rounds it), ``"float16"`` or ``"bfloat16"``.
-        vocab: numbers of a position's logits.
-        seed: of garbage, constants and embeddings.
-        garbage: magnitude of what lies in cache rows without a token.
-        encoder: length of an encoder's output, where it is open.
-        pieces: of the decode; `Piece.kept` positions of each are compared at most.
-        chooses: the model chooses experts: where two are nearly equal, rounding decides, and a row comes out otherwise.
-        digest: of what the seed gives: another version of NumPy could give something else.
-        allowed: what an output may differ by, by names of part and output; others show nothing, and are not compared.
-        uneven: times as much that one row of a part may differ by.
-        note: why some output shows nothing; empty where all do.
+        recorded_on: the runtime that ran the model.
+        dtype: the type whose rounding was measured: ``"float32"`` (as TF32 rounds it), ``"float16"`` or ``"bfloat16"``.
+        vocab: number of logits of a position.
+        seed: seed of garbage, constants and embeddings.
+        garbage: magnitude of values in cache rows without a token.
+        encoder: length of an encoder's output, if the model leaves it open.
+        pieces: pieces of the decode; at most `Piece.kept` positions of each are compared.
+        chooses: the model chooses experts: if two are nearly equal, rounding decides, and a row may differ.
+        digest: digest of numbers drawn from the seed: another version of NumPy may draw other numbers.
+        allowed: allowed differences, by names of part and output; other outputs could not show a fault, and are not
+            compared.
+        uneven: factor by which one row of a part may differ more.
+        note: why some output cannot show a fault; empty if all can.
     """
 
     recorded_on: str
@@ -75,17 +76,17 @@ class Facts:
 
     @property
     def rows(self) -> int:
-        """Texts that are decoded."""
+        """Number of texts that are decoded."""
         return max(len(p.rows) for p in self.pieces)
 
     @property
     def chunk(self) -> int:
-        """Tokens of the longest step."""
+        """Number of tokens of the longest step."""
         return max(p.length for p in self.pieces)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the texts before and after each step."""
+        """Number of tokens of the texts before and after each step."""
         ends, found = [0] * self.rows, list[int]()
         for piece in self.pieces:
             for row in piece.rows:
@@ -94,7 +95,7 @@ class Facts:
         return found
 
     def starts(self, number: int) -> list[int]:
-        """Tokens of each text before the step with this number."""
+        """Return the number of tokens of each text before the step with this number."""
         done = [*self.pieces[:number], replace(self.pieces[number], length=0)]
         return [sum(p.skip + p.length for p in done if row in p.rows) for row in range(self.rows)]
 
@@ -113,11 +114,11 @@ class Proof:
 
 
 def encode_proof(proof: Proof, engine: str) -> bytes:
-    """The bytes of a proof's file.
+    """Return the bytes of a proof's file.
 
     Args:
         proof: the proof.
-        engine: BLAKE3 (hex) of the engine that it is of.
+        engine: BLAKE3 (hex) of its engine.
     """
     facts = msgspec.json.encode(proof.facts).decode()
     content: bytes = save(proof.arrays, {"format": FORMAT, "engine": engine, "facts": facts})
@@ -125,10 +126,10 @@ def encode_proof(proof: Proof, engine: str) -> bytes:
 
 
 def decode_proof(content: bytes) -> tuple[Proof, str]:
-    """A proof and the BLAKE3 of its engine, from the bytes of its file.
+    """Read a proof and the BLAKE3 of its engine from the bytes of its file.
 
     Raises:
-        ValueError: they are none.
+        ValueError: the bytes are not a proof.
     """
     try:
         size = int.from_bytes(content[:8], "little")
@@ -144,7 +145,7 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
 
 
 def _faults(proof: Proof) -> Iterator[str]:
-    """What a proof says that cannot be, in words. Its reader relies on the rest, and compares sizes with an engine."""
+    """Yield facts of a proof that are impossible, as text. Readers rely on all other facts."""
     facts, arrays = proof.facts, proof.arrays
     if not facts.pieces or any(p.rows != tuple(range(len(p.rows))) or not p.rows for p in facts.pieces):
         yield "it has no steps, or one that is not of the first texts"
@@ -178,7 +179,7 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 
 def draws_digest(seed: int) -> str:
-    """BLAKE3 (hex) of numbers drawn in all ways that are used here: NumPy may change what a seed gives."""
+    """Return the BLAKE3 (hex) of random numbers drawn in all ways that proofs use: NumPy may change them."""
     rng, digest = np.random.default_rng([seed, 3]), blake3()
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
     for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
@@ -187,7 +188,7 @@ def draws_digest(seed: int) -> str:
 
 
 def token_table(plan: CachePlan, seed: int) -> Array | None:
-    """Embeddings ``[V, H]`` that stand for tokens; None: the model takes tokens."""
+    """Return embeddings ``[V, H]`` that replace tokens; None if the model takes tokens."""
     tokens = plan.tensor(Role.TOKENS)
     if tokens is None or not tokens.embedded:
         return None
@@ -195,14 +196,14 @@ def token_table(plan: CachePlan, seed: int) -> Array | None:
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
-    """Numbers ``[T, W]`` of the rows of the newest tokens, spread evenly, so that each head has some.
+    """Return numbers ``[T, W]`` of the newest tokens' rows, evenly spread, so that each head has some.
 
     Args:
-        cache: a cache, or state, which has one row.
-        values: of one text ``[*physical_shape[1:]]``.
-        end: tokens of the text.
-        count: T, of a cache.
-        width: W, at most.
+        cache: a cache; or state, which has one row.
+        values: values of one text ``[*physical_shape[1:]]``.
+        end: number of tokens of the text.
+        count: T, for a cache.
+        width: largest W.
     """
     rows = cache.physical_rows(values[None])[0]
     rows = rows.reshape(1 if cache.update is None else len(rows), -1)

@@ -1,7 +1,7 @@
-"""The reference for quantized caches: a model whose rows are rounded to codes by plain operators, in the way of ONNX.
+"""The reference for quantized caches: a model in which standard ONNX operators round the rows to codes.
 
-It shares no code with the edit that makes caches of codes (`trt_kvcache.importer.extensions.quantized_caches`), which
-packs and moves them; their definition is the same, as `docs/caches.md` has it:
+It shares no code with the edit that quantizes caches (`trt_kvcache.importer.extensions.quantized_caches`), which packs
+and moves codes; the definition is the same, from `docs/caches.md`:
 
     turned = row R,   scale = max(|turned|) / M,   row' = round(turned / scale) scale R
 """
@@ -24,7 +24,7 @@ _MOST = {CacheDtype.INT8: 127.0, CacheDtype.INT4: 7.0, CacheDtype.FP8: 448.0}
 
 
 def hadamard(size: int) -> npt.NDArray[np.float32]:
-    """Sylvester's matrix, orthonormal ``[size, size]``, in blocks of the largest power of two that divides `size`."""
+    """Sylvester's matrix, orthonormal ``[size, size]``, in blocks of the largest power of two dividing `size`."""
     block = np.ones((1, 1))
     while size % (2 * len(block)) == 0:
         block = np.block([[block, block], [block, -block]]) / np.sqrt(2)
@@ -32,15 +32,15 @@ def hadamard(size: int) -> npt.NDArray[np.float32]:
 
 
 def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions) -> ModelProto:
-    """A copy of a rewritten float32 model that rounds each new row of its caches.
+    """Return a copy of a rewritten float32 model that rounds each new row of its caches.
 
     Args:
-        model: with its own caches.
-        plan: of it.
-        options: say to which type, and with which ranges.
+        model: the model, with its own caches.
+        plan: plan of the model.
+        options: give the type of the codes, and their ranges.
 
     Raises:
-        UnsupportedModelError: a cache is not written by a node of its own.
+        UnsupportedModelError: a cache is not written by its own TensorScatter.
     """
     assert options.cache_dtype is not None
     copy, most = copied(model), _MOST[options.cache_dtype]
@@ -64,7 +64,7 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
 def _rounded(
     model: ModelProto, rows: str, name: str, size: int, most: float, scale: float | None, kind: CacheDtype
 ) -> tuple[list[NodeProto], str]:
-    """Nodes that round rows ``[..., size]``, and the name of the result."""
+    """Return nodes that round rows ``[..., size]``, and the name of the result."""
     prefix = f"trt_kvcache.compare/{name}"
     low = -most if scale is None or kind is CacheDtype.FP8 else -most - 1
     numbers = {"R": hadamard(size), "most": most, "low": low, "least": float(np.finfo(np.float32).tiny)}
@@ -101,7 +101,7 @@ def _rounded(
 
 
 def with_numbers(plan: CachePlan, model: ModelProto) -> tuple[CachePlan, ModelProto]:
-    """A plan and its model with float32 in the place of inputs and outputs of float8, which NumPy does not have."""
+    """Return a plan and its model with float32 instead of float8 inputs and outputs: NumPy has no float8."""
     values = [*model.graph.input, *model.graph.output]
     narrow = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT8E4M3FN}
     if not narrow:

@@ -1,9 +1,9 @@
-"""Recording a proof: a decode of the rewritten model in float32, twice: as it is, and with rounding.
+"""Records a proof: a decode of the rewritten model in float32, twice: exactly, and with rounding.
 
-The rewritten model has the engine's own interface, so that nobody translates a cache; the model as exported decodes the
-first part, too, and has to give the same logits. Caches hold what the model wrote into them, and the text is its own:
-on random cache contents and random tokens, rounding is amplified far more than on what a model was trained to see, and
-tolerances, which follow rounding, would hide faults.
+The rewritten model has the engine's interface, so caches need no conversion. The model as exported decodes the first
+part, too, and must give the same logits. Caches hold what the model wrote, and the text is the model's own. Random
+cache contents and random tokens amplify rounding far more than texts like those of training; the tolerances, which
+follow rounding, would then hide faults.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ __all__ = ["Bounds", "Watch", "chooses_experts", "record_proof"]
 
 Array = npt.NDArray[Any]
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
-"""Is called with the inputs and outputs of each step of the rewritten model."""
+"""A function that is called with the inputs and outputs of each step of the rewritten model."""
 
-_ROWS, _FEWEST = 3, 2  # texts; an engine of one sequence replays them one after the other
+_ROWS, _FEWEST = 3, 2  # number of texts; an engine of one sequence replays them one after the other
 _SEED = 0
 _GARBAGE = {"float32": 1e4, "bfloat16": 1e4, "float16": 30.0}
-"""Far above what caches hold; scores of it still fit into the type."""
+"""Far above the values in caches; scores computed from it still fit into the type."""
 
 _PROMPT = (5, 3, 1)
-_SETTLED = 40  # tokens, after which rounding makes no more difference than later (measured on SmolLM2 and Gemma 3)
-_SPAN = 256  # rows of the first span of an engine
-_CHUNK = 256  # tokens of a step on the way to a place
-_POSITIONS = 4  # of a step, whose logits are kept, at most
-_LOGITS = 1 << 24  # of a text in a step
-_ALL = 384 << 10  # bytes of logits, up to which all are kept
+_SETTLED = 40  # tokens after which rounding no longer grows (measured on SmolLM2 and Gemma 3)
+_SPAN = 256  # rows of an engine's first span
+_CHUNK = 256  # most tokens of a step on the way to a place
+_POSITIONS = 4  # most positions of a step whose logits are kept
+_LOGITS = 1 << 24  # logits of a text in a step, at most
+_ALL = 384 << 10  # bytes of logits, up to which all logits are kept
 _HIGH, _COLUMNS = 64, 256
-_SAMPLES = 384 << 10  # bytes of cache rows
-_WIDEST, _NEWEST = 64, 8  # numbers of one cache row that are kept, and rows
+_SAMPLES = 384 << 10  # bytes of cache rows, at most
+_WIDEST, _NEWEST = 64, 8  # numbers of one cache row that are kept, and number of rows
 _MOST_BYTES = 960 << 10
 _LEAST = 5  # steps
-_TIED = 1e-3  # of the logits: what the rewritten model may differ by from the model as exported
+_TIED = 1e-3  # share of the logits by which the rewritten model may differ from the model as exported
 
 
 def record_proof(
@@ -72,20 +72,21 @@ def record_proof(
     replaced: Mapping[str, bytes | bytearray] | None = None,
     watch: Callable[[ModelProto, Path, float], Watch] | None = None,
 ) -> Proof:  # fmt: skip
-    """Decode a model on ONNX Runtime, and keep what an engine of it has to give.
+    """Decode a model in ONNX Runtime, and keep the results that its engine must repeat.
 
     Args:
         imported: the model and its plan.
-        bounds: of the engine.
-        steps: how many; None: as many as it takes, about 20.
-        seconds: after which the decode ends; None: it may take any.
-        replaced: bytes of weights by name, which count instead of those in their files.
-        watch: makes what looks at each step, of the rewritten model in float32, the folder of its data and the garbage.
+        bounds: sizes of the engine.
+        steps: number of steps; None: as many as are useful, about 20.
+        seconds: time limit of the decode; None: no limit.
+        replaced: bytes of weights by name, used instead of those in their files.
+        watch: returns a function that is called at each step; it takes the rewritten model in float32, the folder of
+            its data and the garbage.
 
     Raises:
-        UnsupportedModelError: the model has no tokens or no logits, or ONNX Runtime does not run it; or the rewritten
-            model does not give the logits of the model as exported.
-        OptionError: it does not fit into memory, or takes too long.
+        UnsupportedModelError: the model has no tokens or no logits, or ONNX Runtime cannot run it; or the rewritten
+            model and the model as exported give different logits.
+        OptionError: the decode does not fit into memory, or takes too long.
         OutputError: temporary files do not fit onto the disk.
     """
     path = imported.source.path
@@ -100,13 +101,13 @@ def record_proof(
 
 
 def chooses_experts(model: ModelProto) -> bool:
-    """True if a model chooses experts: where two are nearly equal, rounding decides."""
+    """Return True if a model chooses experts: if two are nearly equal, rounding decides."""
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
 @dataclass
 class _Heard:
-    """What a decode gave: logits ``[R, K, V]`` of each piece, and ``[R, T, W]`` by ``<part>/<past>``."""
+    """Results of a decode: logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``."""
 
     logits: list[Array]
     rows: dict[str, Array]
@@ -119,7 +120,7 @@ class _Recording:
     ) -> None:  # fmt: skip
         plan, source = imported.plan, imported.source
         self._imported, self._plan, self._bounds, self._copies, self._seconds = imported, plan, bounds, copies, seconds
-        self._took = 0.0  # seconds of ONNX Runtime
+        self._took = 0.0  # seconds in ONNX Runtime
         model, _ = for_cpu(imported.model)
         self._model, self._folder = copies.copy(model, source.path.parent, replaced)
         self._dtype = rounding_dtype(source.proto, twin=has_bfloat16(source.proto))
@@ -166,7 +167,7 @@ class _Recording:
         )  # fmt: skip
 
     def _heard(self, runner: Rewritten) -> _Heard:
-        """Decode the texts; the first time, which chooses the tokens, no longer than there is time."""
+        """Decode the texts. The first decode chooses the tokens, and stops at the time limit."""
         decode, heard, first = self.decode, _Heard([], {}), not self.decode.tokens
         steps = decode.run(runner) if first else _again(decode, runner, heard.logits)
         for count in steps:
@@ -188,7 +189,7 @@ class _Recording:
         return heard
 
     def _rows(self, runner: Rewritten, part: str) -> dict[str, Array]:
-        """Numbers of the newest cache rows after a part."""
+        """Return numbers of the newest cache rows after a part."""
         lengths = [[p.length for p in self.decode.pieces if p.part == part and r in p.rows]
                    for r in range(self.decode.rows)]  # fmt: skip
         fewest, found = min(sum(own) for own in lengths), {}
@@ -201,10 +202,10 @@ class _Recording:
         return found
 
     def _tie(self) -> None:
-        """Let the model as exported decode the first part, where it can.
+        """Let the model as exported decode the first part, if it can, and compare the logits.
 
         Raises:
-            UnsupportedModelError: it gives other logits than the rewritten model.
+            UnsupportedModelError: its logits differ from those of the rewritten model.
         """
         decode, source = self.decode, self._imported.source
         if self._plan.options.cache_dtype is not None:
@@ -216,7 +217,7 @@ class _Recording:
             )
             exported.last = _POSITIONS
             found = [*compare(first, ExportedTexts(exported), _TIED)][-1]
-        except UnsupportedModelError:  # it does not decode by itself: the check has compared its parts
+        except UnsupportedModelError:  # it cannot decode with its own caches: the check has compared its parts
             return
         if not found.passed and all(np.isfinite(w).all() for w in decode.wanted):
             assert found.piece is not None
@@ -226,7 +227,7 @@ class _Recording:
             )
 
     def _proof(self, exact: _Heard, rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
-        """The parts of a decode that a proof keeps, with what rounding makes of them."""
+        """Return the proof: the parts of a decode that it keeps, with the allowed differences."""
         pieces, kind, arrays = self.decode.pieces, self._plan.options.cache_dtype, dict[str, Array]()
         coded = {n for n, c in self._caches.items() if "int" in c.role.dtype or kind is not None}
         shares = allowed(rounding, unit, self.decode.rows, coded, kind)
@@ -262,7 +263,7 @@ class _Recording:
 
 
 def _again(decode: Decode, runner: Rewritten, logits: list[Array]) -> Any:
-    """Decode the same tokens once more; gives the number of pieces that are done, as `Decode.run`."""
+    """Decode the same tokens once more; yield the number of finished pieces, as `Decode.run` does."""
     runner.start(decode.rows)
     for piece, tokens in zip(decode.pieces, decode.tokens, strict=True):
         logits.append(runner.step(piece, tokens))
@@ -270,9 +271,9 @@ def _again(decode: Decode, runner: Rewritten, logits: list[Array]) -> Any:
 
 
 def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int | None) -> tuple[Piece, ...]:
-    """The pieces of a proof, as engine and session bound them."""
+    """Return the pieces of a proof, within the limits of engine and session."""
     limits = read_limits(plan, rows)
-    filled = (limits.length or 1) - 1  # a session's last step must fit, whatever it is asked for
+    filled = (limits.length or 1) - 1  # a session's last step must fit with its padding
     ends = [n for n in (limits.linear and limits.linear - filled, bounds.positions) if n is not None]
     limits = replace(
         limits, longest=min(limits.longest, chunk), linear=min(ends, default=None), ragged=one_row_each(plan, limits)
@@ -302,13 +303,13 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
 
 
 def one_row_each(plan: CachePlan, limits: Limits) -> bool:
-    """True if rows of a batch may start at different places: masks and positions have a row for each, too."""
+    """True if rows of a batch may start at different places; masks and positions then have a row for each, too."""
     shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
     return limits.ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
 
 
 def _columns(logits: Array) -> Array:
-    """The columns ``[R, K, C]`` of logits that are kept: the highest, and some that are spread evenly."""
+    """Return the columns ``[R, K, C]`` of logits that are kept: the highest, and some that are spread evenly."""
     vocab = logits.shape[-1]
     high = np.argpartition(logits, -_HIGH, axis=-1)[..., -_HIGH:]
     fixed = np.arange(_COLUMNS) * vocab // _COLUMNS + np.arange(_COLUMNS) % max(vocab // _COLUMNS, 1)
@@ -316,12 +317,12 @@ def _columns(logits: Array) -> Array:
 
 
 def _rounding(pieces: tuple[Piece, ...], exact: _Heard, rounded: _Heard) -> dict[str, dict[str, Share]]:
-    """The largest difference that rounding made in any row, by names of part and output."""
+    """Return the largest difference that rounding made in any row, by names of part and output."""
     found: dict[str, dict[str, Share]] = {p.part: {} for p in pieces}
 
     def note(part: str, name: str, before: Array, after: Array) -> None:
         for one, other in zip(before, after, strict=True):
-            # A logit that is no number decides nothing.
+            # NaN as a logit decides nothing.
             share = Share(np.inf, np.inf) if np.isnan(one).any() else share_of(one, other)
             found[part][name] = found[part].get(name, share).most(share)
 

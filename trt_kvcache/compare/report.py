@@ -1,4 +1,4 @@
-"""Options and result of a verification: plain data, JSON in and out."""
+"""Options and results of a verification: plain data, stored as JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trt_kvcache.arguments import as_whole, shown
 from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.setting import Setting, check_settings, described
 
-# More shows nothing that fewer do not; the pieces of a number like 10 ** 20 would never end.
+# Larger numbers show nothing more; a number like 10 ** 20 would never end.
 _MOST_ROWS = 1 << 16
 _MOST_TOKENS = 1 << 20
 
 STATIONS = ("rewritten", "quantized", "session", "network")
-"""The stations that are compared with the model as exported, in their order."""
+"""The stations that are compared with the model as exported, in order."""
 
 
 def _read_chunks(text: str) -> tuple[int, ...]:
@@ -116,20 +116,20 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Station:
-    """What one station gives, against the one that it is compared with.
+    """The result of one station, compared with another one.
 
     Attributes:
         name: one of `STATIONS`.
-        ran_on: what ran it; empty: nothing did.
+        ran_on: the runtime; empty: the station did not run.
         against: what it was compared with, such as ``"the model as exported"``.
-        steps: that both ran.
-        difference: the largest of any logit, as a share of the largest one at its position; None: not compared, or
-            infinite: one is finite and the other is not.
+        steps: number of steps that both ran.
+        difference: the largest difference of a logit, as a share of the largest logit at its position; infinite if one
+            is finite and the other is not; None: not compared.
         allowed: the largest difference that rounding explains.
         agreement: share of positions with the same best token.
-        passed: True also where it was not compared: `note` says why then.
-        failure: the first step, text and token that differ by more, and the first layer; empty where it passed.
-        note: why it was not compared, or what else the reader should know.
+        passed: True also if it was not compared; then `note` says why.
+        failure: the first step, text and token that differ by more, and the first layer; empty if it passed.
+        note: why it was not compared, or another remark.
     """
 
     name: str
@@ -151,14 +151,15 @@ class Station:
 
 @dataclass(frozen=True)
 class Quality:
-    """How far quantized caches move what a model says: a figure, and no verdict.
+    """How far quantized caches change a model's results: a figure, not a verdict.
 
     Attributes:
-        cache_dtype: of the caches.
-        positions: compared; each text has its own tokens.
+        cache_dtype: dtype of the caches.
+        positions: number of compared positions; each text has its own tokens.
         agreement: share of positions at which both choose the same greedy token.
-        typical: length of the difference of a position's logits, as a share of their own around their mean; the median.
-        largest: difference of any logit, as a share of the largest one at its position.
+        typical: median length of the difference of a position's logits, as a share of the logits' length around their
+            mean.
+        largest: largest difference of a logit, as a share of the largest logit at its position.
     """
 
     cache_dtype: str
@@ -168,7 +169,7 @@ class Quality:
     largest: float
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the figures as one line."""
         return (
             f"{self.cache_dtype} caches against the model's own, {self.positions} positions: the same greedy token at "
             f"{self.agreement:.1%}; logits move by {self.typical:.2g} of their size (median), by {self.largest:.2g} at "
@@ -181,14 +182,14 @@ class VerifyReport:
     """The result of verifying one model.
 
     Attributes:
-        passed: every station that was compared gives the numbers of the one before it.
-        texts: that were decoded.
-        positions: tokens of all of them.
+        passed: every station that was compared agrees with the one before it.
+        texts: number of texts that were decoded.
+        positions: number of tokens of all texts.
         capacity: tokens per sequence that were planned for; None: the model fixes them.
-        reference: what ran the model as exported.
-        stations: in the order of `STATIONS`.
-        notes: what else the reader should know.
-        quality: of quantized caches; None: the caches are the model's own.
+        reference: the runtime that ran the model as exported.
+        stations: the stations, in the order of `STATIONS`.
+        notes: other remarks.
+        quality: figures of quantized caches; None: the caches are the model's own.
     """
 
     model: str
@@ -202,7 +203,7 @@ class VerifyReport:
     quality: Quality | None = None
 
     def check(self) -> None:
-        """Does nothing where the verification passed.
+        """Raise an error unless the verification passed.
 
         Raises:
             VerificationError: it failed; the message names the station, step, text and token.

@@ -1,4 +1,4 @@
-"""A decode in the interface of the rewritten model, whatever computes it: ONNX Runtime or TensorRT's network."""
+"""Decodes through the interface of the rewritten model, computed by ONNX Runtime or TensorRT's network."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ Feeds = dict[str, Array]
 
 _NARROW = ("float16", "bfloat16")
 GARBAGE = 1e4
-"""What lies in cache rows that no token was written to: finite, as in a session, and far above what caches hold."""
+"""The value in cache rows without a token: finite, as in a session, and far above the values in caches."""
 
 
 class Rewritten:
-    """A runner (`trt_kvcache.compare.decode.Runner`) of whatever takes the rewritten model's interface.
+    """A runner (`trt_kvcache.compare.decode.Runner`) over a function with the rewritten model's interface.
 
-    Floating-point inputs and caches are float32, whatever type the model has.
+    Floating-point inputs and caches are float32, independent of the model's types.
 
     Attributes:
         caches: ``[rows, *physical_shape[1:]]`` by name of the past, garbage in all rows without a token; states, too.
-        ends: tokens of each text so far.
+        ends: number of tokens of each text so far.
         watch: called with the inputs and outputs of each step.
 
     Args:
-        plan: of the rewritten model.
-        limits: of token ids and positions.
-        run: gives the outputs of a step, of its inputs.
-        name: of what runs.
-        given: values of inputs that no text says, by name.
-        table: embeddings ``[V, H]``, for a model that takes these in the place of tokens.
+        plan: plan of the rewritten model.
+        limits: limits of token ids and positions.
+        run: computes the outputs of a step from its inputs.
+        name: name of the runtime.
+        given: values of inputs that do not follow from the text, by name.
+        table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         garbage: see `GARBAGE`.
         rings: windows became rings: valid lengths count the whole text.
-        seed: of garbage and what else is drawn.
+        seed: seed of garbage and other random numbers.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Rewritten:
         self._begin(0)
 
     def _begin(self, number: int) -> None:
-        """Fill the caches with random numbers for the tokens that there are, and with garbage."""
+        """Fill the caches with random numbers for the present tokens, and with garbage."""
         contents = all_contents(self._carried, self._seed, self.ends, self._garbage, number)
         self.caches = {name: _wide(self._carried[name].to_physical(values)).copy() for name, values in contents}
 
@@ -93,10 +93,10 @@ class Rewritten:
         return logits if piece.kept is None else logits[:, -piece.kept :].copy()
 
     def feeds(self, piece: Piece, tokens: Array | None = None) -> Feeds:
-        """The inputs of a step.
+        """Return the inputs of a step.
 
         Args:
-            piece: of the texts; of all of them where the model fixes its batch.
+            piece: the piece; it must include all texts if the model fixes its batch.
             tokens: int64 ``[R, length]``, or embeddings ``[R, length, H]``; None: random ones.
         """
         plan, rows = self._plan, list(piece.rows)
@@ -117,11 +117,11 @@ class Rewritten:
                 given, whole = feeds[other.name], "float" not in other.dtype
                 values = numbers_of(other.name, tokens, given.shape, other.axes, whole=whole)
                 feeds[other.name] = values if given.dtype.name in _NARROW else values.astype(given.dtype)
-        # Of all rows, nothing is copied: caches of many rows would take longer than the model.
+        # A step of all rows copies no caches: copying many rows would take longer than the model.
         return _widened(feeds) | {n: v if rows == self._rows else v[rows] for n, v in self.caches.items()}
 
     def accept(self, piece: Piece, outputs: Mapping[str, Array]) -> None:
-        """Take the caches that a step gave."""
+        """Store the caches from the outputs of a step."""
         rows = list(piece.rows)
         for name, cache in self._carried.items():
             if cache.output is not None and rows == self._rows:
@@ -132,7 +132,7 @@ class Rewritten:
             self.ends[row] += piece.length
 
     def _skip(self, piece: Piece) -> None:
-        """Leave out tokens: see `Piece.skip`."""
+        """Skip tokens: see `Piece.skip`."""
         for name, cache in self._carried.items():
             for row in piece.rows if cache.update is not None and not piece.drawn else ():
                 copy_rows(cache, self.caches[name][row], self.ends[row], self.ends[row] + piece.skip)
@@ -143,13 +143,13 @@ class Rewritten:
 
 
 def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
-    """Let a cache of `length` tokens hold `start`: the further ones are copies of those; changed in place.
+    """Extend a cache of `length` tokens to `start` tokens, in place: new rows are copies of earlier ones.
 
     Args:
-        cache: whose contents they are.
-        values: of one text ``[*physical_shape[1:]]``.
-        length: see above.
-        start: see above.
+        cache: the cache.
+        values: contents of one text ``[*physical_shape[1:]]``.
+        length: number of tokens before.
+        start: number of tokens afterwards.
     """
     rows = cache.physical_rows(values[None])[0]
     places = np.arange(max(start - len(rows), 0), start) % len(rows)
@@ -157,10 +157,10 @@ def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> Non
 
 
 def output_of(plan: CachePlan) -> str:
-    """The name of the output that is compared: the logits, or the first that goes into no later step.
+    """Return the name of the output to compare: the logits, or the first output that no later step takes.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the model has no such output.
     """
     outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
     found = [t.name for t in outputs if t.role is Role.LOGITS] or [t.name for t in outputs if t.shape]
@@ -173,28 +173,29 @@ class WideSession:
     """ONNX Runtime without fusions on a model in float32, whose weights stay in their files.
 
     Args:
-        model: computes in float32 (`trt_kvcache.compare.float32_copy`).
-        folder: of its external data.
+        model: a model that computes in float32 (`trt_kvcache.compare.float32_copy`).
+        folder: folder of its external data.
 
     Raises:
-        RunError: ONNX Runtime refuses it.
+        RunError: ONNX Runtime refuses the model.
     """
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_cpu_mem_arena = False
-        options.add_session_config_entry("session.disable_prepacking", "1")  # copies of weights, for few rows of use
+        # prepacking would copy weights, and there are few rows to use them
+        options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = open_in_time(for_session(model, folder, options), options)
         self.inputs = frozenset(i.name for i in self._session.get_inputs())
         self._outputs = [o.name for o in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> Feeds:
-        """Outputs by name, all or these; further feeds are left out.
+        """Return the outputs by name, all or the named ones; feeds without an input are ignored.
 
         Raises:
-            RunError: the step does not run.
+            RunError: the step cannot run.
         """
         names = self._outputs if names is None else [*names]
         values = run_in_time(self._session, names, {n: v for n, v in feeds.items() if n in self.inputs})

@@ -1,13 +1,13 @@
-"""Rounding, measured: the original with what its products and norms give rounded as an engine rounds it.
+"""Measures rounding: the original model, with results of products and norms rounded as an engine rounds them.
 
-An engine rounds to its own type what a product, a norm or a lookup of a weight gives, and in another order than ONNX
-Runtime. Here it is rounded to as many bits as that type has, on a grid of its own for each node, so that numbers of
-that type are moved, too:
+An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and in another order than ONNX
+Runtime. Here results are rounded to as many bits as that type has, on a different grid for each node, so that numbers
+of that type change, too:
 
     y  ->  r(a y) / a,  1 < a < 2,  r(p) = c - (c - p),  c = (2^s + 1) p
 
-which leaves 24 - s of the 24 bits of a float32 (Dekker 1971), whatever the shape of y. TensorRT computes products of
-float32 with TF32, of 10 bits, as float16 has them.
+This leaves 24 - s of the 24 bits of a float32 (Dekker 1971), for every shape of y. TensorRT computes float32 products
+with TF32, which has 10 bits, like float16.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from trt_kvcache.importer.protos import iter_tensors
 
 UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Half the distance of the numbers next to 1, by the type that an engine rounds to: what rounding changes at most."""
+"""Half the distance between the numbers next to 1, by the type that an engine rounds to: the largest rounding error."""
 
-_BITS: dict[int, int] = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 24, TensorProto.DOUBLE: 53}  # of what rounds it
+# bits of the type that is rounded
+_BITS: dict[int, int] = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 24, TensorProto.DOUBLE: 53}
 _ROUNDED = frozenset({
     "MatMul", "Gemm", "Conv", "MatMulNBits", "FusedMatMul", "Gather", "LayerNormalization", "RMSNormalization",
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
@@ -31,14 +32,14 @@ _PREFIX = "trt_kvcache.proof/"
 
 
 def rounding_dtype(model: ModelProto, *, twin: bool) -> str:
-    """The type that an engine of a model rounds to."""
+    """Return the type that an engine of a model rounds to."""
     if twin:
         return "bfloat16"
     return "float16" if any(t.data_type == TensorProto.FLOAT16 for t in iter_tensors(model)) else "float32"
 
 
 def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
-    """A copy whose numbers are rounded, each by at most `unit` of itself, a power of two."""
+    """Return a copy whose numbers are rounded, each by at most `unit` of itself; `unit` is a power of two."""
     moved = ModelProto()
     moved.CopyFrom(model)
     graph, rng = moved.graph, np.random.default_rng(seed)
@@ -71,7 +72,7 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
 
 
 def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> int | None:
-    """The type of what a node makes of a weight; None: it reads none."""
+    """Return the type of a node's result that is computed from a weight; None if the node reads no weight."""
     read = node.input if node.op_type.endswith("Normalization") else node.input[:2]
     for name in node.input[2:3] if node.op_type == "MatMulNBits" else read:
         tensor = _followed(name, weights, makes)
@@ -81,7 +82,7 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """The weight that a tensor is made of without computing, of quantized ones the scales."""
+    """Return the weight behind nodes that only move it; for quantized weights, the scales. None if there is none."""
     while name not in weights:
         node = makes.get(name)
         if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):

@@ -1,4 +1,4 @@
-"""The differences that a proof allows, from those that rounding made while it was recorded."""
+"""The differences that a proof allows, derived from the effect of rounding while it was recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["MEASURED", "Share", "allowed", "share_of", "uneven"]
 Array = npt.NDArray[Any]
 
 MEASURED = 2
-"""Rounding that is measured, as a multiple of that of an engine's type: what it makes may grow faster than it."""
+"""Rounding is measured with this multiple of an engine's own rounding: its effect may grow faster than in proportion.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,41 +27,41 @@ class Share:
     """A difference between two outputs in one row of a step: see `trt_kvcache.compare.decode.Difference`.
 
     Attributes:
-        largest: as a share of the largest number.
-        typical: its length, as a share of the numbers' own around their mean.
+        largest: the largest difference, as a share of the largest number.
+        typical: the length of the difference, as a share of the numbers' length around their mean.
     """
 
     largest: float
     typical: float
 
     def most(self, other: Share) -> Share:
-        """The larger of both in each."""
+        """Return the larger value of both, for each of the two shares."""
         return Share(max(self.largest, other.largest), max(self.typical, other.typical))
 
     def times(self, other: Share, factor: float = 1.0) -> Share:
-        """The product of both in each."""
+        """Return the product of both, for each of the two shares."""
         return Share(factor * self.largest * other.largest, factor * self.typical * other.typical)
 
     def within(self, other: Share) -> bool:
-        """Neither is larger than in the other."""
+        """Return True if neither share is larger than the other's."""
         return self.largest <= other.largest and self.typical <= other.typical
 
 
-_TIMES = Share(5.0, 2.5)  # what an engine may differ by, as a multiple of what rounding made in so many rows
-_LEAST = Share(8.0, 5.0)  # units of rounding, at least
-_CODES = Share(2.5, 1.5)  # steps of a code, at least: a number may be rounded to a neighbour
+_TIMES = Share(5.0, 2.5)  # factor between the effect of rounding in these rows and the allowed difference
+_LEAST = Share(8.0, 5.0)  # least allowed difference, in units of rounding
+_CODES = Share(2.5, 1.5)  # least allowed difference, in steps of a code: a number may be rounded to a neighbour
 _STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
-"""Steps of a code, up to the largest number."""
+"""Number of steps of a code, up to the largest number."""
 
 _MOST_ROWS = 3
-_FAINT = 25.0  # units of rounding that are allowed after random cache contents: elsewhere they amplify rounding
-_SHOWS = 0.3  # of an output's scale: what allows more shows no fault
-_SPREAD = 4.0  # at most: twice what was seen (Gemma 3 in bfloat16)
+_FAINT = 25.0  # units of rounding that are allowed after random cache contents, if these do not amplify rounding
+_SHOWS = 0.3  # share of an output's scale; a larger allowed difference could not show a fault
+_SPREAD = 4.0  # at most: twice the largest value seen (Gemma 3 in bfloat16)
 Shares = dict[str, dict[str, Share]]
 
 
 def share_of(wanted: Array, had: Array) -> Share:
-    """The distance of two arrays of one shape: infinite where one is finite and the other is not."""
+    """Return the distance of two arrays of one shape; infinite if one number is finite and the other is not."""
     largest, typical = share_of_logits(wanted.reshape(1, -1), had.reshape(1, -1))
     return Share(float(largest[0]), float(typical[0]))
 
@@ -69,18 +70,21 @@ def allowed(
     rounding: Mapping[str, Mapping[str, Share]], unit: float, rows: int, coded: Collection[str],
     dtype: CacheDtype | None,
 ) -> Shares:  # fmt: skip
-    """The differences that an engine may have, by names of part and output; outputs that show no fault are left out.
+    """Return the differences that an engine may have, by names of part and output; outputs without use are left out.
+
+    An output has no use if its allowed difference is so large that it could not show a fault.
 
     Args:
-        rounding: the largest difference that rounding made in any row, likewise.
-        unit: of rounding.
-        rows: of the batch that were measured.
+        rounding: the largest difference that rounding made in any row, by names of part and output.
+        unit: unit of rounding.
+        rows: number of rows of the batch that were measured.
         coded: names of outputs that are codes.
-        dtype: of the caches that `build` quantizes.
+        dtype: dtype of caches that `build` quantizes.
     """
     spread = uneven(rounding)
     few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # the largest of few samples is smaller
-    few *= 1 + (spread - 1) / 6  # and tells less of models that amplify rounding: 1.12 times it (SmolLM2 in float16)
+    # few samples say less about models that amplify rounding: 1.12 times as large (SmolLM2 in float16)
+    few *= 1 + (spread - 1) / 6
     shares: Shares = {part: {} for part in rounding}
     for part, outputs in rounding.items():
         for name, own in outputs.items():
@@ -92,9 +96,9 @@ def allowed(
 
 
 def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
-    """The differences of one output in two parts of the model's own history: how many times as large one is, 1 to 4.
+    """Return how much the effect of rounding on an output varies between parts of the model's own text: 1 to 4.
 
-    Some tokens come where a trained model amplifies rounding; another rounding may be amplified where this one was not.
+    Some tokens come where a trained model amplifies rounding; another rounding may be amplified elsewhere.
     """
     ratios = [1.0]
     for name in {name for outputs in rounding.values() for name in outputs}:
@@ -105,10 +109,10 @@ def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
 
 
 def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
-    """Half of what rounding makes of an output, as a mean square over the parts of its own history.
+    """Return half of the root mean square effect of rounding on an output, over the parts of the model's own text.
 
-    One sample in one part says little: where rounding is amplified, others are several times as large. But all of it
-    would hide faults where it is not amplified.
+    One sample of one part says little: where rounding is amplified, other samples are several times as large. But the
+    full effect would hide faults where rounding is not amplified.
     """
     own = [outputs[name] for part, outputs in rounding.items() if name in outputs and part != DRAWN]
     known = [share for share in own if math.isfinite(share.largest)]

@@ -3,14 +3,15 @@
     python twin.py CHECKPOINT FOLDER
     python twin.py explain FOLDER LOGITS.npz TOLERANCE
 
-This file needs torch and transformers, and nothing of this package but the file beside it: it runs in the interpreter
-of an exporter. It knows no family of models. Settings become small by their names alone: sizes and heads in proportion,
-each kind of layer twice, windows of a few tokens, thresholds of positions that a short text passes, the lists of rotary
-embeddings as long as the heads want them. Every parameter is drawn so that it matters, of numbers that float16,
-bfloat16 and int4 hold exactly, so that one twin serves exports of all types.
+This file needs torch and transformers, and of this package only the file beside it: it runs in the interpreter of an
+exporter. It knows no model families. Settings are made small by their names alone: sizes and heads in proportion; each
+kind of layer twice; windows of a few tokens; thresholds of positions that a short text passes; lists of rotary
+embeddings as long as the heads need. Every parameter is drawn so that it matters, from numbers that float16, bfloat16
+and int4 represent exactly, so that one twin serves exports of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
-writes into `settings.json` which settings of the twin an exporter leaves out, whose model of it gives `LOGITS.npz`.
+compares `LOGITS.npz`, an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter
+ignores.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ __all__ = ["DECODE", "THRESHOLD", "Sizes", "left_out", "small_config", "threshol
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
-"""Tokens: no other size is the same, since onnxruntime-genai takes any product of this width for the last one."""
+"""Number of tokens; no other size is equal: onnxruntime-genai takes any product of this width for the last one."""
 WINDOW, THRESHOLD, POSITIONS = 6, 16, 64
-"""Tokens of a window; a position from which a model computes otherwise; the longest text."""
+"""Tokens of a window; a position from which a model computes differently; the longest text."""
 
 DECODE = {
     "texts": [[3 + 41 * i * i % 97 for i in range(30)], [5 + 29 * i * i % 89 for i in range(12)]],
     "cuts": [[20, 5, 1, 1, 1, 1, 1], [7, 3, 1, 1]],
 }
-"""Two texts: the first prompt passes every window and threshold, the other text no threshold."""
+"""Two texts: the first prompt passes every window and threshold; the other text passes no threshold."""
 
 _COUNT = re.compile(r"^(num_hidden|n|num|decoder|num_decoder)_layers?$|^num_blocks$")
 _HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|embedding_dim|emb_dim)$")
@@ -66,13 +67,13 @@ _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a configuration says, and the small numbers that settings become.
+    """Facts of a configuration, and the small numbers for the twin.
 
     Attributes:
-        layers, heads, hidden, positions, vocabulary: of the checkpoint.
-        width, head: small sizes of hidden states and heads, as parts of the checkpoint's.
-        kept: the layers that stay, by their numbers; a number may occur twice.
-        length: positions of the twin.
+        layers, heads, hidden, positions, vocabulary: sizes of the checkpoint.
+        width, head: small sizes of hidden states and heads, as shares of the checkpoint's.
+        kept: numbers of the layers that stay; a number may occur twice.
+        length: number of positions of the twin.
         ids: the small number of each special token.
     """
 
@@ -89,10 +90,10 @@ class Sizes:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Sizes:
-        """Read a configuration with all its defaults, as `to_dict` gives it.
+        """Read a configuration with all its defaults, as `to_dict` returns it.
 
         Raises:
-            ValueError: it does not say how many layers and heads there are, or how wide they are.
+            ValueError: it does not give the number of layers or heads, or their width.
         """
         first = {name: next((v for k, v in config.items() if pattern.search(k) and _counts(v)), 0)
                  for name, pattern in (("layers", _COUNT), ("heads", _HEAD), ("hidden", _HIDDEN))}  # fmt: skip
@@ -103,7 +104,7 @@ class Sizes:
         size = config.get("head_dim") or hidden // heads
         largest = max([*sizes, size]) if config.get("qk_rope_head_dim") is None else max(sizes)
         part = next((v for k, v in _all_items(config) if k in _PARTIAL and isinstance(v, float)), 1.0)
-        # onnxruntime-genai wants the part of a head that is rotated to be a multiple of 16.
+        # onnxruntime-genai needs the rotated part of a head to be a multiple of 16.
         wanted = next((n for n in (32, 40, 48, 64, 80, 96, 128) if n * part % 16 == 0), 64)
         head = min(1.0, wanted / largest)
         few = min(heads, HEADS)
@@ -123,7 +124,7 @@ class Sizes:
         )  # fmt: skip
 
     def small(self, name: str, value: Any) -> Any:
-        """The value that a setting has in the twin."""
+        """Return the value of a setting in the twin."""
         if isinstance(value, dict):
             return {key: self.small(str(key), inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -146,7 +147,7 @@ class Sizes:
         if name == "mrope_section":
             parts = [max(1, round(v * self.head)) for v in value]
             return [*parts[:-1], round(sum(value) * self.head) - sum(parts[:-1])]
-        if name.endswith("factor"):  # of each pair of numbers that is rotated
+        if name.endswith("factor"):  # one factor for each pair of rotated numbers
             count = max(1, round(len(value) * self.head))
             return [value[i * len(value) // count] for i in range(count)]
         return value
@@ -193,7 +194,7 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """The position from which a model computes otherwise, such as with other rotary factors; None: none is named."""
+    """The position from which a model computes differently, such as with other rotary factors; None if unnamed."""
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 
@@ -213,13 +214,13 @@ def _all_items(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _is_listing(name: str, value: Any, layers: int) -> bool:
-    """True for a list of the numbers of some layers."""
+    """Return True for a list of layer numbers."""
     numbers = isinstance(value, list) and bool(value) and all(isinstance(v, int) and v < layers for v in value)
     return numbers and bool(_LISTED.search(name)) and sorted(set(value)) == value
 
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Two layers of each kind: in turn, as most models have them; in their order, if those of a kind lie together."""
+    """Two layers of each kind: alternating as in most models; in their order, if layers of a kind are adjacent."""
 
     def kind(i: int) -> str:
         return json.dumps([
@@ -244,15 +245,15 @@ def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Sizes | None = None) -> dict[str, Any]:
-    """The twin's config.json.
+    """Return the twin's config.json.
 
     Args:
-        stored: that of the checkpoint; what it does not say stays unsaid, but for sizes.
+        stored: config.json of the checkpoint; settings that it leaves out stay out, except sizes.
         whole: the same with all defaults.
-        outer: sizes for a part that says none.
+        outer: sizes for a part that gives none.
 
     Raises:
-        ValueError: nothing says how many layers and heads there are, or how wide they are.
+        ValueError: nothing gives the number of layers or heads, or their width.
     """
     parts = [
         k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v and isinstance(whole.get(k), dict)
@@ -272,7 +273,7 @@ def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Siz
 
 
 def draw(model: Any) -> None:
-    """Draw every parameter, and every number that is saved with them, each from its name."""
+    """Draw every parameter and every saved buffer of numbers, each from its name."""
     torch: Any = import_module("torch")
     saved = set(model.state_dict())
     with torch.no_grad():
@@ -281,10 +282,10 @@ def draw(model: Any) -> None:
                 continue
             made = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randint(-8, 8, tensor.shape, generator=made)
-            if tensor.ndim < 2:  # around what the model begins with: norms at 1 or 0, biases at 0
+            if tensor.ndim < 2:  # around the model's initial values: norms at 1 or 0, biases at 0
                 tensor.copy_((tensor + drawn / 32).bfloat16())
                 continue
-            # The lowest of 16 values in each block, whose scale it gives.
+            # The lowest of 16 values in each block: it determines the block's scale.
             lowest = torch.randint(0, 32, (*tensor.shape[:-1], -(-tensor.shape[-1] // 32)), generator=made)
             drawn.scatter_(-1, (lowest + 32 * torch.arange(lowest.shape[-1])).clamp(max=tensor.shape[-1] - 1), -8)
             exponent = (torch.tensor(float(tensor.shape[-1])).sqrt() * 3.0).log2().round()
@@ -292,7 +293,7 @@ def draw(model: Any) -> None:
 
 
 def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tuple[str, dict[str, Any]]]:
-    """The same configuration without one of its settings, or with another value of it; the name of the setting."""
+    """Yield the name of each setting, and the configuration without it or with another value."""
     for name, value in config.items():
         if name in _NAMES or name.endswith(("token_id", "dropout")) or "vocab" in name:
             continue
@@ -301,13 +302,13 @@ def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tup
                 yield f"{name}.{inner}", {**config, name: changed}
         others = _others(name, value, length)
         if others == [None] and isinstance(value, int) and isinstance(config.get("head_dim"), int):
-            others.append(config["head_dim"])  # what scales follow where nothing is set
+            others.append(config["head_dim"])  # scales use this value if the setting is missing
         for other in others:
             yield name, {**{k: v for k, v in config.items() if k != name}, **({} if other is None else {name: other})}
 
 
 def _others(name: str, value: Any, length: int) -> list[Any]:
-    """Other values of a setting; None: the default."""
+    """Return other values of a setting; None: the default."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int) and _WINDOW.search(name):
@@ -337,8 +338,9 @@ def make(checkpoint: Path, folder: Path) -> None:
     (folder / "config.json").write_text(text, encoding="utf-8")
     model = _model(configs.from_pretrained(folder))
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(text, encoding="utf-8")  # as the checkpoint has it, not as transformers would
-    for file in checkpoint.iterdir():  # some exporters want a tokenizer
+    # as in the checkpoint, not as transformers would write it
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    for file in checkpoint.iterdir():  # some exporters need a tokenizer
         if _TOKENIZER.search(file.name):
             shutil.copyfile(file, folder / file.name)
     (folder / "decode.json").write_text(json.dumps(DECODE), encoding="utf-8")
@@ -346,15 +348,15 @@ def make(checkpoint: Path, folder: Path) -> None:
 
 
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
-    """The settings of a twin without which transformers computes what an exporter made of it.
+    """Return the settings of a twin that an exporter ignored: without them, transformers gives the exporter's logits.
 
     Args:
-        folder: of the twin.
-        logits: what was made of it, a file as `make` writes it.
-        tolerance: as a part of the largest.
+        folder: folder of the twin.
+        logits: file with the exporter's logits, as `make` writes it.
+        tolerance: allowed difference, as a share of the largest logit.
 
     Returns:
-        Names, each of which explains it; else one text that names several, which do so together.
+        Names of settings, each of which explains the logits alone; else one text that names several together.
     """
     found = import_module("numpy").load(logits)
     config, names = json.loads((folder / "config.json").read_text(encoding="utf-8")), list[str]()
@@ -365,14 +367,14 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
         if alone:
             return [" and ".join([*names, name]) for name in dict.fromkeys(alone)]
         distance, name, config = min(tried, key=lambda each: each[0], default=(nearest, "", config))
-        if distance > nearest / 3 or len(names) == 2:  # it is no nearer without another one
+        if distance > nearest / 3 or len(names) == 2:  # another setting brings it no nearer
             return []
         nearest = distance
         names.append(name)
 
 
 def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
-    """How far logits are from those of a twin with this configuration; infinite where there is no such model."""
+    """The distance of logits from those of a twin with this configuration; infinite if there is no such model."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
@@ -380,7 +382,7 @@ def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
             rows = _runner().decode(model, **DECODE)
             parts = [abs(found[i] - rows[int(i)]).max() / abs(rows[int(i)]).max() for i in found]
             return float(max(parts))
-        except Exception:  # noqa: BLE001 - whatever transformers says of settings that do not fit
+        except Exception:  # noqa: BLE001 - transformers raises many kinds of errors for settings that do not fit
             return float("inf")
 
 
@@ -391,7 +393,7 @@ def _runner() -> Any:
 
 
 def main() -> None:
-    """Make a twin; or say which of its settings an exporter leaves out."""
+    """Make a twin; or find which of its settings an exporter ignored."""
     torch: Any = import_module("torch")
     torch.set_num_threads(1)
     if len(sys.argv) == 3:

@@ -1,1 +1,1 @@
-"""From a plan to an engine and its manifest: builds in child processes, manifests, inspection, diagnosis."""
+"""Builds engines and manifests from plans, in child processes; inspects engines; diagnoses machines."""

@@ -49,10 +49,9 @@ PACKED_NATIVE_SINCE = (11, 0)
 """The first TensorRT whose KV-cache layer takes packed updates. TensorRT for RTX takes them since its floor."""
 
 WRONG_REFIT = (11, 0), (11, 3)
-"""The first and the last TensorRT that may take a bias for 0 if any weights can be refitted (``kREFIT``), even if none
-are; ``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
-https://docs.nvidia.com/deeplearning/tensorrt/11.3.0/inference-library/refitting-engines.html; not run here.
-"""
+"""The first and the last TensorRT that may drop a bias if any weights can be refitted (``kREFIT``), even if none are;
+``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
+https://docs.nvidia.com/deeplearning/tensorrt/11.3.0/inference-library/refitting-engines.html; not run here."""
 
 RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 """The members of ``tensorrt_rtx.ComputeCapability`` in 1.7."""
@@ -63,7 +62,7 @@ class Backend:
     """An installed builder.
 
     Attributes:
-        version: of its package, such as ``"1.7.1.116"``.
+        version: version of its package, such as ``"1.7.1.116"``.
     """
 
     target: Target
@@ -107,7 +106,7 @@ def driver_present() -> bool:
 
 
 def can_build(target: Target | None) -> bool:
-    """Return True if a builder is installed here, and there is what it needs; fast. None: either one."""
+    """Return True if a builder is installed and has what it needs here; fast. None: any builder."""
     installed = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
     if Target.TENSORRT in installed and target is not Target.TENSORRT_RTX and driver_present():
         return True
@@ -202,6 +201,6 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Major and minor number."""
+    """Return the major and the minor number."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,4 +1,4 @@
-"""From an ONNX decoder to an engine and its manifest."""
+"""Builds an engine and its manifest from an ONNX decoder."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def build_engine(
 ) -> Manifest:
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
-    The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``; the engine of an
-    encoder that lies beside the model, for ``model.engine``, to ``model.encoder.engine``. All appear together and
-    complete, or existing files stay as they are. TensorRT runs in a child process, which ends with the caller; Ctrl-C
-    leaves no files.
+    The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If an encoder lies
+    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear together and
+    complete; after an error, existing files are unchanged. TensorRT runs in a child process, which ends with the
+    caller; Ctrl-C leaves no files.
 
     Args:
         model: path of an ONNX decoder, opset 24 or later.
-        output: path of the engine; or of a folder for it, which exists or ends with a slash, and gets tokenizer, chat
-            template and generation config, too. Folders are made.
+        output: path of the engine; or of a folder, which exists or ends with a slash: the folder also gets tokenizer,
+            chat template and generation config. Missing folders are created.
         options: options of the plan; `target` and `packed_native` follow from the backend.
         build: options of the build.
         progress: called with every step; an exception from it ends the build.
@@ -87,7 +87,7 @@ def build_engine(
             return manifest
     except Exception:
         if watched.verdict is not None:
-            watched.verdict.result()  # a refusal of the check says more than what comes of such a model
+            watched.verdict.result()  # a refusal of the check says more than later errors of such a model
         raise
 
 
@@ -98,8 +98,8 @@ def _build_engine(
     build: BuildOptions | None,
     watched: _Watched,
 ) -> Manifest:
-    """`build_engine`, while the check of the model runs: the check ends before files appear."""
-    # Not at the top: every other name of the engine package works without ONNX.
+    """`build_engine`, while the check of the model runs: files appear only after the check has ended."""
+    # Not at the top: all other names of the engine package work without ONNX.
     from trt_kvcache.engine.generation import settings_beside
     from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
@@ -113,7 +113,7 @@ def _build_engine(
     for beside in (manifest_path(engine_path), proof_path(engine_path)):
         check_output(beside)
     if build.log not in (None, "-"):
-        build = replace(build, log=str(check_output(build.log)))  # the build process has another folder
+        build = replace(build, log=str(check_output(build.log)))  # the build process runs in another folder
     backend = choose_backend(build.backend)
     check_build_options(backend, build)
     options = replace(options, target=backend.target, packed_native=backend.packed_native)
@@ -124,7 +124,7 @@ def _build_engine(
     tables = index_limits(imported.model, plan)
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
-    del imported  # its weights may be inside
+    del imported  # the weights may be inside
     _check_not_model(engine_path, part.files)
     if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
         raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
@@ -182,9 +182,9 @@ def _proof_identity(proof: bytes, engine: Path) -> FileIdentity | None:
 
 
 class _Watched:
-    """The caller's `progress`, and the check, which runs meanwhile.
+    """The caller's `progress`, and the check, which runs at the same time.
 
-    It keeps the exception that one of them raised, because that ends the whole build.
+    It keeps the exception that one of them raised; that exception ends the whole build.
     """
 
     def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
@@ -280,8 +280,8 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
 def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
     """Return the result of `work` for the encoder's engine; if it fails and no encoder is named, None and a warning.
 
-    An unforeseen error is a warning, too, so that the decoder is built all the same; a caller who names the encoder
-    sees the error itself. An `OutputError` ends the build, because the decoder's engine could not be written either.
+    An unexpected error becomes a warning, too, so that the decoder is still built; a caller who names the encoder gets
+    the error itself. An `OutputError` ends the build, because the decoder's engine could not be written either.
     """
     try:
         return work(), ()
@@ -304,7 +304,7 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
 
 
 def _build_encoder(stack: ExitStack, job: EncoderJob, setup: _Setup, engine: Path) -> tuple[Manifest, Path, Path]:
-    """Build an encoder; returns its manifest, its engine in a temporary file of `stack`, and the final path."""
+    """Build an encoder; return its manifest, its engine in a temporary file of `stack`, and the final path."""
     path = check_output(encoder_path(engine))
     check_output(manifest_path(path))
     part = _part(job.sources, job.model.pop())
@@ -331,7 +331,7 @@ def _built(
             try:
                 done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
                 model = identities.result()
-            finally:  # TensorRT and the digests read the files at different times; a change may be why they fail
+            finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
                 for source in part.sources:
                     source.check_unchanged()
         yield _Built(file, done, warnings, model)
@@ -344,7 +344,7 @@ def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
-    """Return a length of an encoder's output that all profiles take."""
+    """Return an encoder's output length that all profiles accept."""
     names = {t.name: t.axes for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
     ranges = [(p.shapes[name], axes) for p in profiles for name, axes in names.items() if name in p.shapes]
     sizes = [(r.min[i], r.max[i]) for r, axes in ranges for i, axis in enumerate(axes) if axis == "encoder"]
@@ -352,7 +352,7 @@ def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
 
 
 def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
-    """Refuse to write over the model."""
+    """Refuse to overwrite the model."""
     for written in (engine, manifest_path(engine)):
         for path in files:
             if written.exists() and written.samefile(path):
@@ -399,7 +399,7 @@ def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, .
 
 
 def _manifest(setup: _Setup, plan: CachePlan, profiles: tuple[Profile, ...], built: _Built, engine: Path) -> Manifest:
-    """Return the manifest of an engine, with the sizes of an encoder, which reads one source at a time."""
+    """Return the manifest of an engine, with the sizes of an encoder; the caller sets a decoder's sizes."""
     carried = [c for c in plan.caches if c.carried]
     return Manifest(
         created_by=f"trt_kvcache {__version__}",
@@ -438,9 +438,9 @@ def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
 
 
 def _publish(engines: Sequence[tuple[Manifest, Path, Path]], proof: bytes) -> None:
-    """Move engines and manifests to their paths: each manifest after its engine, and no file if one fails.
+    """Move engines and manifests to their paths, each manifest after its engine; if one fails, move none.
 
-    The proof is of the last one. A manifest without a proof is true beside the proof of an earlier engine.
+    The proof belongs to the last engine. A manifest without a proof stays true even beside an older engine's proof.
     """
     with ExitStack() as stack:
         files = []
@@ -453,7 +453,7 @@ def _publish(engines: Sequence[tuple[Manifest, Path, Path]], proof: bytes) -> No
 
 
 def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
-    """Write a temporary file of `stack`; returns it and its final path."""
+    """Write a temporary file of `stack`; return it and its final path."""
     final = check_output(path)
     temporary = stack.enter_context(temporary_file(final))
     try:

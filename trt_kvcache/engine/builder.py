@@ -1,8 +1,8 @@
-"""The build process: parses, patches, checks and builds, and writes the engine while TensorRT hands it over.
+"""The build process: parses, patches, checks and builds a model, and writes the engine while TensorRT hands it over.
 
-A process of its own, because some models kill TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
-contrib RotaryEmbedding), and because memory that TensorRT has used goes back to the system only with its process.
-Run as ``python -m trt_kvcache.engine.builder ENGINE`` by `trt_kvcache.engine.process`.
+It is a separate process, because some models crash TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
+contrib RotaryEmbedding), and because the system gets TensorRT's memory back only when its process ends.
+`trt_kvcache.engine.process` runs it as ``python -m trt_kvcache.engine.builder ENGINE``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _NO_KERNEL = "not supported by a dedicated kernel"
 
 
 def main() -> None:
-    """Build engines; one that nobody takes over is removed."""
+    """Build an engine; remove it if the caller has ended."""
     serve(lambda job, parts, caller: _build(job, parts, caller.tell), Job, _abandon)
 
 
 def _abandon() -> None:
     """Remove an engine whose caller has ended."""
-    with suppress(PermissionError):  # Windows, while it is open
+    with suppress(PermissionError):  # Windows, while the file is open
         Path(sys.argv[1]).unlink(missing_ok=True)
 
 
@@ -53,7 +53,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     logger, monitor = make_listeners(trt, send, job.build.log)
     refusals = _register_plugins(trt, job)
     builder = trt.Builder(logger)
-    # TensorRT 10 would otherwise be free to change precisions; 11 and TensorRT for RTX always keep them.
+    # Otherwise TensorRT 10 may change precisions; 11 and TensorRT for RTX always keep them.
     typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if job.target is Target.TENSORRT else 0
     network = builder.create_network(typed)
 
@@ -82,11 +82,11 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     config = create_config(trt, builder, network, job, monitor)
     with open(job.engine, "wb") as file:
         writer = make_writer(trt, file)
-        # Handing the engine over in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
+        # Writing the engine in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
         built = builder.build_serialized_network_to_stream(network, config, writer)
         writer.finish()
         if not built and _NO_KERNEL in logger.words():
-            # The set of attentions with a fused kernel was measured on one version; another may lack one.
+            # The set of attentions with a fused kernel was measured on one version; another version may lack one.
             patch_network(network, job.plan, trt, decompose_all=True)
             logger.errors.clear()
             file.truncate(0)
@@ -126,7 +126,7 @@ def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytea
 
 
 def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -> bool:
-    """Parse the model, with these bytes instead of those in its files."""
+    """Parse the model, with `weights` instead of the bytes in its files."""
     if not weights:
         return bool(parser.parse(model, path))
     if not parser.load_model_proto(model, path):
@@ -154,7 +154,7 @@ def import_tensorrt(target: Target) -> Any:
 
 
 def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
-    """Register the cache-update plugin if the plan needs it; returns a list to which its refusals are added."""
+    """Register the cache-update plugin if the plan needs it; return a list that collects its refusals."""
     if not any(cache.route is Route.PLUGIN for cache in job.plan.caches):
         return []
     from trt_kvcache.plugins.embed import register_for_this_gpu
@@ -166,7 +166,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
-    """Return TensorRT's message with the plugin's refusals, which TensorRT does not pass on, and the way out."""
+    """Return TensorRT's message with the plugin's refusals, which TensorRT does not pass on, and what to do."""
     if not refusals:
         return message
     said = "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])
@@ -174,7 +174,7 @@ def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> s
 
 
 def parser_message(title: str, parser: Any) -> str:
-    """Return the parser's errors: node, operator and its own words for each."""
+    """Return the parser's errors, each with its node and operator."""
     errors = []
     for i in range(parser.num_errors):
         error = parser.get_error(i)
@@ -194,7 +194,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
     from polygraphy.exception import PolygraphyException
     from polygraphy.logger import G_LOGGER
 
-    G_LOGGER.module_severity = G_LOGGER.CRITICAL  # it reports by exception
+    G_LOGGER.module_severity = G_LOGGER.CRITICAL  # Polygraphy reports errors by exception
     build = job.build
     profiles = []
     for profile in job.profiles:
@@ -220,7 +220,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
         capabilities = [] if here else [(int(c[2:-1]), int(c[-1])) for c in build.compute_capabilities]
         loader = CreateConfigRTX(compute_capabilities=capabilities or None, use_gpu=here, **common)
     else:
-        loader = CreateConfig(tf32=True, **common)  # TensorRT's own default, which Polygraphy turns off here only
+        loader = CreateConfig(tf32=True, **common)  # TensorRT's own default; only Polygraphy turns it off
     try:
         with warnings.catch_warnings():
             # Polygraphy sets an empty timing cache on every builder; for TensorRT for RTX that is deprecated.
@@ -233,10 +233,11 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
     if job.target is Target.TENSORRT_RTX:
         import tensorrt_rtx
 
-        # Otherwise engines with large tensors may allocate while they run, and cannot become CUDA graphs (its header).
+        # Otherwise engines with large tensors may allocate memory while they run, and cannot become CUDA graphs (its
+        # header).
         config.set_flag(tensorrt_rtx.BuilderFlag.REQUIRE_USER_ALLOCATION)
     elif build.declare_aliases:
-        # Marked as a preview since 10.3; without it TensorRT refuses plugins that declare an alias.
+        # A preview feature since 10.3; without it TensorRT refuses plugins that declare an alias.
         import tensorrt
 
         config.set_preview_feature(tensorrt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)

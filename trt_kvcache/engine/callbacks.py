@@ -1,14 +1,14 @@
 """Objects that TensorRT calls back: logger, progress monitor, writer of the engine, error recorder.
 
-Their base classes belong to the TensorRT module in use, so that the classes are made once it is imported.
+Their base classes belong to the TensorRT module in use, so the classes are created after it is imported.
 
-A build has a logger of its own. Open engines use TensorRT's own logger, one for the life of the process, and errors
-come through an ``IErrorRecorder``, which takes them out of the log:
+Each build has its own logger. Open engines use TensorRT's own logger, one for the life of the process; their errors
+come through an ``IErrorRecorder`` instead of the log:
 
 - TensorRT uses the first logger of a process until no runtime or builder is left, even after its own runtime is gone.
   With two engines open and the first one closed, TensorRT would call a logger that Python has freed (measured on
   TensorRT for RTX 1.7.1: the address stays).
-- Python runs for every message of a logger in Python. TensorRT for RTX compiles kernels in threads of its own. Such a
+- A logger in Python runs Python code for every message. TensorRT for RTX compiles kernels in its own threads. Such a
   thread would wait for Python's lock to log, while the thread that destroys the context holds that lock and waits.
 """
 
@@ -33,19 +33,19 @@ _NODE = "arsing node: "
 # missing driver of a machine without a GPU, and logits_span, whose contents are unused on purpose.
 _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Tensor logits_span")
 
-_AHEAD = 64 << 20  # bytes of the engine that TensorRT may be ahead of the disk
+_AHEAD = 64 << 20  # most bytes of the engine that wait to be written to disk
 
 
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
     """Return a logger that passes on warnings, errors and the node being parsed, and a progress monitor.
 
-    The logger's method `words` gives the errors so far on one line. If there are none, it gives the errors that are not
+    The logger's method `words` returns the errors so far on one line; if there are none, the errors that were not
     passed on.
 
     Args:
         trt: the module.
         send: passes an event on.
-        log: file for all that TensorRT says; ``"-"``: it is passed on, too.
+        log: file for all messages of TensorRT; ``"-"``: pass them on, too.
     """
     file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process
 
@@ -63,7 +63,7 @@ def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, A
                     send(Line(line))
                 else:
                     file.write(f"{line}\n")
-                    file.flush()  # a crash keeps it
+                    file.flush()  # so that a crash does not lose it
             if severity == trt.ILogger.VERBOSE:
                 if _NODE in message:
                     send(Node(message.partition(_NODE)[2]))
@@ -138,7 +138,7 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
             begin_sync(file, start, len(data))
 
         def wait(self, most: int) -> None:
-            """Until at most so many bytes are still to be written or hashed."""
+            """Wait until at most `most` bytes are still to be written or hashed."""
             while sum(size for size, _, _ in self.waiting) > most:
                 _, put, hashed = self.waiting.popleft()
                 try:

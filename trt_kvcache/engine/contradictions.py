@@ -1,7 +1,7 @@
-"""What a manifest says twice: all of it is compared here, once, so that whoever reads a manifest may rely on it.
+"""Compares facts that a manifest states twice, so that other code may rely on a manifest.
 
-The hash in a manifest is the engine's. Nothing else would notice one that was damaged or edited by hand, and addresses
-and lengths are computed from it.
+The hash in a manifest is the engine's. Without these comparisons, a manifest that was damaged or edited by hand would
+go unnoticed, and addresses and lengths are computed from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AXES = ("batch", "sequence", "span", "kept", "tokens", "batch+1", "keys", "enco
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:
-    """Everything in which a manifest disagrees with itself, each on one line."""
+    """Yield each contradiction of a manifest with itself, as one line."""
     yield from _said_once(manifest)
     tensors = {(t.io, t.name): t for t in manifest.plan.tensors}
     yield from _tensors(manifest)
@@ -45,7 +45,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _said_once(manifest: Manifest) -> Iterator[str]:
-    """What no manifest says."""
+    """Yield values that are illegal in every manifest."""
     backends = [target.value for target in Target]
     if manifest.backend not in backends:
         yield f"backend {manifest.backend!r}; there are {', '.join(backends)}"
@@ -82,7 +82,7 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
 
 
 def _described(manifest: Manifest) -> Iterator[str]:
-    """Inputs and outputs of these roles are those that the rest of the plan describes, no more and no fewer."""
+    """Check that inputs and outputs of these roles are exactly those that the rest of the plan describes."""
     plan = manifest.plan
     carried = [c for c in plan.caches if c.carried]
     products = () if plan.adapters is None else plan.adapters.products
@@ -110,7 +110,7 @@ def _described(manifest: Manifest) -> Iterator[str]:
 
 
 def _is(tensor: TensorRole | None, io: str, name: str, what: str, dtype: str, shape: Sequence[Dim]) -> Iterator[str]:
-    """An input or output is that of a cache, or of a state, where the batch may have another name."""
+    """Check that an input or output fits a cache or state; a state's batch may have another name."""
     first = int(what == "state")
     if dtype not in TENSORRT_DTYPES:
         yield f"{name!r} has the dtype {dtype!r}, which no engine has"
@@ -144,7 +144,7 @@ def _cache(cache: CacheUpdate, tensors: dict[tuple[str, str], TensorRole]) -> It
 
 
 def _is_laid_out(cache: CacheUpdate) -> bool:
-    """True if the physical shape is that of the layout."""
+    """Return True if the physical shape fits the layout."""
     logical, axis, physical = cache.logical_shape, cache.sequence_axis, cache.physical_shape
     if cache.layout is PhysicalLayout.AS_IS:
         return (logical, axis) == (physical, cache.physical_sequence_axis)
@@ -157,7 +157,7 @@ def _elements(shape: Sequence[Dim]) -> int:
 
 
 def _names(manifest: Manifest) -> Iterator[str]:
-    """Parts of the plan name others that are there."""
+    """Check that names in the plan refer to parts that exist."""
     plan = manifest.plan
     caches, nodes = {c.past for c in plan.caches}, {a.node for a in plan.attention}
     masks, spans = {m.name for m in plan.masks}, {s.name for s in plan.spans}
@@ -210,7 +210,7 @@ def _adapters(manifest: Manifest) -> Iterator[str]:
 
 
 def _original(manifest: Manifest) -> Iterator[str]:
-    """The model as exported, which is split and joined by this."""
+    """Check the inputs and outputs of the model as exported, and the tensors that are split or joined."""
     plan = manifest.plan
     known = {(t.io, t.name) for t in plan.original}
     for tensor in plan.original:
@@ -257,7 +257,7 @@ def _profiles(manifest: Manifest) -> Iterator[str]:
 
 
 def _limits(manifest: Manifest) -> Iterator[str]:
-    """`max_batch`, `max_chunk` and `max_logits` against profiles, caches and each other."""
+    """Compare `max_batch`, `max_chunk` and `max_logits` with profiles, caches and each other."""
     plan = manifest.plan
     if (manifest.max_logits is None) is not (plan.logits_span is None):
         yield f"max_logits is {manifest.max_logits}, and the plan says otherwise"

@@ -42,7 +42,7 @@ _EXTRAS = {
     "batch": (("prometheus-client", "pyarrow"), "files of requests"),
     "exporters": (("mobius-onnx", "torch", "transformers"), "from checkpoints to ONNX"),
 }
-"""Packages that only some uses need, and how they are installed."""
+"""Packages that only some functions need, by the extra that installs them."""
 _BACKENDS = {
     "tensorrt-rtx": ("tensorrt_rtx", ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx")),
     "tensorrt": ("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")),
@@ -54,7 +54,7 @@ class PackageStatus:
     """One Python package that the project uses.
 
     Attributes:
-        version: as installed, or None.
+        version: installed version, or None.
         used_for: the functions that need it.
     """
 
@@ -69,7 +69,7 @@ class BackendStatus:
 
     Attributes:
         name: ``"tensorrt-rtx"`` or ``"tensorrt"``.
-        version: of the importable module, else of the installed package, else None.
+        version: version of the importable module; otherwise of the installed package; otherwise None.
         importable: whether the module loads here.
         problem: the reason if it does not; otherwise empty.
         native, packed_native, plugins: whether it has the cache update layer, its packed form, and plugins.
@@ -95,7 +95,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """One cache route: `available` on this machine, and the reason in `detail`. `form`: packed or padded updates."""
+    """One cache route: whether it is `available` here, and why in `detail`. `form`: packed or padded updates."""
 
     route: Route
     form: str
@@ -195,7 +195,7 @@ def _backend(name: str) -> BackendStatus:
     except ModuleNotFoundError as error:
         problem = "not installed" if error.name == module_name and installed is None else _line(error)
         return BackendStatus(name, installed, False, problem, False, False, False)
-    except Exception as error:  # noqa: BLE001  a package without its libraries may raise any exception of its loader
+    except Exception as error:  # noqa: BLE001 a package without its libraries may raise any exception of its loader
         return BackendStatus(name, installed, False, _line(error), False, False, False)
     layer = getattr(trt, "IKVCacheUpdateLayer", None)
     return BackendStatus(
@@ -291,7 +291,7 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number."""
+    """Return the major and the minor number."""
     return tuple(map(int, version.split(".")[:2]))
 
 

@@ -1,4 +1,4 @@
-"""The encoder that becomes an engine beside its decoder's, and the lengths of its sources."""
+"""The encoder that is built as an engine beside its decoder's, and the lengths of its sources."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class EncoderJob:
 
 
 def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | None:
-    """Return the path of the encoder for a decoder; None: there is none, or none is wanted.
+    """Return the path of the encoder for a decoder; None if there is no encoder, or `build` wants none.
 
     Args:
         model: path of the decoder.
-        plan: of the decoder.
+        plan: plan of the decoder.
         build: names the encoder.
 
     Raises:
-        OptionError: an encoder is named and there is none, or the decoder takes nothing from one.
+        OptionError: an encoder is named but does not exist, or the decoder takes nothing from one.
     """
     from trt_kvcache.importer.extensions.encoders.files import find_encoder, named_encoder
 
@@ -68,12 +68,12 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
 
 
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
-    """Return the encoder to build; None: there is none, or none is wanted.
+    """Return the encoder to build; None if there is no encoder, or `build` wants none.
 
     Args:
         model: path of the decoder.
-        plan: of the decoder.
-        build: names the encoder, and the longest output.
+        plan: plan of the decoder.
+        build: names the encoder and the length of its longest output.
 
     Raises:
         OptionError: see `which_encoder`; or the longest source is unknown, or longer than the encoder's table of

@@ -1,4 +1,4 @@
-"""An engine as a folder: ``model.engine``, what belongs to it, and the files that turn text into tokens and back."""
+"""An engine's folder: ``model.engine``, its other files, and files that turn text into tokens and back."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TEXTS = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
-    "config.json",  # of encoder-decoders: the token that starts a text
+    "config.json",  # for encoder-decoders: names the token that starts a text
 )
 """Files beside a model that turn text into tokens and back."""
 _LARGEST = 1 << 28  # bytes
 
 
 def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
-    """Return the path of an engine to be built, and its folder where it gets one of its own.
+    """Return the path of an engine to be built, and its folder if `output` is a folder, else None.
 
     Args:
         output: a file; or a folder, which exists or ends with a slash.
 
     Raises:
-        OutputError: it is no path, or a folder with a model, or with files for texts that belong to no engine: these
+        OutputError: `output` is not a path; or a folder that holds a model, or files for texts without an engine, which
             would be replaced.
     """
     path = as_path(output, "output", OutputError).expanduser()
@@ -53,10 +53,10 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
 
 @contextmanager
 def new_folders(folder: Path) -> Iterator[None]:
-    """Make a folder, and those it lies in. Those that are new and empty go where the block fails.
+    """Make a folder and its parents. If the block fails, remove the new folders that are empty.
 
     Raises:
-        OutputError: it cannot be made.
+        OutputError: the folder cannot be made.
     """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -67,18 +67,18 @@ def new_folders(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         for place in missing:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # the folder is not empty
                 place.rmdir()
         raise
 
 
 def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
-    """Copy what lies beside a model and is for texts to an engine's folder: tokenizer, chat template, configs.
+    """Copy the files for texts beside a model to an engine's folder: tokenizer, chat template, configs.
 
     Args:
         model: the model or its folder.
-        folder: the engine's.
-        missing_too: files of these names that are there from another model go.
+        folder: the engine's folder.
+        missing_too: remove files of these names that the model does not have.
 
     Raises:
         OptionError: a file cannot be read.

@@ -11,7 +11,7 @@ from trt_kvcache.files import read_object
 __all__ = ["each_beside", "load_settings", "sampling_beside", "settings_beside"]
 
 _OF_MODEL = (
-    # The model was trained with these, whatever way its tokens are chosen.
+    # The model was trained with these; they hold however its tokens are chosen.
     "eos_token_id",
     "bad_words_ids",
     "suppress_tokens",
@@ -21,11 +21,11 @@ _OF_MODEL = (
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PARTS = ("text_config", "decoder")
-"""Where the ``config.json`` of a model with several parts has the decoder's settings."""
+"""Keys under which the ``config.json`` of a model with several parts has the decoder's settings."""
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
-    """Settings that the files beside a model have for its tokens, by the names of transformers' ``GenerationConfig``.
+    """Return the settings of tokens in files beside a model, by the names of transformers' ``GenerationConfig``.
 
     Args:
         model: a file, or the folder of an export.
@@ -37,7 +37,7 @@ def settings_beside(model: Path) -> dict[str, Any]:
 
 
 def sampling_beside(model: Path) -> dict[str, Any]:
-    """How the makers of a model would draw its tokens, as ``generation_config.json`` beside it says, null left out.
+    """Return the recommended sampling from ``generation_config.json`` beside a model; null values are left out.
 
     Args:
         model: a file, or the folder of an export or engine.
@@ -51,7 +51,7 @@ def sampling_beside(model: Path) -> dict[str, Any]:
 
 
 def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
-    """The same by file; what the later ones say counts.
+    """Return the settings of tokens by file; later files override earlier ones.
 
     ``config.json`` counts as in transformers: only if there is no ``generation_config.json``.
     """
@@ -75,7 +75,7 @@ def load_settings(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the file cannot be read, or holds no object.
     """
     try:
         return read_object(path)

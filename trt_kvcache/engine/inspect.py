@@ -1,4 +1,4 @@
-"""A built engine against its manifest."""
+"""Compares a built engine with its manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import Route, TensorRole
 from trt_kvcache.names import engine_in
 
-# TensorRT's DataType against the names of ONNX, where they differ by more than case.
+# Names of TensorRT's DataType that differ from ONNX's by more than case.
 _DTYPES = {"half": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn", "fp4": "float4e2m1"}
 
 
@@ -34,7 +34,8 @@ class EngineView:
     """The inputs, outputs, aliases and profiles that an opened engine reports.
 
     Attributes:
-        aliases: output -> input of one buffer, for TensorRT's own layers. TensorRT does not report those of plugins.
+        aliases: output -> input of the same buffer, for TensorRT's own layers. TensorRT does not report aliases of
+            plugins.
         profiles: per profile, the shapes of the inputs.
     """
 
@@ -62,11 +63,11 @@ def inspect_engine(engine: str | Path) -> EngineReport:
     """Read an engine's manifest, check the engine's hash against it, and with a GPU the opened engine, too.
 
     Args:
-        engine: path of the engine, beside which its manifest lies as ``<engine>.json``; or of its folder.
+        engine: path of the engine, whose manifest lies beside it as ``<engine>.json``; or of its folder.
 
     Raises:
-        ManifestError: the manifest is missing, unreadable, of an unknown schema or of another engine; or the engine,
-            opened, has other inputs, outputs, profiles or aliases than the manifest says.
+        ManifestError: the manifest is missing, unreadable, of an unknown schema or of another engine; or the opened
+            engine has other inputs, outputs, profiles or aliases than the manifest says.
     """
     path = engine_in(as_path(engine, "engine"))
     manifest = load_manifest(path)
@@ -106,7 +107,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """An engine may know a size that the model names by a symbol; of an output it may know less than the model."""
+    """Compare shapes. An engine may know a size that the model leaves open; it may not know the size of an output."""
     if len(tensor.shape) != len(plan.shape):
         return False
     for actual, expected in zip(tensor.shape, plan.shape, strict=True):

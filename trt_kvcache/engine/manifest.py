@@ -39,7 +39,7 @@ _LARGEST = 1 << 28  # bytes
 _FEW = 4
 SCHEMA_VERSION = 1
 NO_PROOF = "the engine has no proof: "
-"""The beginning of the warning of a build that recorded none."""
+"""The beginning of the warning of a build without a proof."""
 ENCODER = "encoder"
 """The profile of an encoder's engine."""
 
@@ -59,7 +59,7 @@ class Profile:
 
     Attributes:
         name: ``"prefill"`` or ``"decode"``; `ENCODER` of an encoder.
-        shapes: per input with a dynamic dimension.
+        shapes: shapes of each input with a dynamic dimension.
     """
 
     name: str
@@ -75,19 +75,20 @@ class Manifest:
         double_buffered: present tensor -> past tensor for state, and for caches that are not in place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
         max_logits: most positions of one sequence with logits in a step; None: the model decides.
-        vocab, max_positions: rows of the tables that token ids and positions look up; None if none is known. The
-            runtime checks ids and positions, because TensorRT reports no error for an index beyond them.
+        vocab, max_positions: rows of the tables that token ids and positions look up; None if no table is known. The
+            runtime checks ids and positions, because TensorRT reports no error for an index beyond a table.
         backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
-        compute_capabilities: of the caller; empty: the backend's default.
+        compute_capabilities: the GPUs that the caller asked for; empty: the backend's default.
         model: the source model and its external data files.
-        options: the build options of the caller, for the audit.
+        options: the build options of the caller, for audits.
         warnings: TensorRT's warnings during the build, each once.
-        network: how the network that TensorRT parsed compares with the model, in words.
-        encoder: the engine of the encoder that was built with this decoder's, by its name beside it; None: there is
-            none. An encoder's own engine has no caches, and one profile, `ENCODER`.
-        generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: tokens
-            that end a text, start or end it by force, or never come.
-        proof: the file with a decode of the rewritten model, which the engine has to repeat where it runs; None: none.
+        network: result of comparing the network that TensorRT parsed with the model, as text.
+        encoder: the encoder's engine that was built with this decoder's, by its name beside it; None: there is none. An
+            encoder's own engine has no caches, and one profile, `ENCODER`.
+        generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: end
+            tokens, forced and suppressed tokens.
+        proof: the file with a decode of the rewritten model; the engine is checked against it once on each GPU before
+            first use. None: there is no proof.
     """
 
     created_by: str
@@ -125,7 +126,7 @@ class Manifest:
 
     @property
     def no_proof(self) -> str:
-        """Why the engine has no proof, and how it gets one; empty if it has one, and for an encoder's."""
+        """Why the engine has no proof, and how to record one; empty if it has one, and for an encoder."""
         if self.proof is not None or self.is_encoder:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
@@ -140,7 +141,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _SchemaOnly:
-    """The one field that every schema version has: decoded first, because the rest may have changed."""
+    """The only field that every schema version has; it is decoded first, because the rest may have changed."""
 
     schema_version: int
 
@@ -163,7 +164,7 @@ def encoder_path(engine: Path) -> Path:
 
 
 def save_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:
-    """Write a manifest, all or nothing.
+    """Write a manifest, completely or not at all.
 
     Raises:
         OutputError: the file cannot be written.
@@ -183,7 +184,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     The engine is not read: see `check_engine`.
 
     Raises:
-        ManifestError: the file is missing, no manifest, or of an unknown schema version; or it contradicts itself.
+        ManifestError: the file is missing, is not a manifest, has an unknown schema version, or contradicts itself.
     """
     path = engine_in(as_path("." if isinstance(path, str) and not path else path, "engine"))
     if path.is_dir():
@@ -216,7 +217,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
             more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
             raise ManifestError(f"{file}: contradicts itself: {'; '.join(found[:_FEW])}{more}; {advice}")
         return manifest
-    except (msgspec.ValidationError, OptionError) as error:  # the latter of the plan's options
+    except (msgspec.ValidationError, OptionError) as error:  # OptionError comes from the plan's options
         raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
@@ -226,7 +227,7 @@ def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
     """Check that the manifest describes this engine, by size and BLAKE3 digest of the whole file.
 
     Raises:
-        ManifestError: the engine is missing, or the manifest is of another one.
+        ManifestError: the engine is missing, or the manifest belongs to another one.
     """
     engine = Path(engine)
     if engine.suffix == ".json":

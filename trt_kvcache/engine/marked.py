@@ -1,4 +1,4 @@
-"""An engine built once more with values from inside of it as outputs, to find where it goes wrong."""
+"""Builds an engine once more with inner values as outputs, to find where it goes wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["build_marked", "with_outputs"]
 
 
 def with_outputs(model: ModelProto, values: Sequence[ValueInfoProto]) -> ModelProto:
-    """A copy of a model that gives these values, too."""
+    """Return a copy of a model with these values as further outputs."""
     from onnx import ModelProto
 
     marked = ModelProto()
@@ -32,13 +32,13 @@ def with_outputs(model: ModelProto, values: Sequence[ValueInfoProto]) -> ModelPr
 
 
 def build_marked(imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path) -> Path:
-    """Build an engine as it was built, with these values as outputs, and write it with its manifest.
+    """Build an engine with the same options, with these values as outputs, and write it with its manifest.
 
     Args:
         imported: the model that the engine was built from.
-        manifest: of the engine.
-        values: of the rewritten model.
-        folder: takes both files.
+        manifest: manifest of the engine.
+        values: values of the rewritten model.
+        folder: folder for both files.
 
     Raises:
         BuildError: TensorRT refuses the model.

@@ -16,12 +16,12 @@ from __future__ import annotations
 from trt_kvcache.errors import OptionError
 from trt_kvcache.machine import free_memory, memory
 
-_FACTOR = 1.65  # of the bytes of all weights
+_FACTOR = 1.65  # times the bytes of all weights
 _FIXED = 500_000_000  # bytes
 
 
 def build_memory(weights: int) -> int:
-    """Bytes of memory that TensorRT takes to build an engine of `weights` bytes."""
+    """Return the bytes of memory that TensorRT takes to build an engine with `weights` bytes of weights."""
     return int(_FACTOR * weights) + _FIXED
 
 

@@ -1,4 +1,4 @@
-"""A check of the parsed network against the plan, before the build: TensorRT drops what it does not know."""
+"""Checks the parsed network against the plan before the build: TensorRT ignores what it does not know."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _check_updates(network: Any, plan: CachePlan, trt: Any) -> None:
 
 
 def _check_plugins(network: Any, plan: CachePlan, trt: Any) -> None:
-    """Check that every update of the plugin is a plugin layer from the cache's input to its output.
+    """Check that every update by the plugin is a plugin layer from the cache's input to its output.
 
-    If the parser found no plugin, it would import the node's definition in ONNX: correct, but with a copy.
+    If the parser does not find the plugin, it uses the node's definition in ONNX: correct, but with a copy.
     """
     planned = [(c.past, c.present) for c in plan.caches if c.route is Route.PLUGIN]
     if not planned:
@@ -57,7 +57,7 @@ def _check_plugins(network: Any, plan: CachePlan, trt: Any) -> None:
     parsed = set()
     for i in range(network.num_layers):
         layer = network.get_layer(i)
-        if layer.type == trt.LayerType.PLUGIN_V3:  # its caches come first, among inputs and among outputs
+        if layer.type == trt.LayerType.PLUGIN_V3:  # the caches come first among its inputs and outputs
             parsed |= {(layer.get_input(j).name, layer.get_output(j).name) for j in range(layer.num_outputs)}
     if missing := [pair for pair in planned if pair not in parsed]:
         pairs = ", ".join(f"{past} -> {present}" for past, present in missing)
@@ -93,7 +93,7 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """Compare shapes. -1 is TensorRT's dynamic size; it may know more or less of an output than the model."""
+    """Compare shapes. -1 is TensorRT's dynamic size; it may know more or less about an output than the model."""
     if len(parsed) != len(planned):
         return False
     for size, dim in zip(parsed, planned, strict=True):

@@ -29,9 +29,9 @@ Shape = tuple[int, ...]
 
 _MOST_STEPS = 256
 _MOST = 2**31 - 1
-_MOST_ROWS = 65_536  # of TensorRT for RTX 1.7: a profile of 4,000,000 rows has no room in its shapes
+_MOST_ROWS = 65_536  # limit of TensorRT for RTX 1.7: a profile of 4,000,000 rows does not fit into its shapes
 """TensorRT's largest number of sequences, tokens and positions."""
-_LEAST_WORKSPACE = 1 << 20  # bytes; a number without a unit means another unit
+_LEAST_WORKSPACE = 1 << 20  # bytes; a smaller number without a unit was probably meant in another unit
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     unit: 1024**power
@@ -58,7 +58,7 @@ def parse_shapes(text: str) -> dict[str, Shape]:
 
 
 def format_shapes(shapes: Mapping[str, Shape]) -> str:
-    """The inverse of `parse_shapes`."""
+    """Return shapes in the text form that `parse_shapes` reads."""
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 

@@ -1,6 +1,6 @@
-"""TensorRT's parser by itself, in a process of its own: what it makes of a model, without a build.
+"""Runs TensorRT's parser alone, in its own process, and compares its network with the model, without a build.
 
-Run as ``python -m trt_kvcache.engine.parsing``: some models kill the parser.
+Run as ``python -m trt_kvcache.engine.parsing``: some models crash the parser.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Request:
-    """A model to parse and to compare; its bytes follow, and, unless it is as exported, the tokens of the pieces.
+    """A model to parse and compare. Its bytes follow; and, unless it is as exported, the tokens of the pieces.
 
     Attributes:
         model: absolute path of the source model.
-        plan: of the model that is parsed.
-        pieces: that are decoded; none: a few.
-        width: of the embeddings that stand for tokens; 0: tokens are ids.
+        plan: plan of the model that is parsed.
+        pieces: pieces to decode; empty: a few default ones.
+        width: width of embeddings that replace tokens; 0: tokens are ids.
         garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
         as_exported: the model is parsed as it was exported.
     """
@@ -73,16 +73,16 @@ def compare_parsed(
 
     Args:
         imported: the model; its plan names the target.
-        pieces: that are decoded; none: a few.
-        tokens: of the pieces: int64 ``[R, length]``, or float32 embeddings ``[R, length, H]``.
+        pieces: pieces to decode; empty: a few default ones.
+        tokens: tokens of the pieces: int64 ``[R, length]``, or float32 embeddings ``[R, length, H]``.
         garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
 
     Returns:
-        The parser's name and version, and what was found.
+        The parser's name and version, and the result.
 
     Raises:
         BackendError: the target's package is not installed.
-        BuildError: the parser refuses the model, or dies of it; with its words.
+        BuildError: the parser refuses the model or crashes; the message quotes it.
     """
     from trt_kvcache.importer.files.signed_weights import for_tensorrt
     from trt_kvcache.importer.protos import copied

@@ -1,4 +1,4 @@
-"""The caller's side of the build process: start it, feed it, listen to it, and end it in every case."""
+"""The caller's side of the build process: starts it, feeds it, listens to it, and ends it in every case."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trt_kvcache.progress import ProgressEvent
 from trt_kvcache.words import visible
 
 WORKER = ("-m", "trt_kvcache.engine.builder")
-"""The words of the build process after the interpreter; its first argument is the file that it writes."""
+"""Arguments of the interpreter for the build process; the path of the engine follows."""
 
-_GRACE = 3.0  # seconds for the child to end by itself, once its pipe is closed
+_GRACE = 3.0  # seconds in which the child may end by itself, once its pipe is closed
 _CRASH = 0xC0000000  # exit codes of Windows from here on are unhandled exceptions
 
 
@@ -60,7 +60,7 @@ def run_worker(
     Args:
         job: the engine to build.
         model: returns the rewritten model's bytes; called once, so that they are freed while the child works.
-        progress: called in this thread for every event; an exception from it (as from Ctrl-C) ends the child.
+        progress: called in this thread for every event; if it raises an exception (or Ctrl-C comes), the child ends.
 
     Returns:
         The result, and TensorRT's warnings.
@@ -70,7 +70,7 @@ def run_worker(
         OutputError: the engine could not be written.
     """
     heard = _Heard(progress)
-    # Its temporary files lie where they are removed, however it ends.
+    # The child's temporary files go to a folder that is removed even if the child crashes.
     with tempfile.TemporaryFile() as stderr, tempfile.TemporaryDirectory(prefix="trt-kvcache-build-") as scratch:
         environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)}
         child = Child(*WORKER, job.engine, stderr=stderr, environment=environment, grace=_GRACE)

@@ -3,11 +3,11 @@
 There are two, because one set of kernels does not fit both phases of a decode loop: ``prefill`` writes up to
 `max_chunk` tokens per sequence and step, ``decode`` exactly one.
 
-For decode steps of exactly one row, TensorRT for RTX 1.7.1 stores weights in a layout of their own: an engine of 377 MB
-instead of 227 MB for 202 MB of float16 weights. So ``decode`` goes up to a batch of two if the largest batch is one; no
-caller has to use two. ``prefill`` then goes up to logits of two positions, because for one position its last layers
-would have one row: 323 MB instead of 245 MB for 232 MB. Quantized weights show the opposite, 90 MB against 109 MB for
-81 MB in int4, and 172 MB against 263 MB for 126 MB in int8, so that ``decode`` stays at one.
+For decode steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights in another layout: an
+engine of 377 MB instead of 227 MB for 202 MB of float16 weights. So ``decode`` allows a batch of two if the largest
+batch is one; no caller has to use two. ``prefill`` then allows logits of two positions, because for one position its
+last layers would have one row: 323 MB instead of 245 MB for 232 MB. Quantized weights show the opposite, 90 MB against
+109 MB for 81 MB in int4, and 172 MB against 263 MB for 126 MB in int8; so ``decode`` stays at one for them.
 """
 
 from __future__ import annotations
@@ -112,19 +112,19 @@ def make_profiles(
     """Return the profiles for a plan: one if prefill and decode are the same.
 
     Args:
-        plan: of the model.
+        plan: plan of the model.
         build: the caller's options.
         limits: from `resolve_limits`.
         quantized: the model has quantized weights.
 
     Raises:
-        OptionError: an axis that nothing determines has no shape from the caller, or a shape from the caller does not
-            fit the model or the limits.
+        OptionError: the caller gives no shape for an axis that nothing else determines; or a shape from the caller does
+            not fit the model or the limits.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
     _check_names(inputs, build)
     shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
-    several = shared and limits.max_batch == 1  # rows, even if they are never used
+    several = shared and limits.max_batch == 1  # rows that may never be used
     if several and limits.max_logits == 1:
         limits = replace(limits, max_logits=2)
     prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))
@@ -138,8 +138,8 @@ def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
     """Return the profile of an encoder, which reads one source at a time.
 
     Args:
-        plan: of the encoder.
-        build: the caller's options; shapes of inputs that the encoder lacks are the decoder's.
+        plan: plan of the encoder.
+        build: the caller's options; shapes of other inputs are ignored: they are the decoder's.
 
     Raises:
         OptionError: the longest source is unknown, or a shape from the caller does not fit the model.
@@ -152,7 +152,7 @@ def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
 
 
 def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) -> BuildOptions:
-    """Return the options without the shapes of inputs that the encoder has alone."""
+    """Return the options without the shapes of inputs that only the encoder has."""
     own, others = ({t.name for t in plan.tensors if t.io == "input"} for plan in (decoder, encoder))
     return _with_shapes(build, lambda name: name not in others - own)
 
@@ -275,7 +275,7 @@ def _with_user_shapes(
 
 
 def _free_axis(tensor: TensorRole, index: int, asked: list[int | None]) -> Range:
-    """Return the range of an axis that only the caller determines; a flag that is set stands for those left out."""
+    """Return the range of an axis that only the caller determines; missing flags take the value of a given one."""
     low, typical, high = asked
     sizes = [s for s in (typical, high, low) if s is not None]
     if not sizes:

@@ -1,6 +1,6 @@
-"""The messages between the caller's process and the build process, as `trt_kvcache.child` brings them.
+"""The messages between the caller's process and the build process, which `trt_kvcache.child` transports.
 
-The request is a `Job`, and the bytes of the rewritten model follow it; news are of type `Event`, the answer is `Done`.
+The request is a `Job`, followed by the bytes of the rewritten model; news are of type `Event`, the answer is `Done`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trt_kvcache.progress import ProgressEvent
 STAGES = (
     "loading TensorRT", "parsing the model", "checking the network", "recording the proof", "building the engine",
 )  # fmt: skip
-"""The stages of the build process, in order; each is a phase of one step without a parent. Not all have a proof."""
+"""The stages of the build process, in order; each is a phase of one step without a parent. A build without a proof
+skips its stage."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Job:
 
     Attributes:
         title: name and version of the builder, for messages.
-        model: absolute path of the source model: external data are looked up beside it.
+        model: absolute path of the source model; its external data lie in the same folder.
         engine: absolute path of an existing file to write the engine to.
         output: the final path of that file, for messages.
-        flipped: external data that the model declares signed, and whose bytes are still unsigned.
-        bounds: of the engine, whose proof is recorded; None: it gets none.
+        flipped: external data that the model declares signed, but whose bytes are still unsigned.
+        bounds: sizes of the engine whose proof is recorded; None: no proof is recorded.
     """
 
     target: Target
@@ -55,7 +56,7 @@ class Stage(msgspec.Struct, tag=True, frozen=True):
 
 
 class Node(msgspec.Struct, tag=True, frozen=True):
-    """The parser begins a node, as ``name [operator]``: the last word before a crash."""
+    """The parser begins a node, as ``name [operator]``; after a crash, the last one shows where it happened."""
 
     name: str
 
@@ -74,7 +75,7 @@ class Log(msgspec.Struct, tag=True, frozen=True):
 
 
 class Line(msgspec.Struct, tag=True, frozen=True):
-    """A line of TensorRT's log, of any severity, for people."""
+    """A line of TensorRT's log, of any severity, for display."""
 
     text: str
 
@@ -84,8 +85,8 @@ class Done(msgspec.Struct, frozen=True):
 
     Attributes:
         network: see `trt_kvcache.engine.manifest.Manifest`.
-        proof: the bytes of its file; empty: there is none.
-        note: what the proof cannot show, or why there is none.
+        proof: the bytes of its file; empty without a proof.
+        note: what the proof cannot show, or why there is no proof.
     """
 
     version: str

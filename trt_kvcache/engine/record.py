@@ -1,4 +1,4 @@
-"""The proof of an engine, recorded where TensorRT has parsed its model, whose network runs some of its steps, too."""
+"""Records the proof of an engine after TensorRT has parsed its model; TensorRT's network runs some of its steps."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trt_kvcache.importer.files.source import load_source
 
 __all__ = ["Recorded", "record"]
 
-_BUDGET = 50.0  # seconds of one decode that nobody asked for; the proof takes about two and a half
+_BUDGET = 50.0  # seconds of one decode without --proof STEPS; the whole proof takes about two and a half times as long
 _COMPARED = (0, 2, 4)  # steps that the network runs: NumPy takes seconds for one of a large model
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recording gave.
+    """The result of a recording.
 
     Attributes:
-        proof: None: there is none.
-        note: what it cannot show, or why there is none.
-        network: how the network compares with the model; None: nothing compared it.
+        proof: the proof; None: there is none.
+        note: what the proof cannot show, or why there is none.
+        network: comparison of the network with the model; None: they were not compared.
     """
 
     proof: Proof | None = None
@@ -42,15 +42,15 @@ def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any
     """Record the proof of an engine, and compare TensorRT's network with the model on some of its steps.
 
     Args:
-        job: of the engine.
+        job: job of the engine.
         content: the rewritten model.
         weights: bytes that TensorRT was given instead of those in the model's files, by name.
         network: TensorRT's ``INetworkDefinition``.
         trt: the module that parsed it.
 
     Raises:
-        TrtKvCacheError: steps are asked for, and it cannot be done.
-        BuildError: the network is another model.
+        TrtKvCacheError: the caller asked for a number of steps, and they cannot be recorded.
+        BuildError: the network computes something else than the model.
     """
     assert job.bounds is not None
     model, steps = ModelProto.FromString(content), None if job.build.proof == "auto" else int(job.build.proof)

@@ -1,1 +1,1 @@
-"""Runs what the importer planned: sessions, caches and generation, on TensorRT or on ONNX Runtime."""
+"""Runs planned models: sessions, caches and generation, on TensorRT or on ONNX Runtime."""

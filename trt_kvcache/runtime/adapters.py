@@ -1,6 +1,6 @@
-"""Adapters (LoRA) of a session: by name in host memory, and in the slots of the runner as sequences need them.
+"""Adapters (LoRA) of a session: by name in host memory, and in slots of the runner while sequences need them.
 
-A name may be given away while sequences run with its adapter: they keep that one to their end.
+If a name is unloaded or reused, running sequences keep the adapter that they started with.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Adapter:
     """An adapter in host memory. Two are equal if they are the same object.
 
     Attributes:
-        name: that it was loaded under.
-        rank: the largest of its modules.
-        digest: of what it computes with: rows of a cache belong to the model and this.
-        arrays: A ``[inputs, rank]`` and B ``[rank, outputs]`` by input of the model, in its dtype; those that the
-            adapter does not change are left out.
+        name: the name it was loaded under.
+        rank: the largest rank of its modules.
+        digest: digest of its contents: cache rows depend on the model and on this digest.
+        arrays: A ``[inputs, rank]`` and B ``[rank, outputs]`` by input of the model, in the model's dtype; inputs that
+            the adapter does not change are left out.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Adapter:
 
 
 class Adapters(Mapping[str, int]):
-    """The adapters of a session: ranks by name. All methods may be called from several threads, while sequences run.
+    """The adapters of a session: ranks by name. Several threads may call all methods while sequences run.
 
     Args:
-        plan: of the model.
-        guard: of the session.
+        plan: plan of the model.
+        guard: the lock of the session.
     """
 
     def __init__(self, plan: CachePlan, guard: Guard) -> None:
@@ -75,19 +75,19 @@ class Adapters(Mapping[str, int]):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of what the adapters compute with, by name."""
+        """Digests of the adapters' contents, by name."""
         return {name: self._known[name].digest for name in sorted(self._known)}
 
     def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:
-        """Read an adapter that peft wrote, and give it a name. One that had the name goes, but for what runs with it.
+        """Load an adapter that peft wrote, under a name. It replaces one of this name; running sequences keep theirs.
 
         Args:
-            name: of the adapter in `GenerationConfig.adapter`.
-            folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+            name: the name that `GenerationConfig.adapter` will use.
+            folder: folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
         Raises:
-            OptionError: the model takes no adapters; or the adapter is damaged, of a kind that is not supported, of
-                another model, or of a larger rank than the model takes. Nothing has changed.
+            OptionError: the model takes no adapters; or the adapter is damaged, of an unsupported kind, of another
+                model, or of a larger rank than the model takes. Nothing has changed.
             SessionError: the session is closed.
         """
         if not isinstance(name, str) or not name or not name.isprintable():
@@ -98,10 +98,10 @@ class Adapters(Mapping[str, int]):
             self._known[name] = adapter
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; sequences that have it keep it.
+        """Forget an adapter; running sequences keep it.
 
         Raises:
-            OptionError: there is none of this name.
+            OptionError: there is no adapter of this name.
             SessionError: the session is closed.
         """
         with self._guard.lock, self._guard.open:
@@ -109,10 +109,10 @@ class Adapters(Mapping[str, int]):
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """The adapter of a name; None for none.
+        """Return the adapter of a name; None for None.
 
         Raises:
-            OptionError: there is none of this name.
+            OptionError: there is no adapter of this name.
         """
         if name is None:
             return None
@@ -125,15 +125,15 @@ class Adapters(Mapping[str, int]):
         return adapter
 
     def with_digest(self, digest: str) -> Adapter | None:
-        """The adapter that computes with what this digest is of; None where none was loaded."""
+        """Return the adapter with this digest; None if it is not loaded."""
         return next((adapter for adapter in self._known.values() if adapter.digest == digest), None)
 
 
 def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
-    """The folders that a caller gave by name, read.
+    """Open the adapter folders that a caller gave by name.
 
     Raises:
-        OptionError: they are no mapping, or one of them holds no adapter.
+        OptionError: `adapters` is not a mapping, or a folder holds no adapter.
     """
     if adapters is None:
         return {}
@@ -143,7 +143,7 @@ def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
 
 
 def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder]) -> PlanOptions:
-    """The options that plan a model for these adapters, unless they ask for adapters already."""
+    """Return plan options for these adapters, unless the options ask for adapters already."""
     options = options or PlanOptions()
     if options.lora_rank is not None or not folders:
         return options
@@ -153,22 +153,23 @@ def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder])
 
 
 class AdapterSlots:
-    """The adapters in the slots of a runner. Where one needs a slot, that which was used longest ago leaves its own.
+    """The adapters in the slots of a runner. A new adapter takes the slot of the least recently used one.
 
     Args:
-        runner: of the model.
+        runner: runner of the model.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._plan = runner, runner.plan.adapters
-        self._slots: OrderedDict[Adapter, int] = OrderedDict()  # first the one that was used longest ago
+        self._slots: OrderedDict[Adapter, int] = OrderedDict()  # least recently used first
         self._needed: set[Adapter] = set()
 
     def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
-        """Say what sequences run with, first those that come first.
+        """Reserve slots for the adapters of running sequences, in the order of the sequences.
 
         Returns:
-            The adapters that have a slot or get one, and None: as many as there are slots. Others wait.
+            The adapters that have a slot or will get one, as many as there are slots; and None. Sequences with other
+                adapters wait.
         """
         most = 0 if self._plan is None else self._plan.slots
         self._needed = set()
@@ -178,10 +179,10 @@ class AdapterSlots:
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
-        """Bring the adapters of a step to slots; returns the slot of each, 0 for None. None where no row has any.
+        """Load the adapters of a step into slots. Return each row's slot, 0 for None; or None if no row has an adapter.
 
         Raises:
-            SlotError: all slots hold adapters that sequences run with.
+            SlotError: all slots hold adapters of running sequences.
         """
         asked = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
         if not asked:
@@ -209,11 +210,11 @@ class AdapterSlots:
         for product in self._plan.products:
             self._runner.write_adapter(product.a, slot, adapter.arrays.get(product.a))
             self._runner.write_adapter(product.b, slot, adapter.arrays.get(product.b))
-        self._slots[adapter] = slot  # last: what an interrupt leaves half is nobody's
+        self._slots[adapter] = slot  # last: after an interrupt a half-written slot belongs to no adapter
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
-    """Bring an adapter into the form that a model takes.
+    """Convert an adapter to the model's inputs.
 
     Raises:
         OptionError: the model takes no adapters, or not this one.
@@ -243,7 +244,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop` of a module, which are those of `key` in the model."""
+    """Columns `start` to `stop` of a module; in the model they belong to `key`."""
 
     module: LoraModule
     key: _Key
@@ -252,7 +253,7 @@ class _Piece:
 
 
 def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
-    """The columns of each module of a product, and of that which they are together."""
+    """Return the columns of each module of a product, and of the module that the product is as a whole."""
     ranges = {module_key(part.module): (part.start, part.stop) for part in product.parts}
     if product.whole is not None:
         ranges[module_key(product.whole)] = 0, product.outputs
@@ -262,7 +263,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """A module as the model has it: whole, or taken apart."""
+    """Yield the model's parts of a module: the whole, or the modules that it fuses."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:
@@ -292,7 +293,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """A and B of one product: modules that were fused have ranks of their own, one after the other."""
+    """Return A and B of one product. Ranks of modules that the model fuses follow one after the other."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):
@@ -313,7 +314,7 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
         b[at:next_, start:stop] = whole[:, piece.start : piece.stop]
         at = next_
     dtype = array_dtype(product.dtype)
-    with np.errstate(over="ignore"):  # and is found below
+    with np.errstate(over="ignore"):  # overflows are found below
         factors = a.astype(dtype), b.astype(dtype)
     if not all(np.isfinite(array).all() for array in factors):
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Names for the fixed sizes of inputs and logits: a plan names dynamic axes only, and the runtime fills both alike."""
+"""Names for axes of fixed size. A plan names only dynamic axes; the runtime fills both kinds by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ORDER = {
     Role.ADAPTER: ("batch",),
     Role.LOGITS: ("batch", "sequence"),
 }
-"""The axes of a tensor, in order; one that has fewer lacks the first or the last."""
+"""The axes of a tensor, in order; a tensor with fewer axes lacks the first or the last."""
 
 
 def fixed_rows(plan: CachePlan) -> int | None:
-    """The batch that the model's caches, states and constants are fixed at, or None.
+    """Return the batch size that the model's caches, states and constants are fixed at, or None.
 
     Raises:
-        UnsupportedModelError: they are fixed at several.
+        UnsupportedModelError: they are fixed at different sizes.
     """
     carried = [*(c.physical_shape for c in plan.caches if c.carried), *(s.shape for s in plan.states)]
     shapes = [*carried, *(t.shape for t in plan.tensors if t.role is Role.CONSTANT and t.io == "input")]
@@ -38,13 +38,13 @@ def fixed_rows(plan: CachePlan) -> int | None:
 
 
 def fixed_length(plan: CachePlan) -> int | None:
-    """The number of tokens per row and step that the model's updates are fixed at, or None."""
+    """Return the number of tokens per row and step that the model's updates are fixed at, or None."""
     lengths = {c.update_length for c in plan.caches if c.carried and isinstance(c.update_length, int)}
     return min(lengths, default=None)
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """The tensor with names for its axes that are fixed at the plan's batch or update length, where those are not 1."""
+    """Return the tensor with names for axes that are fixed at the plan's batch or update length, if it is not 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is their width
@@ -65,7 +65,7 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
 
 
 def axes_with_planes(tensor: TensorRole) -> tuple[str, ...]:
-    """The axes of positions ``[planes, B, S]`` or ``[B, planes, S]``, with that of the planes named."""
+    """Return the axes of positions ``[planes, B, S]`` or ``[B, planes, S]``, with the planes' axis named."""
     fixed = [i for i, axis in enumerate(tensor.axes[:-1]) if not axis]
-    planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # beside a batch that is fixed at 1
+    planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # the batch may be fixed at 1
     return tuple("planes" if i == planes else axis for i, axis in enumerate(tensor.axes))

@@ -1,4 +1,4 @@
-"""Times of a session: prompts by length, steps by position, steps by batch."""
+"""Measures times of a session: prompts by length, steps by position, steps by batch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Timing:
     Attributes:
         phase: ``"prefill"``: a whole prompt of `tokens`; ``"decode"``: one token per sequence.
         batch: sequences per step.
-        tokens: of the prompt; for decoding, in each cache at the first measured step.
-        median_ms: of the repeats.
+        tokens: tokens of the prompt; for decoding, tokens in each cache at the first measured step.
+        median_ms: median of the repeats.
         low_ms, high_ms: quartiles.
-        tokens_per_second: of all sequences together, at the median.
+        tokens_per_second: tokens of all sequences together, at the median.
     """
 
     phase: str
@@ -49,15 +49,15 @@ class Timing:
 
 @dataclass(frozen=True, repr=False)
 class BenchReport:
-    """Measurements of a model or an engine, and the setting that they were made in.
+    """Measurements of a model or an engine, and where they were made.
 
     Attributes:
         model: name of the file.
-        runner: what ran it where.
-        dtype: of the caches.
-        capacity: tokens per sequence; None where circular caches go on for ever.
-        cache_bytes: of all cache buffers.
-        peak_bytes: most main memory that the process has had.
+        runner: runtime and device.
+        dtype: dtype of the caches.
+        capacity: tokens per sequence; None if circular caches never fill up.
+        cache_bytes: bytes of all cache buffers.
+        peak_bytes: largest main memory of the process so far.
     """
 
     model: str
@@ -90,7 +90,7 @@ class BenchReport:
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
-    """`first` times powers of `factor`, up to `most` and with `most`, if it is small."""
+    """Return `first` times powers of `factor`, below `most`; and `most`."""
     sizes = []
     while first < most:
         sizes.append(first)
@@ -111,13 +111,13 @@ def bench_session(
     """Measure one case after the other: prefill by length, decode by position, decode by batch at the first position.
 
     Args:
-        session: with all rows free.
-        lengths: tokens of prompts.
-        positions: tokens in the cache before the first measured step.
-        batches: sequences per step.
-        repeats: steps that count.
-        warmup: steps before them.
-        seconds: time of a case after which no more of its steps are run than three that count; None: all are.
+        session: a session with all rows free.
+        lengths: numbers of tokens in prompts.
+        positions: numbers of tokens in the cache before the first measured step.
+        batches: numbers of sequences per step.
+        repeats: measured steps.
+        warmup: steps before the measured ones.
+        seconds: time limit of a case; it still measures at least three steps. None: no limit.
 
     Raises:
         OptionError: a size does not fit the session.
@@ -153,7 +153,7 @@ def bench_session(
 
 
 def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> BenchReport:
-    """The timings of a model with what they were measured on."""
+    """Return the timings of a model, and where they were measured."""
     dtypes = dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in session.plan.caches)
     return BenchReport(
         model=model,
@@ -169,10 +169,10 @@ def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> Ben
 
 
 def load_report(path: Path) -> BenchReport:
-    """Read a result that ``bench`` printed: the last line of a file.
+    """Read a report that ``bench`` printed: the last line of a file.
 
     Raises:
-        OptionError: it cannot be read, or is none.
+        OptionError: the file cannot be read, or holds no report.
     """
     try:
         lines = read_file(path).splitlines()
@@ -186,7 +186,7 @@ def load_report(path: Path) -> BenchReport:
 
 
 _FEWEST = 3
-"""Runs that count, however long they take."""
+"""Fewest measured runs, however long they take."""
 Tokens = Callable[[int], list[int]]
 
 
@@ -199,7 +199,7 @@ class _Steps:
     seconds: float | None
 
     def times(self, step: Callable[[], float]) -> list[float]:
-        """The seconds of the runs that count; `step` runs once, and returns its own."""
+        """Return the seconds of the measured runs. `step` runs once and returns its seconds."""
         end = math.inf if self.seconds is None else time.perf_counter() + self.seconds
         for _ in range(self.warmup):
             step()

@@ -1,4 +1,4 @@
-"""Files that exporters leave beside a model: the tokenizer, the tokens that end a text."""
+"""Files that exporters leave beside a model: the tokenizer, and settings such as end tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["USUAL_SAMPLING", "Unread", "default_config", "default_sampling", "en
 
 
 class Unread:
-    """In the place of a tokenizer that is not there.
+    """Replaces a tokenizer that cannot be read.
 
     Args:
-        why: the reason, for the error of a text.
+        why: the reason, for the error message of a text prompt.
     """
 
     def __init__(self, why: str) -> None:
@@ -26,7 +26,7 @@ class Unread:
 
 
 def find_tokenizer(model: Path) -> Any:
-    """Return the tokenizer beside a model or engine, or in its folder; an `Unread` where there is none to be used."""
+    """Return the tokenizer beside a model or engine, or in its folder; an `Unread` if there is no usable one."""
     file = (model if model.is_dir() else model.parent) / "tokenizer.json"
     if not file.is_file():
         return Unread(f"there is no {file}")
@@ -34,31 +34,31 @@ def find_tokenizer(model: Path) -> Any:
 
     try:
         return Tokenizer.load(file)
-    except OptionError as error:  # token ids do without
+    except OptionError as error:  # token ids work without it
         return Unread(error.message)
 
 
 def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
-    """Return how a session generates where it is told nothing: greedy, with the tokens that the model's files name.
+    """Return the default config of a session: greedy, with the end tokens that the model's files name.
 
     Args:
         model: path of the model or engine.
-        tokenizer: names the token that ends a text where no other file does; or None.
+        tokenizer: names the end token if no file does; or None.
 
     Raises:
         OptionError: a file beside the model is unreadable, or has a value that is out of range.
-        ManifestError: that of an engine is unreadable.
+        ManifestError: the manifest of the engine is unreadable.
     """
     config = GenerationConfig.for_model(model)
     return config if config.eos_token_ids else ended_by(config, tokenizer)
 
 
 USUAL_SAMPLING = {"temperature": 0.8, "min_p": 0.05}
-"""For models that say nothing. At temperature 1 without a limit, unlikely tokens derail small models."""
+"""For models that recommend no sampling. At temperature 1 without a limit, unlikely tokens derail small models."""
 
 
 def default_sampling(model: Path) -> dict[str, Any]:
-    """Return how servers and chats draw tokens: as ``generation_config.json`` beside the model says, else as usual.
+    """Return the sampling of servers and chats: from ``generation_config.json`` beside the model, or `USUAL_SAMPLING`.
 
     Raises:
         OptionError: the file is unreadable, or has a value that is out of range.
@@ -73,6 +73,6 @@ def default_sampling(model: Path) -> dict[str, Any]:
 
 
 def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
-    """Return the settings with the token that a tokenizer names as the end of a text, if it names one."""
+    """Return the config with the end token that a tokenizer names, if it names one."""
     end = getattr(tokenizer, "eos_token_id", None)
     return replace(config, eos_token_id=end) if isinstance(end, int) else config

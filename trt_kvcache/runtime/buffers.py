@@ -1,7 +1,7 @@
-"""The buffers that a session carries from step to step, of one geometry whatever they hold: caches, and state.
+"""The buffers that a session keeps from step to step: caches and state, described in one way.
 
-A batch row of a cache has one place per token along its sequence axis; a batch row of state is one value for the whole
-text. Whoever moves rows therefore says which *tokens* he means, and state goes along where the first token does.
+A batch row of a cache has one place per token along its sequence axis. A batch row of state is one value for the whole
+text. Rows are therefore moved by ranges of *tokens*; state moves with the first token.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Carried:
 
     Attributes:
         past, present: names of the graph's input and output.
-        shape: physical, batch first.
-        axis: of the sequence, as an index into `shape`; None for state.
+        shape: physical shape, batch first.
+        axis: index of the sequence axis in `shape`; None for state.
         capacity: tokens along `axis`; 1 for state.
-        in_place: past and present are one buffer; else a step writes one and reads the other.
+        in_place: past and present are one buffer; else a step reads one and writes the other.
     """
 
     past: str
@@ -40,29 +40,29 @@ class Carried:
 
     @property
     def is_state(self) -> bool:
-        """True for a state, which is no cache."""
+        """True for state, False for a cache."""
         return self.axis is None
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """The dtype of an array with its contents."""
+        """The NumPy dtype of the buffer."""
         return array_dtype(self.dtype)
 
     def places(self, start: int, stop: int) -> tuple[int, int]:
-        """The range along `axis` that holds tokens ``start .. stop - 1``; of state, all of it with the first token."""
+        """The range along `axis` of tokens ``start .. stop - 1``; for state, all if `start` is 0, else nothing."""
         if self.axis is None:
             return 0, int(start == 0)
         return start, max(start, min(stop, self.capacity))
 
     def row_shape(self, tokens: int) -> tuple[int, ...]:
-        """The shape of the first `tokens` tokens of one batch row."""
+        """Return the shape of the first `tokens` tokens of one batch row."""
         sizes = [int(d) for d in self.shape[1:]]
         if self.axis is not None:
             sizes[self.axis - 1] = min(tokens, self.capacity)
         return tuple(sizes)
 
     def range_shape(self, start: int, stop: int) -> tuple[int, ...]:
-        """The shape of `places` of one batch row."""
+        """Return the shape of the range `places` in one batch row."""
         sizes = [int(d) for d in self.shape[1:]]
         first, last = self.places(start, stop)
         along = 0 if self.axis is None else self.axis - 1
@@ -70,11 +70,11 @@ class Carried:
         return tuple(sizes)
 
     def range_bytes(self, start: int, stop: int) -> int:
-        """The bytes of an array of `range_shape`."""
+        """Return the bytes of an array of `range_shape`."""
         return prod(self.range_shape(start, stop)) * self.array_dtype.itemsize
 
     def index(self, start: int, stop: int) -> tuple[slice, ...]:
-        """The index of `places` in an array that holds one batch row."""
+        """Return the index of the range `places` in an array of one batch row."""
         first, last = self.places(start, stop)
         if self.axis is None:
             return (slice(0, None if last else 0),)
@@ -82,7 +82,7 @@ class Carried:
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """All caches that the caller keeps, then all state."""
+    """Return all caches that the caller keeps, then all state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)

@@ -1,7 +1,7 @@
-"""The caches of a session as one object: which slot holds which tokens in which row, and every way to change that.
+"""The caches of a session as one object: which slot holds which tokens in which row, and every change of that.
 
-A *slot* is a sequence's stable name; a *row* is its place in the batch of every cache buffer, which may change. What a
-slot holds is a list of token ids, of which the first `length` are in the cache; the rest waits to be written.
+A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. A slot
+holds a list of token ids. The first `length` of them are in the cache; the others wait to be written.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from trt_kvcache.words import human_bytes
 
 
 class KVCache:
-    """Caches of fixed capacity and the sequences in them. All methods may be called from several threads.
+    """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.
 
-    Rows that hold no sequence may hold anything finite, but never what a former sequence left: a row is zeroed before
-    it is given to another sequence, because one NaN in a masked row would poison attention (0 * NaN is NaN).
+    A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
+    sequence gets it, because one NaN in a masked row would poison attention (0 * NaN is NaN).
 
-    Where a slot is used that has no row, because it was offloaded, it gets one first. Where no row is free, a cache of
-    more sequences than rows offloads the slot that was used longest ago, before others one that does not run.
+    A slot that was offloaded has no row; it gets one before it is used. If no row is free and the cache has more
+    sequences than rows, the least recently used slot is offloaded, slots that do not run first.
 
     Args:
         runner: owns the buffers.
-        guard: of the session.
-        prefix_cache: bytes for rows that sequences with the same beginning share; None: none.
-        adapters: of the session; None: there are none.
-        max_sequences: most slots, of which those that do not run give up their rows; None: as many as rows, besides
-            what is offloaded.
+        guard: the lock of the session.
+        prefix_cache: bytes for rows that sequences with the same beginning share; None: no prefix cache.
+        adapters: adapters of the session; None: no adapters.
+        max_sequences: most slots; those that do not run give up their rows to others. None: as many as rows; slots that
+            were offloaded do not count.
 
     Attributes:
-        limits: how long a sequence may become.
-        adapters: of the session.
+        limits: the longest lengths of sequences.
+        adapters: adapters of the session.
 
     Raises:
         OptionError, SessionError: see `PrefixCache`.
@@ -97,13 +97,13 @@ class KVCache:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Tokens in the cache by slot."""
+        """Number of tokens in the cache, by slot."""
         with self._guard.lock, self._guard.open:
             return {name: slot.length for name, slot in self._slots.items()}
 
     @property
     def free(self) -> int:
-        """Slots that can still be acquired."""
+        """Number of slots that can still be acquired."""
         with self._guard.lock, self._guard.open:
             if self._max_sequences is not None:
                 return self._max_sequences - len(self._slots)
@@ -118,26 +118,26 @@ class KVCache:
 
     @property
     def max_sequences(self) -> int:
-        """Most slots that are acquired at a time: `rows`, unless those that do not run give up theirs."""
+        """Most slots at a time: `rows`, unless slots that do not run give up their rows."""
         return self._max_sequences or self.rows
 
     @property
     def rows(self) -> int:
-        """Rows of every buffer: most sequences in a step."""
+        """Number of rows of every buffer: most sequences in a step."""
         return self._runner.max_batch
 
     @property
     def capacity(self) -> int | None:
-        """Most tokens of one sequence; None where nothing bounds them: circular caches keep the last ones.
+        """Most tokens of one sequence; None if nothing limits them: circular caches keep the last tokens.
 
-        The rows of the smallest linear cache, or of the model's position table where that is shorter: a sequence that
-        brings positions may need fewer of these than it has tokens.
+        The limit is the smallest linear cache, or the model's position table if it is shorter. A sequence that brings
+        its own positions may need fewer positions than it has tokens.
         """
         return self.limits.capacity
 
     @property
     def window(self) -> int | None:
-        """Rows of the smallest circular cache: the sliding window; None where all caches are linear."""
+        """Rows of the smallest circular cache: the sliding window; None if all caches are linear."""
         return min(self._rings, default=None)
 
     @property
@@ -147,30 +147,30 @@ class KVCache:
 
     @property
     def prefix_stats(self) -> PrefixStats | None:
-        """Counts of the prefix cache so far; None where there is none."""
+        """Counts of the prefix cache so far; None without a prefix cache."""
         with self._guard.lock, self._guard.open:
             return None if self._prefixes is None else replace(self._prefixes.stats)
 
     def tokens(self, slot: int) -> list[int]:
-        """Token ids of a slot, those that are not in the cache yet included."""
+        """Return the token ids of a slot, including tokens that are not in the cache yet."""
         with self._guard.lock, self._guard.open:
             return list(self.slot(slot).tokens)
 
     def free_tokens(self, slot: int) -> int | None:
-        """Tokens that still fit after those of a slot; None where nothing bounds them."""
+        """Return how many tokens still fit after the tokens of a slot; None if nothing limits them."""
         with self._guard.lock, self._guard.open:
             return self.limits.free_tokens(self.slot(slot))
 
     def largest_update(self, slot: int) -> int:
-        """Most tokens that one step may write to a slot with the same result as one by one."""
+        """Return the most tokens that one step may write to a slot with the same result as one by one."""
         with self._guard.lock, self._guard.open:
             return largest_update(self._runner, self.slot(slot).length)
 
     def view(self, name: str) -> Any:
-        """The whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.
+        """Return the whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.
 
-        A NumPy array on the CPU, an object with ``__dlpack__`` on a GPU (of a bfloat16 or float8 cache with its bits as
-        unsigned integers). Row numbers are `Slot.row`.
+        The buffer is a NumPy array on the CPU and an object with ``__dlpack__`` on a GPU. On a GPU, a bfloat16 or
+        float8 cache comes as unsigned integers with the same bits. `Slot.row` is the index of a slot's row.
 
         Raises:
             OptionError: there is no such cache.
@@ -182,10 +182,10 @@ class KVCache:
             return self._runner.view(name)
 
     def slot(self, slot: int) -> Slot:
-        """The bookkeeping of a slot.
+        """Return the state of a slot.
 
         Raises:
-            SlotError: it is not in use.
+            SlotError: the slot is not in use.
         """
         entry = self._slots.get(slot) if is_whole(slot) else None
         if entry is None:
@@ -196,10 +196,10 @@ class KVCache:
         return entry
 
     def idle(self, slot: int) -> Slot:
-        """The bookkeeping of a slot that may be changed.
+        """Return the state of a slot that may be changed.
 
         Raises:
-            SlotError: it is not in use, or the decode loop continues it.
+            SlotError: the slot is not in use, or the decode loop continues it.
         """
         entry = self.slot(slot)
         if entry.running:
@@ -212,16 +212,16 @@ class KVCache:
         constants: Mapping[str, Array] | Constants | None = None,
         adapter: str | Adapter | None = None,
     ) -> int:
-        """A new slot, in a zeroed row once it is written. The tokens wait: nothing is written yet.
+        """Return a new slot. Its row is zeroed. Its tokens wait: nothing is written yet.
 
         Args:
-            tokens: ids.
-            constants: inputs that a whole sequence has once, of a model that has such: an array ``[1, ...]`` for each.
-            adapter: name of the one that the sequence is computed with; None: none.
+            tokens: token ids.
+            constants: inputs that a sequence has once, for a model with such inputs: an array ``[1, ...]`` for each.
+            adapter: name of the adapter that computes the sequence; None: no adapter.
 
         Raises:
-            SlotError: none is `free`.
-            PromptError: `tokens` are no ids of the model's, or `constants` are not what it takes.
+            SlotError: no slot is `free`.
+            PromptError: `tokens` are not token ids of the model, or `constants` do not fit the model's inputs.
             OptionError: there is no such adapter.
         """
         taken: list[int] = []
@@ -232,15 +232,15 @@ class KVCache:
             raise
 
     def read_constants(self, constants: Mapping[str, Array] | Constants | None) -> Constants:
-        """Check the inputs of a sequence beside its text.
+        """Check the constants of a sequence: its inputs beside the tokens.
 
         Raises:
-            PromptError: they are not what the model takes.
+            PromptError: they do not fit the model's inputs.
         """
         return self._constants.read(constants)
 
     def release(self, slot: int) -> None:
-        """Give up a slot and its row.
+        """Free a slot and its row.
 
         Raises:
             SlotError: see `idle`.
@@ -263,7 +263,7 @@ class KVCache:
             _close(entry)
 
     def fork(self, source: int) -> int:
-        """A new slot with the same tokens and the same cache contents: sequences that share a prefix compute it once.
+        """Return a new slot with the same tokens and cache contents: sequences that share a prefix compute it once.
 
         Raises:
             SlotError: see `slot` and `acquire`.
@@ -274,7 +274,7 @@ class KVCache:
                 self.slot(source)
                 self._check_free()
                 row = self._free_row()
-                entry = self.slot(source)  # may be the one that was offloaded for the row
+                entry = self.slot(source)  # the slot that was offloaded for the row may be the source
                 if entry.row >= 0:
                     self._rows.copy(entry.row, row)
                 else:
@@ -285,15 +285,15 @@ class KVCache:
             raise
 
     def crop(self, slot: int, length: int) -> None:
-        """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
+        """Forget all tokens from `length` on, those that wait included; their cache rows are zeroed.
 
-        The others keep their positions: what follows stands after these.
+        The other tokens keep their positions; new tokens follow them.
 
         Raises:
             SlotError: see `idle`.
-            OptionError: `length` is no whole number.
-            CapacityError: `length` is more than the slot holds; or a circular cache no longer has what the sequence
-                would see at that length; or the model keeps state, which knows the present length only.
+            OptionError: `length` is not a whole number.
+            CapacityError: `length` is more than the slot holds; or a circular cache has lost rows that the sequence
+                would see at that length; or the model keeps state, which cannot go back.
         """
         with self._guard.lock, self._guard.idle:
             entry, length = self.idle(slot), as_whole(length, "length", " of tokens")
@@ -309,13 +309,13 @@ class KVCache:
             self._rows.truncate(entry.row, length, written)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
-        """Give each slot the contents that another one has now: the step between two steps of a beam search.
+        """Give each slot the present contents of another slot, as beam search does between two steps.
 
-        Rows are renamed where that is enough; only what several slots continue is copied.
+        Rows are renamed where possible; a row is copied only if several slots continue it.
 
         Args:
             indices: the k-th slot gets the contents of ``slots[indices[k]]``.
-            slots: those concerned; None: all, in the order of `slots`.
+            slots: the slots to reorder; None: all slots, in the order of the property `slots`.
 
         Raises:
             SlotError: see `idle`.
@@ -338,7 +338,7 @@ class KVCache:
             dropped = sorted(set(range(len(names))) - set(indices))
             lost = {names[i] for i in dropped}
             before, after = self._slots, {}
-            # Of what is written over, an interrupt leaves nothing rather than something else.
+            # Slots whose rows are overwritten go first: after an interrupt they are missing, not wrong.
             self._slots = {name: slot for name, slot in before.items() if name not in lost}
             taken: set[int] = set()
             for name, index in zip(names, indices, strict=True):
@@ -372,7 +372,7 @@ class KVCache:
             entry.row = int(row)
 
     def compact(self) -> None:
-        """Move slots so that n of them lie in rows 0 to n - 1, and a step over all of them is one row range."""
+        """Move n slots to rows 0 to n - 1, so that a step over all of them is one row range."""
         with self._guard.lock, self._guard.idle:
             used = self._used()
             count = len(used)
@@ -381,14 +381,14 @@ class KVCache:
                 if slot.row >= count:
                     self.move(name, holes.pop(0))
 
-    # --- what the loop says
+    # --- called by the decode loop
 
     def put(self, slot: int, entry: Slot) -> None:
-        """Let a slot be this: all of its text changes at once, whatever interrupts."""
+        """Replace the state of a slot. All of its text changes at once: an interrupt cannot leave half of a change."""
         self._slots[slot] = entry
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
-        """The runner has written so many of the slot's waiting tokens, and after them so many guesses."""
+        """Note that the runner has written `tokens` of the slot's waiting tokens, and then `guesses` guesses."""
         entry = self._slots[slot]
         length = entry.length + tokens
         self._slots[slot] = replace(
@@ -400,9 +400,9 @@ class KVCache:
         )
 
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
-        """The text goes on: with these guesses, which are written, and after them with what waits.
+        """Append chosen tokens: first accepted guesses, which are written already, then tokens that wait.
 
-        The rows of the guesses that were rejected are zeroed.
+        The rows of the `rejected` guesses are zeroed.
         """
         entry = self._slots[slot]
         length = entry.length + len(tokens)
@@ -413,25 +413,25 @@ class KVCache:
             self._slots[slot] = replace(entry, tokens=[*entry.tokens, *tokens, *after], length=length, written=written)
         else:
             entry.written = written
-            entry.tokens.extend(after)  # a copy would cost more, the longer the text
+            entry.tokens.extend(after)  # a copy would cost more for longer texts
 
     def _written(self, entry: Slot, length: int) -> int:
-        """What was written of a slot that goes back to `length`.
+        """Return how many tokens count as written once a slot goes back to `length`.
 
-        Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
+        Rows of a circular cache that has wrapped stay: the next token overwrites the only stale row.
         """
         return entry.written if any(entry.written > rows for rows in self._rings) else length
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """A step will write rows up to `stop`: should it fail half-way, they are zeroed before they are reused."""
+        """Note that a step will write rows up to `stop`. If the step fails, they are zeroed before they are reused."""
         self._rows.touch(self._slots[slot].row, stop)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Take the first tokens of a slot of which nothing is written yet from the prefix cache, as far as it has them.
+        """Copy the first tokens of an unwritten slot from the prefix cache, as many as it has.
 
         Args:
-            slot: that has a row.
-            keep: the last so many tokens, one at least, are to be computed: their logits are asked for.
+            slot: a slot that has a row.
+            keep: number of last tokens whose logits are needed; the model computes these tokens, and at least one.
         """
         entry = self._slots[slot]
         if self._prefixes is None or entry.length or not entry.pending:
@@ -446,7 +446,7 @@ class KVCache:
         self._slots[slot] = replace(entry, length=length, written=written, remembered=length)
 
     def remember(self, slot: int) -> None:
-        """Give the prefix cache what the rows of a slot hold, if it is new and fills a block."""
+        """Copy the rows of a slot to the prefix cache, if they are new and fill a block."""
         entry = self._slots[slot]
         if self._prefixes is None or entry.row < 0:
             return
@@ -458,11 +458,11 @@ class KVCache:
     # --- files
 
     def save(self, path: str | os.PathLike[str], slots: Sequence[int] | None = None) -> None:
-        """Write slots with their tokens and cache contents to a safetensors file, whole or not at all.
+        """Write slots with their tokens and cache contents to a safetensors file, completely or not at all.
 
         Args:
-            path: of the file.
-            slots: to save; None: all.
+            path: path of the file.
+            slots: the slots to save; None: all.
 
         Raises:
             SlotError: see `slot`.
@@ -477,10 +477,10 @@ class KVCache:
             save_slots(path, self._runner, chosen)
 
     def load(self, path: str | os.PathLike[str]) -> dict[int, int]:
-        """Bring saved slots back, into new slots.
+        """Load saved slots into new slots.
 
         Returns:
-            The new slot of each saved one.
+            The new slot of each saved slot.
 
         Raises:
             CacheFileError: the file is unreadable or damaged, or was saved with another model or other caches.
@@ -509,7 +509,7 @@ class KVCache:
             self.give_back(taken)
             raise
 
-    # --- slots that nobody knows yet
+    # --- new slots whose names the caller may not have yet
 
     def take(
         self,
@@ -520,14 +520,14 @@ class KVCache:
         *,
         queue: bool = False,
     ) -> int:
-        """`acquire` for a caller that gives back what is in `taken`, should an interrupt come before he knows the name.
+        """`acquire`, safe against interrupts: `taken` has the slot before the call returns; pass it to `give_back`.
 
         Args:
-            taken: gets the name before there is a slot of it.
+            taken: gets the name before the slot exists.
             tokens: see `acquire`.
             constants: see `acquire`.
-            adapter: see `acquire`; one that a sequence has may have lost its name.
-            queue: the slot gets its row later, where sequences run in all of them and nothing limits their number.
+            adapter: see `acquire`; an `Adapter` object, which may have been unloaded since.
+            queue: the slot may get its row later, if sequences run in all rows and nothing limits their number.
 
         Raises:
             SlotError, PromptError, OptionError: see `acquire`.
@@ -541,13 +541,13 @@ class KVCache:
             may_wait = self._is_run() or (ahead and row is not None)
             if not (queue and self._max_sequences is None and may_wait):
                 self._check_free()
-            row = None if ahead else row  # others wait, and come first
+            row = None if ahead else row  # other slots wait and come first
             if row is not None:
                 self._rows.clean(row, 0)
             return self._name(Slot(-1 if row is None else row, ids, constants=checked, adapter=loaded), taken)
 
     def give_back(self, taken: Sequence[int]) -> None:
-        """Give up those of these slots that there are. A step that continues one ends it."""
+        """Free those of the slots that exist. A step that continues one of them ends its sequence."""
         if taken:
             with self._guard.lock:
                 for name in taken:
@@ -573,10 +573,10 @@ class KVCache:
     # --- rows
 
     def offload(self, slot: int, path: str | os.PathLike[str] | None = None) -> None:
-        """Move what the caches hold of a slot to host memory, or to a file, and give up its row; the slot stays.
+        """Move the cache contents of a slot to host memory or to a file, and free its row; the slot stays.
 
-        Host memory is page-locked where the caches lie on a GPU. A file is one that `load` reads, too; it stays when
-        the slot is restored. A slot that is offloaded already moves if a path is given.
+        Host memory is page-locked if the caches lie on a GPU. `load` can read such a file, too; the file stays when the
+        slot is restored. A slot that is offloaded already moves to the file if a path is given.
 
         Raises:
             SlotError: see `idle`.
@@ -592,20 +592,20 @@ class KVCache:
             _close(entry)
 
     def restore(self, slot: int) -> None:
-        """Bring an offloaded slot back to a row. Whatever else needs the row does so, too.
+        """Bring an offloaded slot back to a row. Methods that need the row restore the slot, too.
 
         Raises:
-            SlotError: see `slot`; or no row can be had.
+            SlotError: see `slot`; or no row can be freed.
             CacheFileError: the file is gone or damaged, or holds something else. The slot stays offloaded.
         """
         with self._guard.lock, self._guard.idle:
             self._with_row(slot)
 
     def give_row(self, slot: int) -> bool:
-        """`restore` at the cost of slots that do not run, where they may be offloaded; False: it waits for its turn.
+        """Give a slot a row, if need be by offloading a slot that does not run. Return False if it must wait.
 
         Raises:
-            SlotError: see `slot`; or all rows hold sequences that do not run, and will not be free.
+            SlotError: see `slot`; or all rows hold sequences that do not run, and no row will become free.
         """
         with self._guard.lock, self._guard.idle:
             if self.slot(slot).row < 0:
@@ -617,21 +617,21 @@ class KVCache:
             return True
 
     def _is_run(self) -> bool:
-        """True if a sequence in a row runs, and will leave it."""
+        """Return True if a sequence runs in a row: the row will become free."""
         return any(slot.row >= 0 and slot.running for slot in self._slots.values())
 
     def seat_together(self, slots: Sequence[int]) -> None:
-        """Give all of these slots a row, at the cost of any others.
+        """Give each of these slots a row; other slots may lose theirs.
 
         Raises:
-            SlotError: there are not enough.
+            SlotError: there are not enough rows.
         """
         with self._guard.lock, self._guard.idle:
             for slot in slots:
                 self._with_row(slot, slots)
 
     def _with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
-        """A slot once it has a row, which is none of those that are to be kept."""
+        """Return a slot that has a row; offload another slot if need be, but none in `keep`."""
         entry = self.slot(slot)
         if entry.row < 0:
             row = self._free_row(keep)
@@ -641,14 +641,14 @@ class KVCache:
         return self._slots[slot]
 
     def _fill(self, entry: Slot, row: int) -> None:
-        """Write to a row what a slot without one holds, and zeros after it."""
+        """Write the contents of a slot without a row to a row, and zeros after them."""
         self._rows.clean(row, entry.written)
         self._rows.touch(row, entry.written)
         if entry.offloaded is not None:
             entry.offloaded.fill(row)
 
     def _free_row(self, keep: Collection[int] = ()) -> int:
-        """A row that no slot has, if need be after offloading one."""
+        """Return a row that no slot has; offload a slot if need be."""
         row = self._rows.free(self._used())
         if row is not None:
             return row
@@ -677,12 +677,12 @@ class KVCache:
 
 
 def _digest(slot: Slot) -> bytes:
-    """The name of what the rows of a slot depend on beside its tokens."""
+    """Return a digest of the slot's adapter: its cache rows depend on tokens and adapter."""
     return b"" if slot.adapter is None else bytes.fromhex(slot.adapter.digest)
 
 
 def _close(slot: Slot) -> None:
-    """Give back what holds the contents of a slot that has them elsewhere now, or is gone."""
+    """Free the offloaded contents of a slot that has a row again, or is gone."""
     if slot.offloaded is not None:
         slot.offloaded.close()
 

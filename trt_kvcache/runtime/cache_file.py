@@ -1,10 +1,10 @@
-"""Saved slots: a safetensors file with tokens, cache contents and the identity of the model that they belong to.
+"""Saved slots: a safetensors file with tokens, cache contents and the identity of the model.
 
-Tensors are ``<slot>/tokens`` (int64) and ``<slot>/<past>``: the cache rows in use, in the engine's layout, or
-state as a whole, and ``<slot>/<input>``: inputs of the whole sequence. Format 2 adds, for slots that have any, the
-caller's inputs for their tokens: ``<slot>/given_positions`` (int64 ``[planes, K]``), ``<slot>/given_embeds``
-``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``) of those that wait. Without any, a file is of format 1.
-Format 3 says as well which adapter each slot has, by its digest.
+Tensors are ``<slot>/tokens`` (int64); ``<slot>/<past>``: the cache rows in use, in the engine's layout, or the whole
+state; and ``<slot>/<input>``: inputs of the whole sequence. Format 2 adds the caller's inputs, for slots that have any:
+``<slot>/given_positions`` (int64 ``[planes, K]``), and for tokens that wait ``<slot>/given_embeds`` ``[K, H]`` and
+``<slot>/given_embeds_at`` (int64 ``[K]``). A file without any is of format 1. Format 3 adds the digest of each slot's
+adapter.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class SavedSlots:
     """An open file.
 
     Attributes:
-        slots: by their former names; their rows mean nothing.
-        adapters: digests of those of the slots that have one.
-        digest: of all that was saved; None of a file that lacks it.
+        slots: slots by their former names; their rows mean nothing.
+        adapters: digests of the adapters of slots that have one.
+        digest: digest of all that was saved; None if the file lacks it.
     """
 
     slots: dict[int, Slot]
@@ -62,10 +62,10 @@ class SavedSlots:
     _runner: Runner
 
     def contents(self, slot: int) -> dict[str, Array]:
-        """The saved contents of a slot, by cache.
+        """Return the saved contents of a slot, by cache.
 
         Raises:
-            CacheFileError: a tensor is missing, or of another dtype or shape.
+            CacheFileError: a tensor is missing, or has another dtype or shape.
         """
         written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
@@ -74,15 +74,15 @@ class SavedSlots:
         return arrays
 
     def read(self, slot: int, row: int) -> None:
-        """Write the saved contents of a slot to a row of every cache; see `contents` for what it raises."""
+        """Write the saved contents of a slot to a row of every cache; `contents` lists the errors."""
         for past, data in self.contents(slot).items():
             self._runner.write_row(past, row, data)
 
     def check(self) -> None:
-        """Compare all that was read with what was saved.
+        """Compare the digest of all that was read with the digest that was saved.
 
         Raises:
-            CacheFileError: it is something else.
+            CacheFileError: they differ.
         """
         if self.digest != _digest_of(self._file.digests, self.slots, self.adapters):
             raise CacheFileError(f"{self._file.path}: not what was saved: the file is damaged; save the cache again")
@@ -92,8 +92,8 @@ class _Tensors:
     """The tensors of an open file.
 
     Attributes:
-        path: of the file.
-        digests: of those that were read, by name.
+        path: path of the file.
+        digests: digests of the tensors that were read, by name.
     """
 
     def __init__(self, file: Any, path: Path) -> None:
@@ -105,10 +105,10 @@ class _Tensors:
         return name in self._names
 
     def read(self, name: str, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None) -> Array:
-        """A copy of a tensor, of this dtype and shape where they are known.
+        """Return a copy of a tensor, and check its dtype and shape if they are given.
 
         Raises:
-            CacheFileError: there is none, or it is another.
+            CacheFileError: there is no such tensor, or its dtype or shape differs.
         """
         try:
             data: Array = self._file.get_tensor(name)
@@ -125,7 +125,7 @@ class _Tensors:
 
 
 def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Slot]) -> str:
-    """Write slots to a file, all or nothing, and return the digest of what was written; see `KVCache.save`."""
+    """Write slots to a file, completely or not at all; return the digest of the contents. See `KVCache.save`."""
     final = check_output(path)
     tensors: dict[str, Array] = {}
     for name, slot in slots.items():
@@ -165,7 +165,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
-    """By cache, wherever they are."""
+    """Return a slot's contents by cache, from rows, host memory or a file."""
     if slot.offloaded is not None:
         return slot.offloaded.arrays()
     if slot.row < 0:
@@ -179,16 +179,16 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
     """Open a file for this runner's model.
 
     Args:
-        path: of the file.
-        runner: of the model.
-        adapters: that slots may have; None: nobody asks which.
+        path: path of the file.
+        runner: runner of the model.
+        adapters: adapters that slots may have; None: do not look adapters up.
 
     Raises:
-        CacheFileError: it is unreadable, or of another model, or of caches of another kind.
+        CacheFileError: the file is unreadable, or belongs to another model, or to caches of another kind.
     """
     path = as_path(path, "path", CacheFileError)
     try:
-        open_regular(path).close()  # a pipe would stop all threads until something writes to it
+        open_regular(path).close()  # opening a pipe would block all threads until something writes to it
         file = safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
         raise CacheFileError(f"{path}: not a saved cache: {error}") from error
@@ -252,7 +252,7 @@ def _adapters(path: Path, metadata: Mapping[str, str]) -> dict[int, str]:
 
 
 def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, str], adapters: Adapters) -> None:
-    """Give each slot the adapter that it was computed with."""
+    """Set the adapter of each slot that was computed with one."""
     for name, digest in digests.items():
         if name in slots:
             slots[name].adapter = adapters.with_digest(digest)
@@ -264,7 +264,7 @@ def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, 
 
 
 def _read_inputs(file: _Tensors, slot: Slot, name: int, runner: Runner) -> None:
-    """Positions and embeddings of the slot's tokens, where the file has any."""
+    """Read positions and embeddings of the slot's tokens, if the file has any."""
     if f"{name}/given_positions" in file:
         data = file.read(f"{name}/given_positions")
         planes = PositionInput(runner.plan).planes
@@ -299,26 +299,26 @@ def _digest(data: Array) -> bytes:
 
 
 def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters: Mapping[int, str]) -> str:
-    """The digest of a file, from those of its tensors."""
+    """Return the digest of a file from the digests of its tensors."""
     lengths = [(int(name), slot.length, slot.written) for name, slot in sorted(slots.items())]
     said = [lengths, sorted(adapters.items())] if adapters else [lengths]
     return blake3(msgspec.json.encode([sorted(tensors.items()), *said])).hexdigest()
 
 
 def _layout(runner: Runner) -> str:
-    """The facts that must agree for the bytes of one session to mean the same in another."""
+    """Return the facts that must be equal for two sessions to read the same bytes, as JSON."""
     kinds = {c.past: (c.layout.value, c.mode.value) for c in runner.plan.caches}
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)
     ]
     options = runner.plan.options
-    # Codes are those of rotated rows, and the scales of calibrated ones follow from their ranges.
+    # Quantized codes encode rotated rows; the scales of calibrated caches follow from their ranges.
     facts = carried if options.cache_dtype is None else [carried, "rotated", options.cache_ranges]
     return msgspec.json.encode(facts, order="sorted").decode()
 
 
 def _plain(data: Array) -> Array:
-    """In a dtype that the format has for NumPy; small floats travel as bytes."""
+    """Return the array in a dtype that safetensors has for NumPy; small floats are saved as bytes."""
     return data.view(_plain_dtype(data.dtype))
 
 

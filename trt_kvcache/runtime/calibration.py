@@ -1,4 +1,4 @@
-"""The ranges of caches over some prompts, from which quantized caches get one scale each."""
+"""Ranges of caches over some prompts; quantized caches get one scale each from them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def calibrate_caches(
     """Run a model over prompts, on the CPU with its own caches, and return the range of each cache.
 
     Quantized caches hold rotated rows (`trt_kvcache.importer.extensions.quantized_caches`): the range of a cache is the
-    largest magnitude in its rows once they are rotated.
+    largest magnitude in its rotated rows.
 
     Args:
         model: path of an ONNX decoder, or of its folder.
-        prompts: texts, if a tokenizer lies beside the model, or token ids; such as the model will get.
-        options: how the model is planned. The type of the caches does not matter.
+        prompts: typical prompts: texts, if a tokenizer lies beside the model, or token ids.
+        options: how the model is planned; the dtype of the caches is ignored.
 
     Returns:
-        `PlanOptions.cache_ranges`: by the name of a cache's input.
+        `PlanOptions.cache_ranges`: ranges by the name of a cache's input.
 
     Raises:
-        OptionError: there are no prompts; a cache holds NaN or infinity, or nothing but 0.
+        OptionError: there are no prompts; or a cache holds NaN or infinity, or only zeros.
         PromptError: a prompt is empty, is text without a tokenizer, or has a token that the model does not know.
         CapacityError: a prompt is longer than the caches.
         ModelError, SessionError: the model does not run on the CPU.
@@ -50,7 +50,7 @@ def calibrate_caches(
     with DecodeSession.open(model, device="cpu", plan_options=options) as session:
         caches = [cache for cache in session.plan.caches if cache.carried]
         ranges = dict.fromkeys((cache.past for cache in caches), 0.0)
-        chunk = min(cache.capacity for cache in caches)  # of which no ring has overwritten a row when it is read
+        chunk = min(cache.capacity for cache in caches)  # so short that no ring overwrites a row before it is read
         for number, prompt in enumerate(prompts, start=1):
             what = f"calibration prompt {number}"
             ids = _ids(session, prompt, what)

@@ -1,4 +1,4 @@
-"""An engine against its proof, on the GPU at hand."""
+"""Compares an engine with its proof on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trt_kvcache.runtime.replay import Difference, Finding, replay, rows_needed
 
 __all__ = ["CheckReport", "check_engine_on_gpu", "load_proof", "prove"]
 
-_LARGEST = 4 << 20  # bytes of a proof's file
+_LARGEST = 4 << 20  # bytes of a proof's file, at most
 _AGAIN = "copy engine, manifest and proof together, or build again"
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -31,13 +31,13 @@ class CheckReport:
 
     Attributes:
         ran_on: TensorRT and GPU.
-        recorded_on: what ran the model.
-        steps: of the proof that were run.
+        recorded_on: the runtime that recorded the proof.
+        steps: steps of the proof that were run.
         outputs: the largest difference of each output.
         findings: disagreements.
-        passed_check: path of the file that says so to the next start; empty where the engine disagrees.
-        notes: what else the reader should know.
-        layer: the first layer that differs, in words, if it was looked for.
+        passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees.
+        notes: other remarks for the reader.
+        layer: description of the first layer that differs, if it was searched.
     """
 
     engine: str
@@ -53,10 +53,10 @@ class CheckReport:
     layer: str = ""
 
     def check(self) -> None:
-        """Does nothing where the engine passed.
+        """Raise an error unless the engine passed.
 
         Raises:
-            VerificationError: it did not; the message names output, step, row and difference.
+            VerificationError: the engine did not pass; the message names output, step, row and difference.
         """
         if self.passed:
             return
@@ -72,12 +72,12 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
     """Check an engine before a session opens it: once for each GPU, driver and TensorRT, or each time.
 
     Args:
-        engine: its path.
+        engine: path of the engine.
         check: ``"first"``, ``"always"`` or ``"off"``.
-        options: of `TensorRTRunner`; sizes of the session are not those of the replay.
+        options: options of `TensorRTRunner`; the replay uses its own sizes instead of the session's.
 
     Raises:
-        VerificationError: it does not give the numbers of its proof.
+        VerificationError: the engine's results differ from its proof.
         ManifestError, BackendError: see `check_engine_on_gpu`.
     """
     if check == "off":
@@ -89,15 +89,15 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
 
 
 def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
-    """Replay the proof of an engine, and remember it if it agrees.
+    """Replay the proof of an engine; if the engine agrees, write a passed check.
 
     Args:
-        engine: its path.
-        options: of `TensorRTRunner`, but for sizes.
-        again: also where it agreed here before.
+        engine: path of the engine.
+        options: options of `TensorRTRunner`; sizes are ignored.
+        again: replay even if the engine has a passed check for this GPU.
 
     Raises:
-        ManifestError: it has no proof, or another engine's, or one that was changed.
+        ManifestError: the engine has no proof, or the proof belongs to another engine or was changed.
         BackendError: TensorRT or a GPU is missing, or the GPU has too little memory.
     """
     from trt_kvcache.runtime.trt.cuda import Cuda, cuda_bindings
@@ -147,10 +147,10 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
 
 
 def load_proof(manifest: Manifest, engine: Path) -> Proof:
-    """The proof that was built with an engine.
+    """Read the proof that was built with an engine.
 
     Raises:
-        ManifestError: there is none, it is not the one that the manifest names, or of another engine.
+        ManifestError: there is no proof, it is not the one that the manifest names, or it belongs to another engine.
     """
     path = proof_path(engine)
     if manifest.proof is None:
@@ -174,7 +174,7 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
 
 
 def _driver(cuda: tuple[int, int]) -> str:
-    """The driver: the version of CUDA that it is for, and its own, where the system says it."""
+    """Return the driver as text: its CUDA version, and its own version if the system tells it."""
     try:
         match = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
     except OSError:  # not on Linux

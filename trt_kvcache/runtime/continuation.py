@@ -1,4 +1,4 @@
-"""The continuation of one prompt: all that a running sequence has besides its cache rows."""
+"""The continuation of one prompt: all data of a running sequence except its cache rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Continuation:
-    """Chooses the tokens after a prompt from the model's scores, makes the events, and knows when to end.
+    """Chooses the tokens after a prompt from the model's scores, makes the events, and decides when the sequence ends.
 
-    It never touches a cache: the decode loop feeds `next_token` (and a draft) to the model and hands the logits back.
+    It never touches a cache: the decode loop feeds `next_token` (and a draft) to the model and passes the logits back.
 
     Attributes:
-        assisted: how many tokens a draft model guesses at a time; 0 where there is none, or prompt lookup does.
+        assisted: how many tokens a draft model guesses at a time; 0 without a draft model, or if prompt lookup guesses.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Continuation:
         """Start after the prompt.
 
         Args:
-            sequence: what events call it.
+            sequence: the sequence number in its events.
             prompt: token ids, at least one; the caller has checked them against the vocabulary.
             config: the settings.
-            tokenizer: gives events their text, and stop strings their meaning.
-            index: of its random numbers among those that share the seed; `sequence` where None.
+            tokenizer: makes the text of events, and finds stop strings.
+            index: number of its random stream among sequences with the same seed; None: `sequence`.
 
         Raises:
             PromptError: the prompt is empty.
@@ -77,7 +77,7 @@ class Continuation:
 
     @property
     def new_tokens(self) -> list[int]:
-        """The chosen tokens, with the one that ended the sequence."""
+        """The chosen tokens, including the one that ended the sequence."""
         chosen: list[int] = self.tokens[self._prompt_length :].tolist()
         return chosen
 
@@ -88,21 +88,21 @@ class Continuation:
 
     @property
     def looks_at(self) -> int:
-        """The number of highest scores that the next tokens are chosen from, see `StepBatch.highest`."""
+        """How many of the highest scores the next tokens are chosen from, see `StepBatch.highest`."""
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
         """Choose the next token.
 
         Args:
-            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of those it looks at. Not kept.
+            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of the scores it needs. Not kept.
 
         Returns:
-            The token's event; with a finish reason where it was the last.
+            The token's event; the last one has a finish reason.
 
         Raises:
             SessionError: NaN or infinity in the logits, or the settings forbid every token.
-            OptionError: the grammar does.
+            OptionError: the grammar forbids every token.
         """
         token, logprob = self._sampler.choose(logits, self.tokens, self._length - self._prompt_length)
         self._append(token)
@@ -119,15 +119,15 @@ class Continuation:
 
     @property
     def masked(self) -> bool:
-        """True if a grammar says which tokens may come."""
+        """True if a grammar limits the next tokens."""
         return self._sampler.masked
 
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
-        """The tokens that the grammar allows next, and after each of some guesses.
+        """Return masks of the tokens that the grammar allows next, and after each of some guesses.
 
         Returns:
-            int32 ``[D + 1, words]``, see `TokenMask`. No bits after guesses that the grammar does not allow, and where
-            it fails: `advance` meets the failure again, if the sequence comes so far.
+            int32 ``[D + 1, words]``, see `TokenMask`. No bits are set after a guess that the grammar forbids, nor where
+                the grammar fails; `advance` raises that error if the sequence gets there.
         """
         count = self._length - self._prompt_length
         new = np.concatenate([self.tokens[self._prompt_length :], np.array(guesses, np.int64)])
@@ -141,20 +141,20 @@ class Continuation:
         return masks
 
     def finish(self, reason: FinishReason) -> TokenEvent:
-        """End the sequence from outside; the event has no token, and the text that was held back."""
+        """End the sequence at the caller's request; the event has no token, but text that was held back."""
         self.finish_reason = reason
         text = self._rest()
         return self._event(None, text, None)
 
     def guesses(self, most: int) -> int:
-        """The number of tokens to guess now, to come after `next_token` and be fed with it in one update; 0 where none.
+        """Return how many tokens to guess now: they follow `next_token` in the same update. 0: do not guess.
 
         Args:
-            most: tokens that the update can take beside `next_token`. Where a circular cache would overwrite old
-                rows with tokens that may be rejected, that is 0.
+            most: tokens that the update can take beside `next_token`; 0 if a circular cache would overwrite old rows
+                with tokens that may be rejected.
         """
         count = self.config.prompt_lookup_num_tokens or self.assisted
-        # The update gives one token more than its draft, and no token past the last can be of use.
+        # The update gives one token more than its draft; tokens after the last one are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
@@ -170,7 +170,7 @@ class Continuation:
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
     def guesser(self, count: int) -> Continuation:
-        """One of the same text for a draft model: with the same rules and random numbers, for a few tokens."""
+        """Return a copy for a draft model: same text, rules and random numbers, limited to `count` tokens."""
         if self._guesser is None:
             self._guesser = self._sampler.guesser()
         draft = copy(self)
@@ -180,25 +180,25 @@ class Continuation:
         return draft
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
-        """Choose tokens as long as they are the draft's, and the one after.
+        """Choose tokens while they equal the draft's, and one more.
 
-        Every choice is made as in `advance`, in the same order and with the same random numbers: the tokens are those
-        of single steps. Of the update ``[next_token, *draft]``, the first ``len(events)`` tokens stay in the caches;
-        the caller crops the rest.
+        Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens equal those
+        of single steps. The first ``len(events)`` tokens of the update ``[next_token, *draft]`` stay in the caches; the
+        caller crops the rest.
 
         Args:
             draft: int64 ``[D]``, the guesses.
             logits: ``[D + 1, V]`` of the update.
 
         Yields:
-            1 to D + 1 events; fewer than that where the sequence ended.
+            1 to D + 1 events; fewer if the sequence ended.
         """
         if len(draft):
             self.speculation.add(SpeculationStats(proposed=len(draft), updates=1))
         for position in range(len(draft) + 1):
             event = self.advance(logits[position])
             agreed = position < len(draft) and event.token == draft[position]
-            # In place: the event refers to it.
+            # In place: the event refers to this object.
             self.speculation.accepted += agreed
             yield event
             if self.finish_reason or not agreed:
@@ -218,11 +218,11 @@ class Continuation:
         self._length += 1
 
     def _rest(self) -> str:
-        """The text that is certain only now that the sequence has ended; "" before."""
+        """Return the text that is certain only after the end of the sequence; "" before."""
         if self.finish_reason is None or self._text is None:
             return ""
         rest = self._text.flush()
-        # Text that was held back, an incomplete character after all, can itself be the end of a stop string.
+        # Held-back text, such as an incomplete character, can complete a stop string.
         if self._text.stopped:
             self.finish_reason = FinishReason.STOP
         return rest

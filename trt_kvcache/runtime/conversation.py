@@ -1,4 +1,4 @@
-"""A conversation whose caches stay from turn to turn: each turn computes what is new of it, and nothing twice."""
+"""A conversation that keeps its caches from turn to turn: each turn computes only new tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Conversation"]
 class Conversation:
     """One chat in one slot of a session.
 
-    The chat template writes the whole conversation at each turn. Tokens that the slot holds already stay; where the
-    template writes earlier turns in another way, as those that leave out what a model thought, the slot goes back to
-    the first difference.
+    The chat template writes the whole conversation at each turn. The slot keeps the tokens that it already holds. If
+    the template writes earlier turns differently, for example without the model's thoughts, the slot is cropped to the
+    first difference.
 
     Args:
-        session: with a tokenizer that has a chat template.
+        session: a session whose tokenizer has a chat template.
         system: the system message, or None.
-        values: more names for the chat template, such as ``{"enable_thinking": False}``.
+        values: more variables for the chat template, such as ``{"enable_thinking": False}``.
 
     Attributes:
-        messages: so far, as ``{"role": "user", "content": "..."}``.
+        messages: the messages so far, as ``{"role": "user", "content": "..."}``.
     """
 
     def __init__(
@@ -35,46 +35,46 @@ class Conversation:
     ) -> None:
         self._session, self._slot = session, -1
         self._how: dict[str, Any] = {"values": dict(values)} if values else {}
-        self._again = 0  # answers to the last message before this one
+        self._again = 0  # earlier answers to the last message
         self.messages: list[dict[str, Any]] = []
         self.reset(system)
 
     @property
     def tokens(self) -> int:
-        """Tokens in the slot."""
+        """Number of tokens in the slot."""
         cache = self._session.cache
         return len(cache.tokens(self._slot)) if self._slot in cache else 0
 
     def reset(self, system: str | None) -> None:
-        """Start anew, with a system message or None."""
+        """Start a new conversation, with a system message or None."""
         self._free()
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     @property
     def answered(self) -> bool:
-        """There is an answer to the last message of the user."""
+        """True if the user's last message has an answer."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def say_again(self, config: GenerationConfig) -> Generator[TokenEvent]:
-        """Yield another answer to the last message, in the place of the one that there is.
+        """Yield another answer to the last message; it replaces the present one.
 
-        Where tokens are drawn, its random numbers are others.
+        If tokens are drawn, the random numbers differ from those of earlier answers.
 
         Raises:
-            CapacityError, OptionError, PromptError, SessionError: see `say`; the last message is gone then.
+            CapacityError, OptionError, PromptError, SessionError: see `say`; then the last message is gone.
         """
         said = self.messages[-2]["content"]
         del self.messages[-2:]
         return self._say(said, config, self._again + 1)
 
     def say(self, text: str, config: GenerationConfig) -> Generator[TokenEvent]:
-        """Give the user's next message, and yield the answer as it comes. Closing the iterator ends the answer.
+        """Add the user's next message, and yield the events of the answer. Closing the iterator ends the answer.
 
-        Both become part of the conversation, an answer that was ended too.
+        Both become part of the conversation, even if the answer was cut short.
 
         Raises:
-            CapacityError: the conversation is longer than the cache; it is as before the message then.
-            OptionError, PromptError, SessionError: see `DecodeSession.add`; the same.
+            CapacityError: the conversation is longer than the cache; the message is dropped.
+            OptionError, PromptError, SessionError: see `DecodeSession.add`; the message is dropped.
         """
         return self._say(text, config, 0)
 
@@ -95,7 +95,7 @@ class Conversation:
                         answer["content"] += event.text
                         yield event
         finally:
-            if self._slot in self._session.cache:  # a step that failed has freed it
+            if self._slot in self._session.cache:  # a failed step has freed it
                 self._session.stop(self._slot)
 
     def _begin(self, tokens: list[int], config: GenerationConfig) -> None:
@@ -104,7 +104,7 @@ class Conversation:
         self._slot = self._session.add(tokens[common:], config, slot=slot, keep=True, index=self._again)
 
     def _keep(self, tokens: list[int]) -> int:
-        """Cut the slot to what it has in common with a conversation; return how many tokens these are."""
+        """Crop the slot to its common beginning with a conversation; return the number of common tokens."""
         cache = self._session.cache
         if self._slot not in cache:
             return 0
@@ -113,7 +113,7 @@ class Conversation:
             return 0
         cached = cache.tokens(self._slot)
         alike = next((at for at, (a, b) in enumerate(zip(cached, tokens, strict=False)) if a != b), len(cached))
-        common = min(alike, len(tokens) - 1)  # one at least has to run
+        common = min(alike, len(tokens) - 1)  # at least one token has to run
         try:
             if common < len(cached):
                 cache.crop(self._slot, common)

@@ -1,4 +1,4 @@
-"""The lengths to which a sequence can be made shorter."""
+"""Checks the lengths that a sequence can be cropped to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def check_crop(plan: CachePlan, slot: int, entry: Slot, length: int) -> None:
     """Refuse a length that the caches cannot go back to.
 
     Args:
-        plan: of the model.
-        slot: its name.
-        entry: what it holds.
-        length: tokens that are to stay.
+        plan: plan of the model.
+        slot: name of the slot.
+        entry: state of the slot.
+        length: number of tokens to keep.
 
     Raises:
-        CapacityError: a circular cache no longer has what the sequence would see, or the model keeps state, or tokens
+        CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or tokens
             of one step see each other.
     """
     if plan.states and 0 < length < entry.length:

@@ -1,4 +1,4 @@
-"""Speculation with a second, smaller model: it guesses the next tokens, and the model checks them all in one step."""
+"""Speculation with a second, smaller model: it guesses the next tokens, and the model checks them in one step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["DraftModel", "open_draft"]
 
 
 class DraftModel:
-    """A model that guesses, with a slot of its own for each sequence that it guessed for lately.
+    """A model that guesses tokens. It has its own slot for each sequence that it guessed for recently.
 
-    It chooses tokens as the model would, by the same settings and the same random numbers, from its own scores.
+    It chooses tokens as the model does, with the same settings and random numbers, but from its own scores.
 
     Args:
-        runner: of the draft; closed with it.
-        embeddings: of token ids, for a draft that takes embeddings.
+        runner: runner of the draft; `close` closes it.
+        embeddings: embeddings of token ids, for a draft that takes embeddings.
 
     Raises:
         OptionError: the model cannot be a draft.
@@ -62,16 +62,17 @@ class DraftModel:
             )
         self._cache = KVCache(runner)
         opened = open_embeddings(embeddings, plan, runner.vocab)
-        self._loop = DecodeLoop(runner, self._cache, opened, prefill_budget=sys.maxsize)  # all wait for all guesses
-        self._slots: dict[int, int] = {}  # the draft's slot by the model's; last the one that was used last
+        # the model waits for all guesses anyway
+        self._loop = DecodeLoop(runner, self._cache, opened, prefill_budget=sys.maxsize)
+        self._slots: dict[int, int] = {}  # the draft's slot for each slot of the model; least recently used first
 
     @property
     def name(self) -> str:
-        """Runtime and device of the draft, for people."""
+        """Runtime and device of the draft, as text."""
         return self._runner.name
 
     def check(self, runner: Runner) -> None:
-        """Refuse a model that it cannot guess for.
+        """Refuse a model that the draft cannot guess for.
 
         Raises:
             OptionError: the model has another vocabulary, or cannot check guesses.
@@ -84,12 +85,12 @@ class DraftModel:
             )
 
     def guess(self, asked: Mapping[int, tuple[Continuation, int]], alive: Container[int]) -> dict[int, list[int]]:
-        """Guess the next tokens of several sequences, all in the same steps.
+        """Guess the next tokens of several sequences, in common steps.
 
-        A draft that fails costs guesses, not the sequence: `SpeculationStats.impossible` says so.
+        If the draft fails, the sequences continue without guesses; `SpeculationStats.impossible` gives the reason.
 
         Args:
-            asked: by slot of the model: what continues it, and how many tokens to guess at most.
+            asked: by slot of the model: the continuation, and how many tokens to guess at most.
             alive: slots that the model still has.
         """
         outcomes: Outcomes = []
@@ -102,7 +103,7 @@ class DraftModel:
             while self._loop.slots:
                 self._cache.compact()
                 self._loop.step()
-        except BaseException as error:  # an interrupt, too, which leaves nobody knows what
+        except BaseException as error:  # an interrupt, too: it leaves slots in an unknown state
             for name in self._cache.slots:
                 self._release(name)
             self._slots.clear()
@@ -120,18 +121,18 @@ class DraftModel:
         return guesses
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all memory."""
         self._runner.close()
 
     def _begin(
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
-        """Let the draft's slot hold the text, and continue it."""
+        """Bring the draft's slot to the text of a sequence, and continue it."""
         if slot not in self._slots:
             if not self._cache.free:
                 others = [other for other in self._slots if other not in keep]
                 if not others:
-                    return  # it has fewer rows than the model: no guesses for this one now
+                    return  # the draft has fewer rows than the model: no guesses for this sequence now
                 self._release(self._slots.pop(others[0]))
             self._slots[slot] = self._cache.acquire()
         name = self._slots[slot] = self._slots.pop(slot)
@@ -149,7 +150,7 @@ class DraftModel:
         self._loop.add(name, after, continuation.guesser(count), outcomes, keep_slot=True)
 
     def _release(self, name: int) -> None:
-        """Give up a slot of the draft's."""
+        """Release a slot of the draft."""
         if name in self._loop.slots:
             self._loop.remove(name)
         if name in self._cache:
@@ -160,7 +161,7 @@ def check_target(runner: Runner) -> None:
     """Refuse a model that cannot check guesses.
 
     Raises:
-        OptionError: see above.
+        OptionError: the model cannot check guesses.
     """
     states = runner.plan.states
     why = why_no_drafts(runner)
@@ -171,13 +172,13 @@ def check_target(runner: Runner) -> None:
 
 
 def open_draft(path: Path, runner: Runner, check: str, options: Mapping[str, Any]) -> DraftModel:
-    """Open a model or an engine as draft; its caches are as long as the model's where it leaves that open.
+    """Open a model or an engine as draft. If it leaves the capacity open, it takes the model's.
 
     Args:
-        path: of it.
-        runner: of the model.
-        check: of an engine's proof, see `open_runner`.
-        options: of the model's runner, of which a draft takes those that belong to the machine.
+        path: path of the draft.
+        runner: runner of the model.
+        check: when to check an engine's proof, see `open_runner`.
+        options: options of the model's runner; the draft takes those about the machine.
 
     Raises:
         See `DecodeSession.open`.

@@ -1,11 +1,11 @@
-"""The places where exporters put the embedding model of a decoder, and a checkpoint's facts about its table.
+"""Paths of embedding models beside decoders, and scaling in a checkpoint's configuration.
 
 Embedding models:
 
     embedding/model.onnx             mobius-onnx, beside decoder/model.onnx
     genai_config.json                onnxruntime-genai: the file that "embedding" names there
-    embedding.onnx, embeddings.onnx  the same without a config
-    embed_tokens.onnx                optimum, beside decoder_model_merged.onnx; both may end alike, as in _fp16.onnx
+    embedding.onnx, embeddings.onnx  onnxruntime-genai without a config
+    embed_tokens.onnx                optimum, beside decoder_model_merged.onnx; both may have a suffix (_fp16)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["find_embeddings", "scaled_by"]
 
 
 def find_embeddings(model: Path) -> Path | None:
-    """The embedding model that lies beside a decoder or engine (or in its folder), or None."""
+    """Return the embedding model beside a decoder or engine (or in its folder), or None."""
     return next((path for path in _candidates(model) if path.is_file()), None)
 
 
@@ -39,17 +39,17 @@ def _candidates(model: Path) -> Iterator[Path]:
 def _named_by_genai(folder: Path) -> Iterator[Path]:
     try:
         name = read_object(folder / "genai_config.json")["model"]["embedding"]["filename"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or another layout
+    except (OSError, ValueError, KeyError, TypeError):  # no config, or another layout
         return
     if isinstance(name, str) and is_inside(name):
         yield folder / name
 
 
 def scaled_by(checkpoint: Path) -> str | None:
-    """The setting of ``config.json`` beside a checkpoint by which its model scales embeddings; None: it says nothing.
+    """Return the setting of ``config.json`` beside a checkpoint that scales embeddings; None if there is none.
 
-    Where it is done differs: in transformers 5.23, Gemma, MiniCPM3 and BART scale where they look tokens up, Granite
-    after that. So nothing here tells whether an exported decoder takes them scaled.
+    The place of the scaling differs: in transformers 5.23, Gemma, MiniCPM3 and BART scale when they look tokens up,
+    Granite scales later. So the setting does not tell whether an exported decoder takes scaled embeddings.
     """
     try:
         config = read_object(checkpoint.parent / "config.json")

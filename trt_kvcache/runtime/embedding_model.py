@@ -1,7 +1,7 @@
 """An exporter's embedding model: token ids in, embeddings out, on the CPU.
 
-It runs once for each id that comes up: what a token becomes depends on nothing else, so that a step is a look into a
-table of those that are known.
+Each token's embedding depends on its id alone. So the model runs once for each new id, and later steps read the
+embedding from a table.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ __all__ = ["ModelEmbeddings"]
 
 _IDS = (TensorProto.INT64, TensorProto.INT32)
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # an id: not looked at; with an embedding of its own; without
+_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # an id not looked up yet; with its own embedding; a place without one
 _PROBED = 8
-_SAME = 1e-3  # of the scale: a normalization of rows may round otherwise in another batch
+_SAME = 1e-3  # relative to the scale: a normalization of rows may round differently in another batch
 
 
 class ModelEmbeddings:
-    """A model run by ONNX Runtime.
+    """An embedding model, run by ONNX Runtime.
 
-    Inputs beside the token ids, such as the features of images, are empty here. Some exporters' models have zeros for
-    the ids in whose places these belong; such ids have no embedding here, and a caller who means them gives it.
+    Inputs beside the token ids, such as features of images, are empty here. For ids that mark the places of these
+    features, some exporters' models return zeros; such ids have no embedding here, and the caller has to give it.
 
     Args:
-        path: of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
+        path: path of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
         tensor: the decoder's input.
-        vocab: no token id is larger than ``vocab - 1``.
+        vocab: token ids are at most ``vocab - 1``.
 
     Raises:
-        InvalidModelError, UnsupportedModelError: it cannot be read, has other inputs or outputs, or does not embed each
-            token alone.
+        InvalidModelError, UnsupportedModelError: the model cannot be read, has other inputs or outputs, or does not
+            embed each token alone.
         OptionError: its embeddings have another width than the decoder takes.
     """
 
@@ -62,9 +62,10 @@ class ModelEmbeddings:
         output = self._find_output(model, tensor)
         self._output, self._output_dtype = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
         self._rows = min(table_rows(model, self._ids.name) or vocab, vocab)
-        self._table = np.empty((self._rows, int(tensor.shape[-1])), array_dtype(tensor.dtype))  # memory once written
+        # uses memory only where written
+        self._table = np.empty((self._rows, int(tensor.shape[-1])), array_dtype(tensor.dtype))
         self._known = np.full(self._rows, _NEW)
-        # A row is too little for several threads, which would spin beside the decoder's.
+        # One row is too little work for several threads, which would spin beside the decoder's.
         self._session = open_on_cpu(str(path), path, "give the table of embeddings instead", threads=1)
         self._probe()
 
@@ -94,7 +95,7 @@ class ModelEmbeddings:
         return rows
 
     def _look_at(self, tokens: Indices) -> None:
-        """Fetch the embeddings of ids that are new; features that are no numbers show which ids have none of their own.
+        """Look up new ids. A second run with NaN as features shows which ids have no embedding of their own.
 
         Raises:
             SessionError: the model failed.
@@ -104,7 +105,7 @@ class ModelEmbeddings:
             return
         try:
             bare = np.isnan(self._run(new[np.newaxis], self._filled(len(new)))[0].astype(np.float32)).any(axis=1)
-        except SessionError:  # a model that takes as many features as there are places for them
+        except SessionError:  # the model takes exactly as many features as there are places
             bare = np.array([self._is_place(token) for token in new.tolist()])
         if not bare.all():
             self._table[new[~bare]] = self._run(new[np.newaxis, ~bare], self._empty)[0]
@@ -123,10 +124,10 @@ class ModelEmbeddings:
         return {v.name: self._features(v, count) for v in self._others}
 
     def _run(self, tokens: Indices, others: Mapping[str, Array]) -> Array:
-        """Embeddings as the model gives them.
+        """Return embeddings from the model.
 
         Raises:
-            SessionError: it failed.
+            SessionError: the model failed.
         """
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
         binding = self._session.binding()
@@ -138,7 +139,7 @@ class ModelEmbeddings:
         return embeds
 
     def _find_ids(self, inputs: Sequence[onnx.ValueInfoProto]) -> onnx.ValueInfoProto:
-        """The input of token ids: the only one of integers ``[B, S]``, or the one that is called so."""
+        """Return the input of token ids: the only integer input ``[B, S]``, or the one named ``input_ids``."""
         fitting = [v for v in inputs if v.type.tensor_type.elem_type in _IDS and len(shape_of(v) or ()) == 2]
         named = [v for v in fitting if v.name == "input_ids"] or fitting
         if len(named) != 1 or any(isinstance(size, int) for size in shape_of(named[0]) or ()):
@@ -150,10 +151,10 @@ class ModelEmbeddings:
         return ids
 
     def _features(self, value: onnx.ValueInfoProto, count: int) -> Array:
-        """For an input beside the token ids: NaN for so many places; for none of them, nothing.
+        """Return the value of an input beside the token ids: NaN for `count` places, empty for 0.
 
         Raises:
-            UnsupportedModelError: it cannot be empty.
+            UnsupportedModelError: the input cannot be empty.
         """
         shape, ids = shape_of(value) or (), shape_of(self._ids) or ()
         if all(isinstance(size, int) for size in shape) or {*shape} & {*ids} - {"?"}:
@@ -168,7 +169,7 @@ class ModelEmbeddings:
         return np.full(sizes, np.nan if elem_type_of(value) in _FLOATS else 0, dtype)
 
     def _find_output(self, model: onnx.ModelProto, tensor: TensorRole) -> onnx.ValueInfoProto:
-        """The embeddings: the only float output ``[B, S, H]``."""
+        """Return the output of embeddings: the only float output ``[B, S, H]``, or the one named ``inputs_embeds``."""
         fitting = [v for v in model.graph.output if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3]
         named = [v for v in fitting if v.name == "inputs_embeds"] or fitting
         if len(named) != 1:
@@ -186,7 +187,7 @@ class ModelEmbeddings:
         """Refuse a model whose embeddings depend on more than the token.
 
         Raises:
-            UnsupportedModelError: see above.
+            UnsupportedModelError: they do; or no id has an embedding of its own.
         """
         ids = np.arange(min(self._rows, _PROBED))
         self._look_at(ids)

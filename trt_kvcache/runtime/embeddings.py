@@ -1,4 +1,4 @@
-"""Embeddings of token ids, for models that take these: from a table, or an exporter's model beside the decoder."""
+"""Embeddings of token ids, for models that take embeddings: from a table, or from an exporter's model."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ __all__ = [
 ]
 
 EmbeddingsSource = str | os.PathLike[str] | Array | None
-"""A caller's embeddings: a path, an array ``[V, H]``, or nothing."""
+"""A caller's embeddings: a path, an array ``[V, H]``, or None."""
 
 _WHAT = "an .onnx model (token ids in, embeddings out), a table [V, H] as .npy or .safetensors, or an array [V, H]"
 
 
 class Embeddings(Protocol):
-    """Gives the embeddings of token ids."""
+    """Looks up the embeddings of token ids."""
 
     @property
     def rows(self) -> int:
-        """Token ids are 0 to ``rows - 1``."""
+        """Number of ids: token ids are 0 to ``rows - 1``."""
         ...
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """The first of these that has no embedding of its own: unknown, or the place of an image or of sound."""
+        """Return the first token without an embedding of its own: an unknown id, or the place of an image or sound."""
         ...
 
     def look_up(self, tokens: Indices) -> Array:
-        """Embeddings ``[R, S, H]`` of int64 ``[R, S]``, in the dtype that the decoder takes.
+        """Return embeddings ``[R, S, H]`` of token ids int64 ``[R, S]``, in the decoder's dtype.
 
         Raises:
-            SessionError: one is `missing`, or what makes them failed.
+            SessionError: a token is `missing`, or the embedding model failed.
         """
         ...
 
 
 class TableEmbeddings:
-    """A row of a table for each token.
+    """A table with a row for each token.
 
     Args:
-        table: ``[V, H]`` of any float type: as the decoder takes them, scaled where it wants them scaled.
+        table: ``[V, H]`` of any float type, scaled as the decoder expects.
         tensor: the decoder's input.
-        name: of the table, for messages.
+        name: name of the table, for messages.
 
     Raises:
-        OptionError: it is no such table.
+        OptionError: the table has another shape or type.
     """
 
     def __init__(self, table: Array, tensor: TensorRole, name: str = "the table of embeddings") -> None:
@@ -77,7 +77,7 @@ class TableEmbeddings:
 
     @property
     def rows(self) -> int:
-        """V."""
+        """Number of rows, V."""
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
@@ -92,16 +92,17 @@ class TableEmbeddings:
 
 
 def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Embeddings | None:
-    """Open the table or model that makes embeddings of token ids; None for models that take ids.
+    """Open the table or model that embeds token ids; None for models that take ids.
 
     Args:
-        source: a path, where a tensor of a ``.safetensors`` may be named as ``FILE:NAME``; or an array ``[V, H]``.
-        plan: of the decoder.
-        vocab: its token ids are 0 to ``vocab - 1``.
+        source: a path; ``FILE:NAME`` names a tensor in a ``.safetensors``. Or an array ``[V, H]``.
+        plan: plan of the decoder.
+        vocab: the decoder's token ids are 0 to ``vocab - 1``.
 
     Raises:
-        OptionError: there is no source and the model takes embeddings, or the other way round, or the two do not fit.
-        ModelError: `source` is a model that cannot be used so.
+        OptionError: the model takes embeddings and there is no source, or it takes ids and there is one; or the two do
+            not fit.
+        ModelError: `source` is a model that cannot be used for this.
     """
     tensor = embedded_input(plan)
     if tensor is None:
@@ -137,18 +138,18 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
 
 
 def embedded_input(plan: CachePlan) -> TensorRole | None:
-    """The input of embeddings, of a model that takes these for tokens."""
+    """Return the input of embeddings, for a model that takes embeddings instead of tokens; else None."""
     return next((t for t in plan.tensors if t.io == "input" and t.embedded), None)
 
 
 def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], waiting: Sequence[Embeds]) -> Array:
-    """Embeddings of a step ``[R, S, H]``: those of the caller, and those that ids stand for.
+    """Return the embeddings of a step ``[R, S, H]``: the caller's, and looked-up ones for other tokens.
 
     Args:
-        embeddings: look ids up.
+        embeddings: looks ids up.
         tokens: int64 ``[R, S]``.
-        starts: the place of the first of them in each sequence.
-        waiting: those of the caller, by sequence.
+        starts: index of the first token of each row in its sequence.
+        waiting: the caller's embeddings, by row.
     """
     if not any(len(part.at) for part in waiting):
         return embeddings.look_up(tokens)
@@ -162,16 +163,16 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
     rows = np.concatenate([part.rows for part in parts if len(part.at)])
     embeds = np.empty((*tokens.shape, rows.shape[1]), rows.dtype)
     embeds[known] = rows
-    if not known.all():  # an id under an embedding of the caller may have none
+    if not known.all():  # ids under the caller's embeddings may have no embedding
         embeds[~known] = embeddings.look_up(tokens[~known][np.newaxis])[0]
     return embeds
 
 
 def check_range(tokens: Indices, rows: int) -> None:
-    """Refuse ids outside of 0 to ``rows - 1``: NumPy would take a negative one from the end.
+    """Refuse ids outside of 0 to ``rows - 1``: NumPy would count negative ids from the end.
 
     Raises:
-        SessionError: see above.
+        SessionError: an id is outside.
     """
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
         wrong = tokens[(tokens < 0) | (tokens >= rows)]
@@ -182,7 +183,7 @@ def check_width(width: int, tensor: TensorRole, what: str) -> None:
     """Refuse embeddings of another width than the decoder takes.
 
     Raises:
-        OptionError: see above.
+        OptionError: the widths differ.
     """
     if width != tensor.shape[-1]:
         raise OptionError(
@@ -192,12 +193,12 @@ def check_width(width: int, tensor: TensorRole, what: str) -> None:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """True for a float type that embeddings come in."""
+    """Return True for a float type that embeddings may have."""
     return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
 def _split(text: str) -> tuple[Path, str]:
-    """A path, and after a colon the name of a tensor in it."""
+    """Split ``FILE:NAME`` into a path and the name of a tensor."""
     head, _, name = text.rpartition(":")
     return (Path(head), name) if head.lower().endswith(".safetensors") else (Path(text), "")
 
@@ -212,7 +213,7 @@ def _read_npy(path: Path) -> Array:
 
 
 def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array, TensorRole, str]:
-    """The table of that name; else the only one, or the one that checkpoints call ``embed_tokens.weight``."""
+    """The table of that name; else the only table, or the one named ``embed_tokens.weight`` as in checkpoints."""
     from safetensors import SafetensorError, safe_open
 
     try:

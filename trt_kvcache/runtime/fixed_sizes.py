@@ -1,8 +1,9 @@
 """Steps of a model whose batch, or whose number of tokens per step, is fixed at more than one.
 
-Such a model computes all of its rows and tokens whatever is asked. Rows that take no part compute some token at the
-start of their caches, and get back what was there; tokens beyond those of a step lie after them, where causal
-attention keeps them from being seen, and are zeroed after it. What takes part gets the numbers that it has alone.
+Such a model computes all of its rows and tokens in each step. Rows that do not take part compute some token at the
+start of their caches; their former contents are restored afterwards. Padding tokens lie after those of the step, where
+causal attention hides them; their rows are zeroed after the step. The results of real rows and tokens are the same as
+without padding.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ __all__ = ["asked_logits", "whole_step"]
 
 @contextmanager
 def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator[StepBatch]:
-    """The step that the model takes in place of `batch`: itself, where nothing is fixed. Undoes the rest at the end.
+    """Yield the step that the model takes instead of `batch`, padded to its fixed sizes; undo the padding afterwards.
 
     Args:
-        runner: runs it, within the block.
-        inputs: of the model.
-        batch: what is asked for.
+        runner: runs the step within the block.
+        inputs: inputs of the model.
+        batch: the step that is asked for.
     """
     rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
     if (rows, length) == (batch.rows, batch.length):
@@ -42,12 +43,13 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
     starts[taking_part] = batch.starts
     constants = list(batch.constants[:1] * rows)
     constants[taking_part] = batch.constants
-    keep = batch.keep and length - batch.length + batch.keep  # what fills the step up lies after them
+    keep = batch.keep and length - batch.length + batch.keep  # padding comes after the tokens
     beside = (taking_part.start, rows - taking_part.stop), (0, length - batch.length)
     embeds, positions = batch.embeds, batch.positions
     if embeds is not None:
         embeds = np.pad(embeds, (*beside, (0, 0)))
-    if positions is not None:  # of some token in the step: all rows agree where the model takes one for all
+    # positions of a token of the step: all rows agree if the model takes one position for all
+    if positions is not None:
         positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
     adapters = None if batch.adapters is None else np.pad(batch.adapters, beside[0])
     whole = replace(
@@ -83,7 +85,7 @@ def _whole_masks(batch: StepBatch, rows: int, keep: int, taking_part: slice) -> 
 
 
 def asked_logits(logits: Array, batch: StepBatch, whole: StepBatch) -> Array:
-    """The logits of a whole step that `batch` asks for, ``[R, keep, V]``."""
+    """Return the logits that `batch` asks for from those of the whole step, ``[R, keep, V]``."""
     if whole is batch:
         return logits
     first = batch.first_row - whole.first_row

@@ -1,4 +1,4 @@
-"""The right to use a session: one thread at a time of the process that opened it, and nobody once it is closed."""
+"""Access to a session: one thread at a time, in the process that opened it, until it is closed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """``with guard.lock, guard.open:`` around whatever asks a session, ``guard.idle`` around whatever changes it.
+    """Use ``with guard.lock, guard.open:`` to read a session, and ``guard.idle`` instead of ``open`` to change it.
 
-    The lock stands on its own, because Ctrl-C can come at any line of Python: in an ``__enter__`` or ``__exit__`` that
-    takes or gives the lock, it would leave it taken, and all other threads waiting for ever. The lock's own have none.
+    The lock is a separate context manager, because Ctrl-C can interrupt any line of Python: an ``__enter__`` or
+    ``__exit__`` in Python that takes or releases the lock could leave it locked, and all other threads would wait for
+    ever. The lock's own methods are not Python code.
 
     Attributes:
-        open: refuses whoever comes once the session is closed.
-        idle: refuses those, too, who come from within a step.
-        stepping: taken while a step runs.
+        open: refuses calls after the session is closed.
+        idle: refuses these, and calls from within a step.
+        stepping: locked while a step runs.
     """
 
     def __init__(self) -> None:
@@ -33,11 +34,11 @@ class Guard:
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
-        """The one lock of the session; a thread that has it may take it again.
+        """The lock of the session; a thread that holds it may take it again.
 
         Raises:
-            SessionError: in a forked process. There the lock may be held by a thread that was not forked with it, and
-                what the runner waits for, such as threads of ONNX Runtime and the GPU, stayed behind as well.
+            SessionError: in a forked process. There the lock may be held by a thread that the fork does not have, and
+                the threads of ONNX Runtime and the GPU are missing, too.
         """
         if self.elsewhere:
             raise SessionError(
@@ -52,10 +53,10 @@ class Guard:
         return os.getpid() != self._process
 
     def close(self) -> None:
-        """Refuse all who come from now on; to be called with the lock.
+        """Refuse all later calls. The caller holds the lock.
 
         Raises:
-            SessionError: from within a step.
+            SessionError: the call comes from within a step.
         """
         if not self.open.closed:
             with self.idle:
@@ -63,11 +64,11 @@ class Guard:
 
 
 class _Entry:
-    """Lets nobody in once it is closed, and nobody who would wait for a step that waits for him.
+    """Refuses calls once it is closed, and calls from within a step if `stepping` is given.
 
     Args:
-        stepping: taken while a step runs, by a thread that has the session's lock: whoever has that as well is called
-            by this step.
+        stepping: locked while a step runs, by a thread that holds the session's lock: another call that holds this lock
+            must come from within the step.
     """
 
     def __init__(self, stepping: threading.Lock | None = None) -> None:

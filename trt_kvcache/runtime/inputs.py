@@ -1,4 +1,4 @@
-"""Every input of a step other than the caches, from the role that the plan gives it. Pure NumPy, for all runners."""
+"""Computes all inputs of a step except caches, from the roles in the plan. Pure NumPy, for all runners."""
 
 from __future__ import annotations
 
@@ -28,58 +28,59 @@ __all__ = [
 ]
 
 SPAN_BUCKET = 256
-"""Spans are multiples of this many cache rows, so that a CUDA graph or a set of bindings serves many steps."""
+"""Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
 
-_EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # by others than `StepInputs.fill`
+_EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # not filled by `StepInputs.fill`
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
 
 
 def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
-    """The caches that the caller keeps from step to step."""
+    """Return the caches that the caller keeps from step to step."""
     return tuple(c for c in plan.caches if c.carried)
 
 
 def linear_capacity(plan: CachePlan) -> int | None:
-    """Most tokens of a sequence in the linear caches; None where all caches are circular, which never fill up.
+    """Return the most tokens of a sequence in the linear caches; None if all caches are circular: they never fill up.
 
-    Where every step writes a fixed number of tokens, the last step must fit, too, whatever it is asked for.
+    If every step writes a fixed number of tokens, the whole last step must fit, however few tokens it is asked for.
     """
     linear = [c for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR]
     return min((c.capacity - filled_up(c) for c in linear), default=None)
 
 
 def filled_up(cache: CacheUpdate) -> int:
-    """Tokens that a step writes beyond the one that it is asked for at least."""
+    """Return how many padding tokens a step writes beside one real token."""
     return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
 
 
 def model_identity(files: Iterable[FileIdentity]) -> str:
-    """One digest (hex) for a model: of the contents of its file and of its external data, whatever their names."""
+    """Return a digest (hex) of a model: of the contents of its file and its external data; names do not matter."""
     return blake3("\n".join(sorted(f.blake3 for f in files)).encode()).hexdigest()
 
 
 class StepInputs:
     """Fills the inputs of a step.
 
-    Positions, write indices and valid lengths follow from how many tokens each row holds; positions unless the step
-    brings its own. Where a token has several (M-RoPE: time, height, width), all are the same then, as is right for
-    text. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid lengths end
-    at the capacity. Masks hide what is not written yet and, within a step, what comes later.
+    Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step brings its
+    own positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as is right for text.
+    Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid lengths end at the
+    capacity. Masks hide rows that are not written yet and, within a step, later tokens.
 
     Attributes:
-        uniform: an input has no batch axis where rows differ, so that all rows of a step must start at one position.
-        max_rows: most rows in a step; None where the model leaves its batch open.
-        fixed_rows: the only number of rows that the model computes, where it is more than one; else None.
-        constants: inputs that a whole sequence has once.
-        embedded: the input of embeddings, of a model that takes these for tokens.
+        uniform: an input has no batch axis, but would differ between rows: all rows of a step must start at one
+            position.
+        max_rows: most rows in a step; None if the model leaves its batch open.
+        fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
+        constants: inputs that a sequence has once.
+        embedded: the input of embeddings, for a model that takes embeddings instead of tokens.
         fixed_length: the only number of tokens per row and step that the model takes, or None.
 
     Args:
-        plan: of the rewritten model.
+        plan: plan of the rewritten model.
         bucket: spans and dynamic mask lengths are multiples of this many cache rows, or the capacity.
 
     Raises:
-        UnsupportedModelError: the model has an input that nothing here can fill, or has no caches, tokens or logits.
+        UnsupportedModelError: the model has an input that the runtime cannot fill, or has no caches, tokens or logits.
     """
 
     def __init__(self, plan: CachePlan, bucket: int = SPAN_BUCKET) -> None:
@@ -102,7 +103,7 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Zeros that stand for tokens ``[R, S]`` where the model takes embeddings: for steps that compute nothing."""
+        """Zeros as embeddings of tokens ``[R, S]`` for a model that takes embeddings: for steps without results."""
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
@@ -113,10 +114,10 @@ class StepInputs:
         return tuple(t.name for t in self._inputs)
 
     def batch(self, asked: int | None) -> int | None:
-        """The number of rows of every cache buffer, as far as the caller or the model says.
+        """Return the number of rows of every cache buffer, if the caller or the model fixes it; else None.
 
         Raises:
-            OptionError: more or fewer than the model is fixed at.
+            OptionError: the model is fixed at another number.
         """
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
@@ -126,18 +127,18 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """The longest length of a sequence with a position table of so many rows: every step must lie within."""
+        """Return the longest length of a sequence with a position table of `rows`; padding tokens must fit, too."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
-        """The most tokens per row in a step that the model, its contracts and its smallest cache allow.
+        """Return the most tokens per row in a step that the model, its contracts and its smallest cache allow.
 
         Args:
-            asked: by the caller; None: `default`, or less.
+            asked: the caller's number; None: `default`, or less.
             default: see `asked`.
 
         Raises:
-            OptionError: more is asked for than is allowed.
+            OptionError: `asked` is more than is allowed.
         """
         bounds = [c.contract.max_update_length for c in self._caches if c.contract]
         allowed = min(c.capacity for c in self._caches)
@@ -151,38 +152,38 @@ class StepInputs:
         return min(default, allowed) if asked is None else asked
 
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
-        """Rows, tokens per row, cache rows read and so on: steps of one signature have inputs of the same shapes."""
+        """Rows, tokens per row, cache rows read and so on: steps with equal signatures have inputs of equal shapes."""
         sizes = batch.constants[0].sizes if batch.constants else ()
         positions = (batch.sizes["kept"],) if self._logits_span else ()
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
-        """Length of each span input for this step; the contents are always 0, 1, ... length - 1."""
+        """Return the length of each span input for this step; the contents are always 0, 1, ... length - 1."""
         rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
         return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
-        """Values of all inputs but caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""
+        """Return all inputs except caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""
         sizes = batch.sizes
         arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
         self.fill(batch, arrays)
         return arrays
 
     def fill(self, batch: StepBatch, into: Mapping[str, Array]) -> None:
-        """Write what `arrays` gives into arrays of the same shapes and dtypes: nothing is allocated for the model."""
+        """Write the values of `arrays` into existing arrays of the same shapes and dtypes."""
         for tensor in self._inputs:
             target = into[tensor.name]
             target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
-        """Shapes of what `arrays` and `span_sizes` give, and of the constants, without computing the values."""
+        """Return the shapes of `arrays`, of spans and of constants, without computing values."""
         sizes = batch.sizes
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
         constants = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
         return filled | constants | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
     def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
-        """Values of one input in a shape that broadcasts to its own."""
+        """Return the values of one input, in a shape that broadcasts to its own."""
         names: tuple[str, ...]
         match tensor.role:
             case Role.TOKENS if tensor.embedded:
@@ -217,7 +218,7 @@ class StepInputs:
         row = np.arange(keys)[None, None, :]
         if self._circular(tensor):
             capacity = self._reach[tensor.name]
-            newest = after - 1 - (after - 1 - row) % capacity  # the newest token whose place is this row
+            newest = after - 1 - (after - 1 - row) % capacity  # the newest token in this row
             visible: Array = (newest >= 0) & (newest <= query) & (row < capacity)
             return visible
         return row <= query
@@ -232,7 +233,7 @@ class StepInputs:
         return min(-(-longest // self._bucket) * self._bucket, capacity)
 
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
-        """The caches that attention reads under these lengths or this mask; all where the plan does not say."""
+        """Return the caches that attention reads with these lengths or this mask; all if the plan does not tell."""
         geometries = {g.name for g in self._plan.masks if tensor.name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         return [c for c in self._caches if c.past in read] or list(self._caches)
@@ -260,7 +261,7 @@ class StepInputs:
         return capacity
 
     def _check(self) -> None:
-        """Refuses inputs that nothing here can fill."""
+        """Refuse models with inputs that the runtime cannot fill."""
         if not self._caches:
             raise UnsupportedModelError("the model keeps no KV cache from step to step: nothing to decode with")
         carried = {c.past for c in self._caches}
@@ -296,7 +297,7 @@ class StepInputs:
         if tensor.role in (Role.OTHER, Role.LOGITS):
             from trt_kvcache.importer.interface.config import example  # loads YAML and RE2
 
-            # A value for each token of a step is no input that a whole sequence has once.
+            # A value for each token of a step is not a constant of the sequence.
             by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)
             sized = all(isinstance(d, int) or axis in _SIZES for d, axis in zip(tensor.shape, tensor.axes, strict=True))
             role = example({Role.CONSTANT if by_row else Role.ZEROS: [tensor.name]})
@@ -356,21 +357,21 @@ class StepInputs:
 
 
 def _has_no_rows(tensor: TensorRole) -> bool:
-    """True if rows that start at different positions would need different values in one place."""
+    """Return True if rows at different positions need different values, but the input has no axis for rows."""
     per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
     return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
 
 
 def _lowest(dtype: np.dtype[Any]) -> float:
-    """The lowest finite value: added to a score it hides the key, and a whole row of it stays a number."""
+    """Return the lowest finite value: added to a score it hides the key, and a fully hidden row does not become NaN."""
     return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
 
 def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Embeddings of the step in a shape that broadcasts to the input's.
+    """Return the embeddings of the step, in a shape that broadcasts to the input's.
 
     Raises:
-        SessionError: the step has none.
+        SessionError: the step has no embeddings.
     """
     if batch.embeds is None:
         raise SessionError(
@@ -382,7 +383,7 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
 
 
 def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Positions ``[R, planes, S]`` in a shape that broadcasts to the input's, which has planes."""
+    """Return positions ``[R, planes, S]`` in a shape that broadcasts to an input with planes."""
     names: tuple[str, ...] = "batch", "planes", "sequence"
     if "tokens" in tensor.axes:
         values, names = values.transpose(1, 0, 2).reshape(values.shape[1], -1), ("planes", "tokens")
@@ -390,7 +391,7 @@ def _positions(values: Array, tensor: TensorRole) -> Array:
 
 
 def _counted(batch: StepBatch) -> Array:
-    """Positions ``[R, S]`` of tokens that follow one another."""
+    """Return positions ``[R, S]`` of consecutive tokens."""
     starts = batch.starts[:, np.newaxis]
     return starts if batch.length == 1 else starts + np.arange(batch.length)
 
@@ -402,10 +403,10 @@ def _by_token(values: Array, tensor: TensorRole) -> tuple[Array, tuple[str, ...]
 
 
 def _place(values: Array, names: tuple[str, ...], axes: Sequence[str], mask: bool) -> Array:
-    """Values with named axes, shaped so that they broadcast to a tensor whose axes are called `axes`.
+    """Return values with named axes, shaped so that they broadcast to a tensor with the axes `axes`.
 
-    Of a name that the tensor has no axis for, one entry stays: the last token of a sequence, the first row of a batch
-    (all rows agree there). Fixed axes of the tensor repeat the values, but for a mask's last one: that is its keys.
+    If the tensor has no axis of a name, one entry stays: the last token of a sequence, the first row of a batch (all
+    rows agree there). Fixed axes of the tensor repeat the values, except a mask's last one: it holds the keys.
     """
     if tuple(axes) == names:
         return values

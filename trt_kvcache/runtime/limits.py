@@ -1,4 +1,4 @@
-"""The longest length that a sequence may have."""
+"""The longest length of a sequence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["SequenceLimits", "largest_update"]
 
 
 def largest_update(runner: Runner, length: int) -> int:
-    """Most tokens that one step may write after `length` others with the same result as one by one.
+    """Return the most tokens that one step may write after `length` others with the same result as one by one.
 
-    A circular cache of `capacity` rows takes several at once only up to its end: after that each new token overwrites
-    one that the tokens before it in the same update still see.
+    A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row that
+    earlier tokens of the same update still see.
     """
     limit = runner.max_chunk
     for cache in carried_caches(runner.plan):
@@ -25,10 +25,10 @@ def largest_update(runner: Runner, length: int) -> int:
 
 
 class SequenceLimits:
-    """The rows of the smallest linear cache, which bound the tokens, and those of the position table, if one is known.
+    """Limits of a sequence: rows of the smallest linear cache, and of the position table if one is known.
 
     Args:
-        runner: of the model.
+        runner: runner of the model.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -37,23 +37,24 @@ class SequenceLimits:
 
     @property
     def capacity(self) -> int | None:
-        """Most tokens of a sequence that stand one after the other; None where nothing bounds them."""
+        """Most tokens of a sequence with consecutive positions; None if nothing limits them."""
         return min((bound for bound in (self._rows, self._positions) if bound is not None), default=None)
 
     def free_tokens(self, slot: Slot) -> int | None:
-        """Tokens that still fit after those of a slot; None where nothing bounds them."""
+        """Return how many tokens still fit after those of a slot; None if nothing limits them."""
         used = (self._rows, len(slot.tokens)), (self._positions, slot.next_position)
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
     def check(self, slot: Slot, what: str) -> None:
-        """Refuse a sequence that is too long, or that stands where the model has no positions.
+        """Refuse a sequence that is too long, or has positions that the model does not have.
 
         Args:
-            slot: that holds it, or would.
-            what: to call it.
+            slot: a slot with the sequence.
+            what: name of the sequence in messages.
 
         Raises:
-            CapacityError: see above; or what waits has to come in one step, and does not fit into one.
+            CapacityError: the sequence is too long; or its waiting tokens need one step together, and a step takes
+                fewer.
         """
         free_tokens, count = self.free_tokens(slot), len(slot.tokens)
         if self._runner.plan.whole_prompts and slot.pending > (most := largest_update(self._runner, slot.length)):

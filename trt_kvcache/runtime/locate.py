@@ -1,4 +1,4 @@
-"""The first layer of a wrong engine: its values against those of ONNX Runtime, both of the rewritten model."""
+"""Finds the first wrong layer of an engine: compares its values with ONNX Runtime's, both for the rewritten model."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BF
 
 
 def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[str, Any] | None = None) -> CheckReport:
-    """The report of an engine that disagrees, with its first wrong layer.
+    """Return the report of an engine that disagrees, with its first wrong layer.
 
-    The engine is built once more, with what its layers give as outputs. TensorRT may fuse less then, and be right.
+    The engine is built once more, with the results of its layers as outputs. TensorRT may then fuse less, and be right.
 
     Args:
-        report: of the engine.
-        engine: its path.
-        model: that it was built from.
-        options: of `TensorRTRunner`, but for sizes.
+        report: report of the engine.
+        engine: path of the engine.
+        model: path of the model that it was built from.
+        options: options of `TensorRTRunner`, without sizes.
 
     Raises:
         ManifestError: the engine was built from another model.
-        BuildError, BackendError: TensorRT refuses the other engine.
+        BuildError, BackendError: TensorRT refuses the new engine.
     """
     from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
@@ -88,13 +88,13 @@ class _Search:
         self.finding = ""
 
     def before(self, batch: StepBatch) -> None:
-        """Keep the engine's caches, from which ONNX Runtime starts, too."""
+        """Copy the engine's caches: ONNX Runtime starts from the same."""
         rows = range(batch.first_row, batch.first_row + batch.rows) if not self.finding else ()
         for b in self._buffers if rows else ():
             self._caches[b.past] = np.stack([self._runner.read_row(b.past, row, b.capacity) for row in rows])
 
     def after(self, piece: Piece, number: int, batch: StepBatch) -> None:
-        """Compare all layers, until one differs."""
+        """Compare all layers, unless one has differed already."""
         allowed = self._proof.facts.allowed[piece.part].get(LOGITS)
         if self.finding or allowed is None:
             return
@@ -127,7 +127,7 @@ def _check_same(manifest: Manifest, files: Sequence[Path], model: Path) -> None:
 
 
 def _layers(model: ModelProto, manifest: Manifest) -> list[tuple[ValueInfoProto, NodeProto]]:
-    """The outputs of the layers, in the order of the graph, with the nodes that make them."""
+    """Return the outputs of the layers, in the order of the graph, with the nodes that compute them."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
     layers = []
@@ -145,7 +145,7 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[tuple[ValueInfoProto,
 
 @contextmanager
 def _reference(model: ModelProto, values: Sequence[ValueInfoProto], path: Path) -> Iterator[WideSession]:
-    """The rewritten model with these outputs on ONNX Runtime, in float32."""
+    """Open the rewritten model with these outputs in ONNX Runtime, in float32."""
     marked, _ = for_cpu(with_outputs(model, values))
     with TemporaryDirectory(prefix="trt-kvcache-check-") as name:
         try:

@@ -1,4 +1,4 @@
-"""The form of a model's logits, and the positions that a step asks logits for."""
+"""The shape of a model's logits, and the positions that a step returns logits of."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["StepLogits"]
 
 
 class StepLogits:
-    """The form in which the model gives its logits.
+    """The output with the logits of a model.
 
     Attributes:
-        name: of the output.
-        dtype: of the output.
-        known: whether the model says V; else `settle` does, before anything else is asked.
-        last_only: the model gives the last position of each row only.
+        name: name of the output.
+        dtype: dtype of the output.
+        known: whether the model fixes V; else call `settle` before anything else.
+        last_only: the model returns logits of the last position of each row only.
 
     Raises:
-        UnsupportedModelError: it gives none, or in a shape that is not understood.
+        UnsupportedModelError: the model has no logits, or their shape is not understood.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -56,35 +56,35 @@ class StepLogits:
 
     @property
     def vocab(self) -> int:
-        """V, the size of its last axis."""
+        """Size of the vocabulary, V: the size of the last axis."""
         if not self._vocab:
             raise UnsupportedModelError(f"{self._what}: nothing says how large the vocabulary is; fix it in the model")
         return self._vocab
 
     def settle(self, vocab: int) -> None:
-        """Say how large the vocabulary is, of a model that leaves it open."""
+        """Set the size of the vocabulary, for a model that leaves it open."""
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
-        """The shape of the output in this step."""
+        """Return the shape of the output in this step."""
         sizes, tensor = batch.sizes, self._tensor
         dims = zip(tensor.shape[:-1], tensor.axes[:-1], strict=True)
         return (*(d if isinstance(d, int) else sizes[a] for d, a in dims), self.vocab)
 
     def last(self, output: Array, batch: StepBatch) -> Array:
-        """The last `keep` positions of the output, ``[R, keep, V]``, in the output's dtype.
+        """Return the last `keep` positions of the output, ``[R, keep, V]``, in the output's dtype.
 
         Raises:
-            SessionError: the model does not give as many.
+            SessionError: the model returns fewer positions.
         """
         positions = self.check(batch)
         return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
     def check(self, batch: StepBatch) -> int:
-        """The number of positions that the model gives logits of in this step.
+        """Return the number of positions that the model returns logits of in this step.
 
         Raises:
-            SessionError: fewer than are asked for.
+            SessionError: the step asks for more.
         """
         positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:

@@ -1,10 +1,10 @@
 """The decode loop: token ids in, token ids out, over any runner.
 
-A sequence is a list of tokens of which the first `length` are in the cache. Each step writes to the caches some of what
-waits: of a new sequence the next piece of its prompt, of a running one the token that was chosen last (and a draft of
-its followers). Where nothing waits any more, the model's scores choose the next token. Sequences join and leave between
-steps; which others run with it changes nothing for a sequence. While some decode, a step takes no more of the prompts
-than a budget, so that nobody's prompt stalls the others.
+A sequence is a list of tokens, the first `length` of which are in the cache. Each step writes some of the waiting
+tokens: the next piece of a new sequence's prompt; or the last chosen token of a running sequence, and a draft of the
+next ones. When no token waits any more, the model's scores choose the next token. Sequences join and leave between
+steps. The result of a sequence does not depend on the others. While some sequences decode, a budget limits the prompt
+tokens of a step, so that a long prompt does not stall the others.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 __all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run", "as_outcome"]
 
 ASSISTED = 4
-"""Tokens that a draft model guesses at a time where nothing else is said."""
+"""Tokens that a draft model guesses at a time by default."""
 
 PREFILL_BUDGET = {"cpu": 16, "gpu": 256}
-"""Tokens of prompts in a step in which others decode. On two cores, SmolLM2-135M with 8 rows takes 2.6 times as long
-for such a step as without a prompt, and hardly less with fewer tokens: a prompt's piece reads all weights once more.
-For GPUs it is an estimate, not measured."""
+"""Most prompt tokens in a step in which other sequences decode. On two cores, SmolLM2-135M with 8 rows takes 2.6 times
+as long for such a step as without a prompt, and hardly less with fewer tokens: each piece of a prompt reads all weights
+again. The value for GPUs is an estimate, not measured."""
 
 Outcome = TokenEvent | TrtKvCacheError
 """The result of a step for one sequence; an error ends it."""
 
 Outcomes = list[tuple[int, Outcome]]
-"""Slots and what happened to them, in order."""
+"""Slots with their outcomes, in order."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class _Piece:
     """The tokens that one step writes for one slot.
 
     Attributes:
-        tokens: those that wait, and guesses after them.
-        guesses: the last so many of the tokens.
-        keep: logits of how many of the last positions are needed.
+        tokens: tokens of the slot that wait, then guesses.
+        guesses: number of guesses at the end of `tokens`.
+        keep: number of last positions whose logits are needed.
     """
 
     slot: int
@@ -72,7 +72,7 @@ class _Piece:
 
     @property
     def waiting(self) -> int:
-        """How many of the tokens are no guesses."""
+        """Number of tokens that are not guesses."""
         return len(self.tokens) - self.guesses
 
 
@@ -81,8 +81,8 @@ class Run:
     """A sequence that is being continued.
 
     Attributes:
-        outcomes: where those of the sequence go at once: an interrupt finds none on its way.
-        client: whose sequence it is, see `DecodeLoop.add`.
+        outcomes: list that gets the sequence's outcomes at once, so that an interrupt cannot lose one.
+        client: the owner of the sequence, see `DecodeLoop.add`.
     """
 
     slot: int
@@ -97,10 +97,7 @@ class DecodeLoop:
 
     Args:
         runner: executes the steps.
-        cache: over the same runner.
-        embeddings: of token ids; None for models that take the ids.
-        draft: a model that guesses, or None.
-        prefill_budget: most tokens of prompts in a step in which other sequences decode; None: see `PREFILL_BUDGET`.
+        cache: the cache of this runner.
     """
 
     def __init__(
@@ -115,8 +112,8 @@ class DecodeLoop:
         self._embeddings = embeddings
         self._cache, self._adapters = cache, AdapterSlots(runner)
         self._runs: dict[int, Run] = {}
-        self._turns: dict[Hashable, int] = {}  # of clients: when one came, or got a row last
-        self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written, and the next token is not chosen yet
+        self._turns: dict[Hashable, int] = {}  # by client: when it came, or last got a row
+        self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written; the next token is not chosen yet
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
         self._max_logits = runner.max_logits or runner.max_chunk
@@ -132,9 +129,9 @@ class DecodeLoop:
         self, slot: int, entry: Slot, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool,
         client: Hashable = None,
     ) -> None:  # fmt: skip
-        """Continue a slot, which holds `entry` from now on; release it at the end unless `keep_slot`.
+        """Continue a slot, whose state becomes `entry`; release it at the end unless `keep_slot`.
 
-        Clients take turns where rows are few; a sequence of None is a client by itself.
+        Clients take turns when rows are few. A sequence whose client is None counts as a client of its own.
         """
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
@@ -144,10 +141,11 @@ class DecodeLoop:
         if entry.row >= 0 or client not in self._turns:
             self._turns[client] = self._now()
         self._runs[slot] = Run(slot, continuation, keep_slot, outcomes, client)
-        self._cache.put(slot, replace(entry, running=True))  # last, and all at once: an interrupt leaves the slot as is
+        # last, and all at once: an interrupt leaves the slot as it was
+        self._cache.put(slot, replace(entry, running=True))
 
     def withdraw(self, slot: int, continuation: Continuation, tokens: int) -> None:
-        """Undo `add` of a slot that somebody holds: it does not run, and has its first tokens alone if no step came."""
+        """Undo `add` for a slot that existed before: stop it; if no step ran, keep only its first `tokens` tokens."""
         run = self._runs.get(slot)
         if run is None or run.continuation is not continuation:
             return
@@ -157,16 +155,16 @@ class DecodeLoop:
             self._cache.put(slot, entry.truncated(tokens))
 
     def remove(self, slot: int) -> Run:
-        """Stop continuing a slot, and return what continued it. The slot itself stays."""
+        """Stop continuing a slot, and return its run. The slot itself stays."""
         run = self._runs[slot]
-        self._runs[slot] = replace(run, keep_slot=True)  # should an interrupt leave the rest to the next step
+        self._runs[slot] = replace(run, keep_slot=True)  # in case an interrupt leaves the rest to the next step
         if slot in self._cache:  # else an interrupt came within `_finish`
             self._cache.slot(slot).running = False
         del self._runs[slot]
         return run
 
     def give_row(self) -> None:
-        """Give the free rows to sequences that wait: each to the client that has waited longest since its last one."""
+        """Give free rows to waiting sequences: each to the client that has waited longest since its last row."""
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
         waiting = [run for run in self._runs.values() if run.slot in self._cache and self._cache.slot(run.slot).row < 0]
@@ -179,17 +177,17 @@ class DecodeLoop:
                 self._turns[run.client] = self._now()
 
     def _now(self) -> int:
-        """Later than all turns so far."""
+        """Return a number that is later than all turns so far."""
         return max(self._turns.values(), default=0) + 1
 
     def step(self) -> None:
-        """Advance every sequence that decodes by a token, or by several where a draft was right, and some prompts.
+        """Advance every decoding sequence by a token, or by several if a draft was right; and advance some prompts.
 
-        Where nobody decodes, every prompt advances by as much as fits into a step of the runner. It takes the fewest
-        steps of the runner where the cache is compact.
+        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. A compact cache
+        needs the fewest steps of the runner.
 
-        A sequence that fails ends with its error, whatever raised it; the others go on. After an interrupt, such as
-        Ctrl-C, the next step goes on where it came; a sequence that it left in between ends.
+        A sequence that fails ends with its error; the others continue. After an interrupt, such as Ctrl-C, the next
+        step continues where the interrupt came; a sequence whose state is unclear ends.
         """
         self._choose_all()
         for run in [run for run in self._runs.values() if self._is_told(run)]:
@@ -205,13 +203,13 @@ class DecodeLoop:
             self._advance(group)
 
     def _advance(self, group: list[_Piece]) -> None:
-        """One step for a group of rows. Where it fails, one for each row: only those end that fail alone."""
+        """Run one step for a group of rows. If it fails, run one step for each row: only rows that fail alone end."""
         again = len(group) > 1
         try:
             batch = self._batch(group, highest=self._top_k(group), masks=self._masks(group))
-            again = again and not self._runner.plan.states  # a step that failed may have replaced that of some rows
+            again = again and not self._runner.plan.states  # a failed step may have replaced the state of some rows
             logits = self._write(group, batch)
-        except Exception as error:  # noqa: BLE001 - of some of these sequences; the others go on
+        except Exception as error:  # noqa: BLE001 - it may concern some of these sequences only
             for piece in group:
                 if again:
                     self._advance([piece])
@@ -223,27 +221,27 @@ class DecodeLoop:
 
     @contextmanager
     def _alone(self, slot: int) -> Iterator[None]:
-        """What is done for one sequence: an error ends that one."""
+        """Run code for one sequence: an error ends this sequence only."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - a bug as well; whoever waits for it hears of it
+        except Exception as error:  # noqa: BLE001 - bugs, too: the caller of the sequence gets the error
             self._fail(slot, error)
 
     def _with_adapters(self) -> list[Run]:
-        """Sequences in rows whose adapters have slots, or none; those that came first keep theirs, others wait."""
+        """Sequences in rows whose adapters have slots, or that use none. Earlier ones keep theirs; others wait."""
         seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
         placed = self._adapters.reserve(self._cache.slot(run.slot).adapter for run in seated)
         return [run for run in seated if self._cache.slot(run.slot).adapter in placed]
 
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
-        """Append tokens to slots that do not run and write them, in as many steps as that takes.
+        """Append tokens to slots that do not run and write them, in as many steps as needed.
 
         Returns:
             Logits as float32 ``[min(keep, new tokens), V]`` of each slot's last positions.
 
         Raises:
-            TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow; those of a model
-                that keeps state are gone where nobody knows any more which state that is.
+            TrtKvCacheError: a step failed. The slots are as before, as far as their caches allow. If the model keeps
+                state and a slot's state is unknown, the slot is gone.
         """
         self._with_adapters()
         before = {name: self._cache.slot(name) for name in tokens}
@@ -280,7 +278,7 @@ class DecodeLoop:
         return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
-        """Guesses for the sequences of which only the token waits that was chosen last, by slot."""
+        """Return guesses by slot, for sequences in which only the last chosen token waits."""
         guesses: dict[int, list[int]] = {}
         asked: dict[int, tuple[Continuation, int]] = {}
         for run in runs:
@@ -297,16 +295,16 @@ class DecodeLoop:
                     asked[run.slot] = text, count
         if asked and self._draft is not None:
             guesses |= self._draft.guess(asked, self._cache)
-        # Ids under embeddings of the caller may have none, and a draft may give scores to more ids than there are.
+        # Ids whose embeddings the caller gives may have no embedding, and a draft may score more ids than there are.
         vocab = self._runner.vocab
         return {s: list(takewhile(lambda t: t < vocab and self._has_embedding(t), g)) for s, g in guesses.items()}
 
     def _rounds(self, runs: Sequence[Run], guesses: Mapping[int, list[int]]) -> Iterator[list[_Piece]]:
-        """The steps of the runner, one after the other: those that decode first, then prompts within the budget.
+        """Yield the runner's steps in order: first decoding sequences, then prompts within the budget.
 
-        A prompt in a row between those that decode takes part with one token, which costs less than a step on either
-        side of it. The prompt that was written to longest ago is the first to take from the budget. One that has to
-        come whole takes all that it needs.
+        A prompt in a row between decoding rows takes part with one token: this costs less than two steps around it. The
+        prompt that was written least recently takes from the budget first. A prompt that needs one whole step takes all
+        of its tokens.
         """
         prompts = [run.slot for run in runs if run.slot in self._runs and self._cache.slot(run.slot).pending > 1]
         decoding = [run.slot for run in runs if run.slot in self._runs and run.slot not in prompts]
@@ -327,7 +325,7 @@ class DecodeLoop:
                     yield [piece]
 
     def _pieces(self, slots: Iterable[int], most: int | None = None) -> list[_Piece]:
-        """The next piece of each of some prompts."""
+        """Return the next piece of each of these prompts."""
         pieces = []
         for slot in slots:
             with self._alone(slot):
@@ -335,12 +333,12 @@ class DecodeLoop:
         return pieces
 
     def _last_token(self, name: int, draft: list[int]) -> _Piece:
-        """The token chosen last, with a draft of its followers."""
+        """Return the piece of the last chosen token and its draft."""
         slot = self._cache.slot(name)
         return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int = 1, most: int | None = None) -> _Piece:
-        """As many of the waiting tokens as fit into one step; logits where the last `keep` of them lie."""
+        """Return as many waiting tokens as fit into one step, with logits for those among the last `keep`."""
         slot = self._cache.slot(name)
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
@@ -353,7 +351,7 @@ class DecodeLoop:
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
     def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-        """Neighbouring rows that write equally many tokens: each group is one step of the runner."""
+        """Group neighbouring rows that write equally many tokens: each group is one step of the runner."""
         group: list[_Piece] = []
         for piece in sorted(pieces, key=lambda p: p.row):
             if group and not self._fits(group, piece):
@@ -374,18 +372,18 @@ class DecodeLoop:
         )
 
     def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
-        """True if two pieces of one length have the same positions."""
+        """Return True if two pieces of one length have the same positions."""
         places = [self._cache.slot(p.slot).positions for p in (piece, other)]
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
 
     def _top_k(self, group: list[_Piece]) -> int:
-        """The number of highest scores that are looked at: the most of all sequences; 0 where one looks at all."""
+        """Return how many of the highest scores the group needs; 0 if a sequence needs all of them."""
         counts = [self._runs[piece.slot].continuation.looks_at for piece in group if piece.keep]
         return 0 if 0 in counts else max(counts, default=0)
 
     def _masks(self, group: list[_Piece]) -> Masks | None:
-        """The masks of tokens that may come after each position that is kept; None where no sequence has a grammar."""
+        """Return the masks of allowed tokens for each kept position; None if no sequence has a grammar."""
         texts = [self._runs[piece.slot].continuation for piece in group]
         masked = [piece.keep > 0 and text.masked for piece, text in zip(group, texts, strict=True)]
         if not any(masked):
@@ -402,7 +400,7 @@ class DecodeLoop:
         return read
 
     def _batch(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> StepBatch:
-        """The step of a group."""
+        """Return the step of a group."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
@@ -424,7 +422,7 @@ class DecodeLoop:
         )
 
     def _write(self, group: list[_Piece], batch: StepBatch) -> Logits:
-        """Run it: logits ``[R, most positions that a piece keeps, V]``, or so many of the highest of each."""
+        """Run the step. Return logits ``[R, most kept positions, V]``, or the highest scores of each position."""
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
         try:
@@ -432,7 +430,7 @@ class DecodeLoop:
             for piece in group:
                 self._cache.note_written(piece.slot, piece.waiting, piece.guesses)
         except BaseException as error:
-            # Caches may be written again. State may be the new one already, unless the runner says that it failed.
+            # Caches may be written again. State may already be the new one, unless the runner reports a failure.
             if self._runner.plan.states and not isinstance(error, TrtKvCacheError):
                 for piece in group:
                     if piece.slot in self._runs:
@@ -442,7 +440,7 @@ class DecodeLoop:
         return logits
 
     def _choose_all(self) -> None:
-        """Let all whose scores are there choose; whom an interrupt keeps from it does so in the next step."""
+        """Choose tokens for all sequences with new scores. After an interrupt, the next step chooses for the rest."""
         while self._unchosen:
             piece, scores = self._unchosen.popleft()
             if not piece.keep or piece.slot not in self._runs:  # it was removed since
@@ -455,7 +453,7 @@ class DecodeLoop:
                 raise
 
     def _choose(self, piece: _Piece, logits: Logits) -> None:
-        """Choose the next token, or as many as the draft got right and one more; drop the rest of the draft."""
+        """Choose the next token, or the correct tokens of a draft and one more; drop the rest of the draft."""
         run, slot = self._runs[piece.slot], piece.slot
         told, events = len(run.outcomes), run.continuation.verify(piece.tokens[piece.waiting :], logits)
         try:
@@ -465,8 +463,8 @@ class DecodeLoop:
             self._cache.remember(slot)
             free_tokens, known = self._cache.free_tokens(slot), self._has_embedding(token)
         except BaseException as error:
-            if not self._cache.slot(slot).pending:  # it has what was told, and no more
-                with suppress(Exception):  # rows that cannot be zeroed now are before they are reused
+            if not self._cache.slot(slot).pending:  # the slot has exactly the tokens that were told
+                with suppress(Exception):  # rows that cannot be zeroed now are zeroed before reuse
                     self._note_told(piece, run.outcomes[told:])
             if any(isinstance(e, TokenEvent) and e.finish_reason is not None for _, e in run.outcomes[told:]):
                 self._finish(slot)
@@ -483,29 +481,29 @@ class DecodeLoop:
             self._end(slot, _without_embedding(token))
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Let the slot have the tokens that were told: guesses that were right, and the last one, which is returned."""
+        """Append the tokens in `outcomes` to the slot: correct guesses and the last token. Return the last token."""
         tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
         return tokens[-1] if tokens else -1
 
     def last(self, run: Run, reason: FinishReason) -> Outcome:
-        """The last outcome of a sequence that ends from outside."""
+        """Return the last outcome of a sequence that the caller ends."""
         try:
             return run.continuation.finish(reason)
-        except Exception as error:  # noqa: BLE001 - such as the tokenizer's, at text that was held back
+        except Exception as error:  # noqa: BLE001 - such as the tokenizer's, in text that was held back
             return as_outcome(error)
 
     def _has_embedding(self, token: int) -> bool:
         return self._embeddings is None or self._embeddings.missing([token]) is None
 
     def _is_told(self, run: Run) -> bool:
-        """True if an interrupt came between the last outcome of a sequence and its end."""
+        """Return True if an interrupt came between the last outcome of a sequence and its end."""
         ended = run.slot not in self._cache or not self._cache.slot(run.slot).running
         return ended or run.continuation.finish_reason is not None
 
     def _fail(self, slot: int, error: BaseException) -> None:
-        """End a sequence that cannot go on."""
+        """End a sequence with an error."""
         self._end(slot, as_outcome(error))
 
     def _end(self, slot: int, outcome: Outcome) -> None:
@@ -513,7 +511,7 @@ class DecodeLoop:
         self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """End a sequence whose last outcome is told. Should an interrupt keep it from that, the next step does it."""
+        """End a sequence whose last outcome is told. If an interrupt prevents that, the next step does it."""
         if slot in self._cache:
             self._cache.slot(slot).running = False
             if not self._runs[slot].keep_slot:
@@ -521,13 +519,13 @@ class DecodeLoop:
         del self._runs[slot]
 
     def _abort_interrupted(self, slots: Iterable[int]) -> None:
-        """End sequences of which nobody knows any more what the model said."""
+        """End sequences that an interrupt left without a token to write: the model's scores are lost."""
         for slot in slots:
             self._end(slot, SessionError("the step of the sequence was interrupted; start it again"))
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:
-    """What a sequence is told of an error that ends it."""
+    """Return the error that a sequence reports for an error that ends it."""
     if isinstance(error, TrtKvCacheError):
         return error
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -535,7 +533,7 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
         return SessionError(f"the sequence was interrupted: {said}; start it again")
     if isinstance(error, MemoryError):
         made = SessionError("too little memory is free for the sequence; lower max_batch or max_chunk, or end others")
-    else:  # a bug, whose text may be anybody's: the cause has it, with its trace
+    else:  # a bug; its text may come from anywhere, so only the cause has it, with its trace
         made = SessionError(f"the sequence failed by a bug: {type(error).__name__}; please report it with its trace")
     made.__cause__ = error
     return made

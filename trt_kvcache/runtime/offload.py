@@ -22,25 +22,25 @@ class Offloaded(Protocol):
     """The contents of one sequence's cache rows."""
 
     def fill(self, row: int) -> None:
-        """Write it to a row of every cache."""
+        """Write the contents to a row of every cache."""
         ...
 
     def arrays(self) -> Mapping[str, Array]:
-        """The same by cache, as `Runner.read_row` gives it."""
+        """Return the contents by cache, as `Runner.read_row` does."""
         ...
 
     def close(self) -> None:
-        """Give back what holds it. Calling it again does nothing."""
+        """Free the memory. Calling it again does nothing."""
         ...
 
 
 class HostRows:
-    """In host memory, page-locked where the caches lie on a GPU.
+    """Contents in host memory, page-locked if the caches lie on a GPU.
 
     Args:
-        runner: of the caches.
-        row: of every cache.
-        tokens: that were written there.
+        runner: runner of the caches.
+        row: row of every cache.
+        tokens: number of tokens that were written to the row.
 
     Raises:
         SessionError: too little memory is free. Nothing has changed.
@@ -78,13 +78,13 @@ class HostRows:
 
 
 class FileRows:
-    """In a file that `KVCache.load` reads, too. It stays when the sequence comes back.
+    """Contents in a file that `KVCache.load` can read, too. The file stays when the sequence comes back.
 
     Args:
-        path: of the file.
-        runner: of the caches.
-        name: of the slot.
-        slot: what it holds.
+        path: path of the file.
+        runner: runner of the caches.
+        name: name of the slot.
+        slot: state of the slot.
 
     Raises:
         OutputError: the file cannot be written. Nothing has changed.
@@ -100,13 +100,13 @@ class FileRows:
         """See `Offloaded`.
 
         Raises:
-            CacheFileError: the file is gone, damaged, or no longer the one that was written.
+            CacheFileError: the file is gone, damaged, or was replaced.
         """
         for past, data in self.arrays().items():
             self._runner.write_row(past, row, data)
 
     def arrays(self) -> Mapping[str, Array]:
-        """See `Offloaded`; and `fill` for what it raises."""
+        """See `Offloaded`; `fill` lists the errors."""
         from trt_kvcache.runtime.cache_file import open_slots
 
         with open_slots(self._path, self._runner, None) as saved:
@@ -120,4 +120,4 @@ class FileRows:
             return arrays
 
     def close(self) -> None:
-        """See `Offloaded`: the file is the caller's."""
+        """See `Offloaded`: the file belongs to the caller, and stays."""

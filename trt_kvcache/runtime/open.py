@@ -1,4 +1,4 @@
-"""From a file to what runs it: an engine on a GPU, a model on the CPU."""
+"""Opens the runner of a file: an engine runs on a GPU, a model on the CPU."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ def open_runner(
     *,
     default_capacity: int | None = None,
 ) -> Runner:
-    """Open an ``.onnx`` file or a folder with one with ONNX Runtime, an engine or its folder on a GPU.
+    """Open an ``.onnx`` file or its folder with ONNX Runtime; an engine or its folder on a GPU.
 
     Args:
-        path: of the file.
+        path: path of the file.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        options: of the runner; those that are None are left to it.
-        check: an engine against its proof: ``"first"``, ``"always"`` or ``"off"``; see `trt_kvcache.runtime.check`.
-        default_capacity: of caches that grow, where ``capacity`` is not among the options; None: the importer's.
+        options: options of the runner; it chooses those that are None.
+        check: when to compare an engine with its proof: ``"first"``, ``"always"`` or ``"off"``; see
+            `trt_kvcache.runtime.check`.
+        default_capacity: capacity of caches that grow, if the options have no ``capacity``; None: the importer's
+            default.
 
     Raises:
         OptionError: the file cannot run on that device, or the runner has no such option.
-        VerificationError: the engine does not give the numbers of its proof on this GPU.
+        VerificationError: the engine's results on this GPU differ from its proof.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
     if not isinstance(check, str) or check not in CHECKS:
@@ -77,9 +79,9 @@ def open_runner(
 
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
-    """Read a ``tokenizer.json``: the named one, or for None the one beside the model. False is none at all.
+    """Read a ``tokenizer.json``: the named one; for None, the one beside the model. False: no tokenizer.
 
-    Other objects are taken as they are.
+    Other objects are returned as they are.
     """
     if tokenizer is None or tokenizer is False:
         return None if tokenizer is False else find_tokenizer(model)

@@ -1,6 +1,6 @@
-"""The checks that an engine has passed: a file beside it for each kind of GPU, with driver and version of TensorRT.
+"""Checks that an engine has passed: a file beside it for each kind of GPU, with the versions of driver and TensorRT.
 
-It is no signature: it saves time, and whoever can write it can change the engine.
+The file is not signed. It only saves time: anyone who can write it could change the engine, too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["PassedCheck", "passed_check_path", "read_passed_check", "write_passe
 
 @dataclass(frozen=True)
 class PassedCheck:
-    """A replay of a proof in which the engine gave its numbers.
+    """A replay of a proof in which the engine agreed.
 
     Attributes:
         engine, proof: BLAKE3 (hex).
-        gpu: its name and compute capability.
-        driver: its version, as the version of CUDA that it is for.
+        gpu: name and compute capability of the GPU.
+        driver: the driver's CUDA version, and its own if known.
         backend: name and version of TensorRT.
         checked_by: version of trt_kvcache.
-        largest: the largest difference, as a share of what is allowed.
+        largest: the largest difference, as a share of the allowed one.
     """
 
     engine: str
@@ -40,7 +40,7 @@ class PassedCheck:
     largest: float = 0.0
 
     def differs(self, now: PassedCheck) -> str:
-        """The changes since it was written, in words; empty where there are none."""
+        """Return the changes since this was written, as text; empty if nothing changed."""
         changes = [
             f"{name.replace('_', ' ')} was {getattr(self, name)}, and is {getattr(now, name)}"
             for name in ("gpu", "driver", "backend", "checked_by")
@@ -52,17 +52,17 @@ class PassedCheck:
 
 
 def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
-    """``model.engine.NVIDIA-L4.passed_check``, beside the engine or in `folder`: a file for each kind of GPU."""
+    """Return ``model.engine.NVIDIA-L4.passed_check``, beside the engine or in `folder`: a file for each kind of GPU."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") or "GPU"
     return (folder or engine.parent) / f"{engine.name}.{name}.passed_check"
 
 
 def read_passed_check(path: Path, now: PassedCheck) -> str:
-    """Why a passed check does not count here, in words; empty where it does.
+    """Return why a passed check does not count here; empty if it counts.
 
     Args:
-        path: of the file.
-        now: what it has to say, but for `largest`.
+        path: path of the file.
+        now: the expected contents; `largest` is ignored.
     """
     try:
         passed = msgspec.json.decode(path.read_bytes(), type=PassedCheck)
@@ -75,7 +75,7 @@ def read_passed_check(path: Path, now: PassedCheck) -> str:
 
 
 def write_passed_check(path: Path, passed: PassedCheck) -> None:
-    """Write a passed check. A folder that cannot be written is worth a warning: the next start checks again."""
+    """Write a passed check. If the folder cannot be written, warn: the next start checks again."""
     try:
         with atomic_file(path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(passed), indent=2) + b"\n")

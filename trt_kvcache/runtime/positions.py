@@ -1,4 +1,4 @@
-"""Positions that a caller gives: which model takes them, and in what shape."""
+"""Positions that a caller gives: whether a model takes them, and in which shape."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class PositionInput:
     """The model's input of positions.
 
     Args:
-        plan: of the model.
+        plan: plan of the model.
 
     Attributes:
-        planes: positions of each token: 3 for time, height and width (M-RoPE); 0 where the model takes none.
+        planes: positions of each token: 3 for time, height and width (M-RoPE); 0 if the model takes no positions.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -40,15 +40,15 @@ class PositionInput:
             self.planes = int(tensor.shape[axes_with_planes(tensor).index("planes")]) if planar else 1
 
     def read(self, values: Any, count: int) -> Indices:
-        """Positions of a prompt, checked: int64 ``[planes, count]``.
+        """Check the positions of a prompt; return int64 ``[planes, count]``.
 
         Args:
-            values: ``[count]``, the same in all planes, or ``[planes, count]``; or as models take them,
-                ``[planes, 1, count]``.
+            values: ``[count]``, the same in all planes, or ``[planes, count]``; or ``[planes, 1, count]``, as models
+                take them.
             count: tokens of the prompt.
 
         Raises:
-            PromptError: the model takes none, or they are of another shape, or negative.
+            PromptError: the model takes no positions, or they have another shape, or are negative.
         """
         if not self.planes:
             raise PromptError(f"positions are given, and {self._why}; leave them out")

@@ -1,4 +1,4 @@
-"""Cache rows of texts that came before, in host memory: blocks of tokens, found by a hash of all up to their end."""
+"""Cache rows of earlier texts in host memory: blocks of tokens, found by a hash of all tokens up to their end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trt_kvcache.runtime.runner import HostBytes, Runner
 __all__ = ["BLOCK", "PrefixCache", "PrefixStats"]
 
 BLOCK = 32
-"""Tokens whose rows are kept, found and dropped together."""
+"""Tokens whose rows are stored, found and dropped together."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class PrefixStats:
     """Counts of a prefix cache.
 
     Attributes:
-        lookups: sequences that were looked up as they began.
-        hits: those of which a prefix was found.
+        lookups: sequences that were looked up at their start.
+        hits: sequences of which a prefix was found.
         saved_tokens: tokens of these prefixes: their rows were copied, not computed.
-        blocks: those in the cache now, of `BLOCK` tokens each.
-        dropped: blocks whose place others took.
+        blocks: blocks in the cache now, of `BLOCK` tokens each.
+        dropped: blocks that were replaced.
     """
 
     lookups: int = 0
@@ -45,20 +45,20 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Copies of cache rows that depend on the ids of the tokens up to theirs, on the adapter, and on nothing else.
+    """Copies of cache rows. Each row must depend only on the adapter and on the token ids up to it.
 
-    A block goes when another needs its place: the one that was used longest ago, of one text the last first. So a block
-    is never held for long without those before it, without which it cannot be found.
+    When a new block needs space, the least recently used block is dropped; of one text, the last block first. A block
+    can be found only with all blocks before it, so blocks are not kept long without them.
 
     Args:
-        runner: of the caches.
-        size: bytes of host memory for all blocks; page-locked where the caches lie on a GPU.
+        runner: runner of the caches.
+        size: bytes of host memory for all blocks; page-locked if the caches lie on a GPU.
 
     Attributes:
-        stats: what it did.
+        stats: counts so far.
 
     Raises:
-        OptionError: `size` is no size, or less than one block takes; or the model has rows that cannot be copied so.
+        OptionError: `size` is not a size, or less than one block; or rows of this model cannot be reused.
         SessionError: too little memory is free.
     """
 
@@ -78,20 +78,20 @@ class PrefixCache:
                 f"prefix_cache is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of host memory are free; give less"
             )
         self._data = runner.host_memory(count * self._size).data
-        self._places: OrderedDict[bytes, int] = OrderedDict()  # first the one that was used longest ago
+        self._places: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(count))
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """The blocks that a text begins with, as far as they are held.
+        """Return the leading blocks of a text that are in the cache.
 
         Args:
-            tokens: of the text.
-            most: so many of them may be found.
-            adapter: digest of the one that rows are computed with; empty: none.
+            tokens: tokens of the text.
+            most: largest number of tokens to find.
+            adapter: digest of the adapter that the rows are computed with; empty: no adapter.
 
         Returns:
-            Their names, for `fill`.
+            Names of the blocks, for `fill`.
         """
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
@@ -106,7 +106,7 @@ class PrefixCache:
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 
     def add(self, row: int, tokens: Sequence[int], blocks: int, adapter: bytes = b"") -> None:
-        """Copy the first blocks of a text from a row of every cache, unless they are held."""
+        """Copy the first blocks of a text from a row of every cache, unless they are in the cache."""
         names = _names(tokens, blocks, adapter)
         for at, name in enumerate(names):
             if name in self._places:
@@ -129,7 +129,7 @@ class PrefixCache:
                 self._places.move_to_end(name)
 
     def _place(self, keep: Container[bytes]) -> int | None:
-        """A place for one more block; None: it would cost one of those to keep."""
+        """Return a place for one more block; None if a block in `keep` would have to go."""
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._places))
@@ -143,7 +143,7 @@ class PrefixCache:
 
 
 def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
-    """The names of the first blocks of a text: each a digest of the adapter and of all tokens up to its end."""
+    """Return the names of the first blocks of a text: digests of the adapter and all tokens up to each block's end."""
     names, name = [], adapter
     for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
         name = blake3(name + block.tobytes()).digest()
@@ -152,10 +152,10 @@ def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
 
 
 def _check(plan: CachePlan) -> None:
-    """Refuse models whose rows are not a function of the ids of the tokens up to theirs, or do not stay.
+    """Refuse models whose rows depend on more than the token ids up to them, or do not stay.
 
     Raises:
-        OptionError: see above.
+        OptionError: the model is of this kind.
     """
     ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
     constants = ConstantInputs(plan).tensors

@@ -1,7 +1,7 @@
-"""A decode on what a session runs, as a runner of comparisons, and the replay of a proof on it.
+"""Decodes on a session's runner, for comparisons; and the replay of a proof on it.
 
-steps    logits against those of the proof
-caches   after each part: newest rows against the proof's, those that no token went to bit for bit as they were
+steps    logits, compared with the proof
+caches   after each part: newest rows, compared with the proof; rows that no token wrote must keep their bits
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ __all__ = ["Difference", "Finding", "Replay", "SessionSteps", "Watch", "replay",
 Array = npt.NDArray[Any]
 
 _UNFIT = "the proof does not fit the engine"
-_CHOSEN = 0.25  # of the rows of an output, at most, that chosen experts may change
+_CHOSEN = 0.25  # largest share of an output's rows that other chosen experts may change
 
 
 class Watch(Protocol):
-    """Looks at each step of a replay."""
+    """Is called around each step of a replay."""
 
     def before(self, batch: StepBatch) -> None:
-        """Before a step."""
+        """Called before a step."""
 
     def after(self, piece: Piece, number: int, batch: StepBatch) -> None:
-        """After it; `number`: of the piece."""
+        """Called after a step; `number` is the index of the piece."""
 
 
 class SessionSteps:
-    """A runner (`trt_kvcache.compare.decode.Runner`) of what a session runs.
+    """A runner for comparisons (`trt_kvcache.compare.decode.Runner`) over a session's runner.
 
     Attributes:
         ends: tokens of each text so far.
 
     Args:
-        runner: of an engine, or of a model on the CPU.
-        given: values of inputs that no text says, by name: with a batch of 1, or a row for each text.
-        table: embeddings ``[V, H]``, for a model that takes these in the place of tokens.
+        runner: runner of an engine, or of a model on the CPU.
+        given: values of the model's constants, by name: with a batch of 1, or a row for each text.
+        table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         first: row of the caches that holds the first text.
     """
 
@@ -90,7 +90,7 @@ class SessionSteps:
         return logits
 
     def batch(self, piece: Piece, tokens: Array) -> StepBatch:
-        """A piece as the runner takes it."""
+        """Return the step of a piece."""
         starts, embeds, positions = self.ends[list(piece.rows)], None, None
         if self._table is not None:
             role = self.runner.plan.tensor(Role.TOKENS)
@@ -109,12 +109,12 @@ class SessionSteps:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference found in one output, as a part of what is allowed.
+    """The largest difference found in one output, relative to the allowed one.
 
     Attributes:
         output: name of the logits, or of a cache's past.
-        found: as shares of a row; None: not comparable, such as a number that is not finite.
-        allowed: in the same part.
+        found: the difference, as shares of a row; None: not comparable, such as a number that is not finite.
+        allowed: the allowed difference in the same part.
     """
 
     output: str
@@ -123,7 +123,7 @@ class Difference:
 
     @property
     def part(self) -> float:
-        """The part of what is allowed; infinite where nothing can be compared."""
+        """The difference divided by the allowed one; infinite if they cannot be compared."""
         if self.found is None:
             return math.inf
         return max(self.found.largest / self.allowed.largest, self.found.typical / self.allowed.typical)
@@ -134,10 +134,10 @@ class Finding:
     """A disagreement.
 
     Attributes:
-        step: its number, from 0.
-        part: of the decode.
-        row: text.
-        what: in words.
+        step: number of the step, from 0.
+        part: part of the decode.
+        row: index of the text.
+        what: description.
     """
 
     output: str
@@ -147,7 +147,7 @@ class Finding:
     what: str
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the text of messages."""
         return f"output '{self.output}' at step {self.step} ('{self.part}'), row {self.row}: {self.what}"
 
 
@@ -156,8 +156,8 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        steps: that were run; the first part with a disagreement is the last one.
-        findings: each output that disagrees, the first time.
+        steps: number of steps that were run; the first part with a disagreement is the last one.
+        findings: each output that disagrees, once.
         outputs: the largest difference of each output.
     """
 
@@ -167,17 +167,17 @@ class Replay:
 
     @property
     def passed(self) -> bool:
-        """The engine gives the numbers of the proof."""
+        """True if the engine agrees with the proof."""
         return not self.findings
 
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
-    """Rows of the caches that a replay takes: one beside those in use, where the engine has it."""
+    """Return the rows of the caches that a replay needs: one beside those in use, if the engine has it."""
     return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
 
 
 def _rows_aligned(plan: CachePlan) -> bool:
-    """True if each row of the caches lies at an address that TensorRT takes: else an engine runs one text alone."""
+    """True if each cache row lies at an address that TensorRT accepts; else an engine runs one text at a time."""
     sizes = [math.prod(b.row_shape(b.capacity)) * b.array_dtype.itemsize for b in carried_buffers(plan)]
     return not any(size % ALIGNMENT for size in sizes)
 
@@ -186,17 +186,17 @@ def replay(runner: Runner, proof: Proof, watch: Watch | None = None) -> Replay:
     """Run the steps of a proof.
 
     Args:
-        runner: of the engine; what its caches hold is lost. It has to take as many rows as `rows_needed`.
-        proof: of the engine.
-        watch: is called around each step.
+        runner: runner of the engine with at least `rows_needed` rows; its cache contents are lost.
+        proof: proof of the engine.
+        watch: called around each step.
 
     Raises:
-        ManifestError: the proof cannot be of this engine, or cannot be replayed with this version of NumPy.
+        ManifestError: the proof does not fit this engine, or cannot be replayed with this version of NumPy.
         SessionError: a step failed.
     """
     try:
         return _Replay(runner, proof, watch).run()
-    except (IndexError, KeyError, ValueError) as error:  # of NumPy: arrays that are missing, or of other sizes
+    except (IndexError, KeyError, ValueError) as error:  # from NumPy: arrays are missing, or have other sizes
         raise ManifestError(f"{_UNFIT}: {' '.join(str(error).split())}; build the engine again") from error
 
 
@@ -215,16 +215,17 @@ class _Replay:
         if why := self._misfit():
             raise ManifestError(f"{_UNFIT}: {why}; build the engine again")
         self._given = draw_constants(plan, facts.rows, facts.seed, twin=True, length=facts.encoder)
-        # Rows that an engine does not take together come one after the other.
+        # If the engine cannot take rows together, they run one after the other.
         self._together = facts.rows if _rows_aligned(plan) and facts.rows <= runner.max_batch else 1
-        self._first = int(runner.max_batch > self._together)  # rows in use follow another one, which must not change
+        self._first = int(runner.max_batch > self._together)  # rows in use follow another row, which must not change
         used = range(self._first, self._first + self._together)
         self._spare = [r for r in (0, self._together) if r < runner.max_batch and r not in used]
         self._count, self._turn = 0, 0
         self._worst: dict[str, Difference] = {}
         self._findings: dict[str, Finding] = {}
-        self._outside: dict[tuple[str, str], set[object]] = {}  # rows by part and output, or one row's parts
-        self._outliers: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
+        # by part and output: rows with a difference; for one row: its parts
+        self._outside: dict[tuple[str, str], set[object]] = {}
+        self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
 
     def run(self) -> Replay:
         for first in range(0, self._facts.rows, self._together):
@@ -283,13 +284,13 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _leave_out_choices(self) -> None:
-        """Forget what chosen experts explain: few rows of an output, in which a near tie went the other way."""
+        """Drop findings that chosen experts explain: few rows of an output, in which a near tie went the other way."""
         for name, (outliers, rows) in self._outliers.items():
             if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
                 self._findings.pop(name, None)
 
     def _misfit(self) -> str:
-        """Why a proof cannot be of this engine, as far as the steps say; empty if it can."""
+        """Return why a proof cannot belong to this engine, as far as the steps tell; empty if it can."""
         facts, runner = self._facts, self._runner
         bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
         if facts.chunk > runner.max_chunk:
@@ -301,7 +302,7 @@ class _Replay:
         return ""
 
     def _begin(self, rows: range, starts: list[int]) -> None:
-        """Fill the caches with random numbers for so many tokens of each text, and with garbage."""
+        """Fill the caches with random numbers for `starts` tokens of each text, and with garbage after them."""
         facts, drawn = self._facts, any(starts)
         for name, fresh in all_contents(self._caches, facts.seed, starts, facts.garbage, int(drawn)):
             values = self._caches[name].to_physical(fresh)
@@ -310,7 +311,7 @@ class _Replay:
                 self._runner.write_row(name, row, values[text].astype(self._buffers[name].array_dtype))
 
     def _skip(self, steps: SessionSteps, piece: Piece) -> None:
-        """Leave out tokens: their cache rows are copies of those before."""
+        """Skip tokens: copy the cache rows of earlier ones."""
         for name, buffer in self._buffers.items():
             for row in piece.rows if not buffer.is_state and not piece.drawn else ():
                 values = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))
@@ -320,18 +321,18 @@ class _Replay:
         steps.ends[list(piece.rows)] += piece.skip
 
     def _rows(self, buffer: Carried) -> list[int]:
-        """Rows of the batch in which a cache row may stay as it is; state has none but in another text."""
+        """Return rows of the batch in which a cache row may stay unchanged; for state, only rows of other texts."""
         used = range(self._first, self._first + self._together)
         return [*self._spare, *(() if buffer.is_state else used)]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:
-        """The rows ``[capacity, numbers]`` of a cache."""
+        """Return the rows ``[capacity, numbers]`` of a cache."""
         values = self._runner.read_row(buffer.past, row, buffer.capacity)
         rows = self._caches[buffer.past].physical_rows(values[None])[0]
         return np.asarray(rows.reshape(buffer.capacity, -1))
 
     def _prints(self, buffer: Carried, row: int) -> Array:
-        """A number for the bits of each row of a cache."""
+        """Return a number for the bits of each row of a cache."""
         values = np.ascontiguousarray(self._cache_rows(buffer, row))
         width = 8 if values.itemsize * values.shape[1] % 8 == 0 else values.itemsize
         bits = values.view(f"u{width}").astype(np.uint64, copy=False)
@@ -339,7 +340,7 @@ class _Replay:
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _compare_cache(self, number: int, part: str, buffer: Carried, ends: Array) -> None:
-        """The newest rows, as numbers."""
+        """Compare the newest rows, as numbers."""
         if buffer.past not in self._facts.allowed[part]:
             return
         wanted = self._proof.arrays[f"{part}/{buffer.past}"]
@@ -352,13 +353,13 @@ class _Replay:
     def _compare_untouched(
         self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array, ends: Array
     ) -> None:
-        """The rows of a cache that no token went to, bit by bit."""
+        """Compare the rows of a cache that no token wrote, bit by bit."""
         changed, text = self._prints(buffer, row) != before, row - self._first
         if not changed.any():
             return
         if row not in self._spare:
             start, end, places = int(starts[text]), int(ends[text]), np.arange(buffer.capacity)
-            # Where past and present are two buffers, rows without a token may come out as zeros.
+            # If past and present are two buffers, rows without a token may become zeros.
             changed &= (places < end) | self._cache_rows(buffer, row).any(-1)
             changed[np.arange(max(start, end - buffer.capacity), end) % buffer.capacity] = False
         if changed.any():
@@ -366,7 +367,7 @@ class _Replay:
             self._find(buffer.past, number, part, self._turn + text, "changed cache rows that no token went to")
 
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
-        """Compare a difference with what is allowed: more in one row of a part, or in one part of one row."""
+        """Compare a difference with the allowed one. One row of a part, or one part of one row, may differ more."""
         facts = self._facts
         limit = facts.allowed[part].get(name)
         if limit is None:

@@ -1,4 +1,4 @@
-"""The prompts of a session, checked before anything runs, and its results."""
+"""The prompts of a session, checked before anything runs, and the results."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
-"""A text, where the session has a tokenizer, or token ids."""
+"""A prompt: token ids, or a text if the session has a tokenizer."""
 
 ConstantValues = Mapping[str, npt.NDArray[Any]] | Constants
-"""Inputs beside the text, such as the output of an encoder: an array ``[1, ...]`` by name of the input."""
+"""Inputs beside the text, such as an encoder's output: an array ``[1, ...]`` for each input's name."""
 
 ConstantsAll = Sequence[ConstantValues] | None
-"""That of each prompt, in order; None for models that read nothing else."""
+"""The constants of each prompt, in order; None for models that have no such inputs."""
 
 EmbedsAll = Sequence[npt.NDArray[Any] | None] | None
-"""Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for prompts that are ids alone."""
+"""Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for prompts of ids alone."""
 
 PositionsAll = Sequence[npt.ArrayLike | None] | None
-"""Positions ``[S]`` or ``[planes, S]`` of the tokens of each prompt, in order; None where they follow one another."""
+"""Positions ``[S]`` or ``[planes, S]`` of each prompt's tokens, in order; None if they are consecutive."""
 
 
 @dataclass
 class Generation:
-    """All that became of one prompt.
+    """The result of one prompt.
 
     Attributes:
-        prompt: its token ids.
-        tokens: the new ones, with the one that ended the sequence.
-        text: of the new tokens; empty without a tokenizer.
-        logprobs: per token, where `GenerationConfig.output_logprobs` asks for them.
-        top_logprobs: per token, where `GenerationConfig.top_logprobs` asks for them: the most probable tokens and their
-            log-probabilities.
-        finish_reason: why it ended.
-        speculation: how well drafts did.
+        prompt: token ids of the prompt.
+        tokens: new tokens, including the one that ended the sequence.
+        text: text of the new tokens; empty without a tokenizer.
+        logprobs: log-probability of each new token, if `GenerationConfig.output_logprobs` is set.
+        top_logprobs: the most probable tokens at each new token and their log-probabilities, if
+            `GenerationConfig.top_logprobs` is set.
+        finish_reason: why the sequence ended.
+        speculation: counts of guessed and accepted tokens.
     """
 
     prompt: list[int]
@@ -95,10 +95,11 @@ class ReadPrompt:
     """One prompt as the decode loop takes it.
 
     Attributes:
-        tokens: ids.
-        embeds: ``[S, H]`` in the model's dtype: what stands for all of them; None: what the session makes of the ids.
-        positions: int64 ``[planes, S]``; None: they follow what comes before.
-        constants: what the model reads beside it.
+        tokens: token ids.
+        embeds: ``[S, H]`` in the model's dtype, replacing the embeddings of all tokens; None: the session looks up the
+            ids.
+        positions: int64 ``[planes, S]``; None: they follow the earlier tokens.
+        constants: the model's other inputs for this prompt.
     """
 
     tokens: list[int]
@@ -107,19 +108,19 @@ class ReadPrompt:
     constants: Constants = NO_CONSTANTS
 
     def after(self, slot: Slot) -> Slot:
-        """A slot in which it waits after what is there."""
+        """Return `slot` with this prompt appended; the prompt waits to be written."""
         return slot.appended(self.tokens, self.embeds, self.positions)
 
 
 class PromptReader:
-    """Turns what callers give into what the model knows.
+    """Reads and checks callers' prompts.
 
     Args:
-        runner: of the model.
-        cache: over it.
-        embeddings: of token ids; None for models that take the ids.
-        tokenizer: for texts, or None.
-        why: what is missing where there is no tokenizer.
+        runner: runner of the model.
+        cache: the cache of this runner.
+        embeddings: embeddings of token ids; None for models that take the ids.
+        tokenizer: tokenizer for texts, or None.
+        why: why there is no tokenizer.
     """
 
     def __init__(
@@ -132,11 +133,11 @@ class PromptReader:
 
     @property
     def vocab(self) -> int:
-        """Token ids that may be written are 0 to ``vocab - 1``."""
+        """Size of the usable vocabulary: token ids are 0 to ``vocab - 1``."""
         return self._vocab if self._embeddings is None else min(self._vocab, self._embeddings.rows)
 
     def takes(self, token: int) -> bool:
-        """True if prompts may have this id without an embedding of the caller's."""
+        """Return True if prompts may have this id without an embedding from the caller."""
         return (
             is_whole(token)
             and 0 <= token < self.vocab
@@ -146,10 +147,10 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Several prompts, none of them empty, with the inputs beside each.
+        """Read several prompts, none of them empty, with the inputs of each.
 
         Raises:
-            PromptError: see `read`; or there are more or fewer of the others than prompts.
+            PromptError: see `read`; or there are more or fewer constants, embeddings or positions than prompts.
             CapacityError: see `after`.
         """
         entries = "prompts, each a text or a list of token ids"
@@ -167,7 +168,7 @@ class PromptReader:
     def read_added(
         self, slot: int | None, prompt: Prompt, inputs_embeds: Any, positions: Any
     ) -> tuple[ReadPrompt, Slot]:
-        """The prompt that comes after all that a slot holds (None: a new one's), and the slot's contents then.
+        """Read a prompt that is appended to a slot (None: a new slot). Return it, and the slot's contents with it.
 
         Raises:
             PromptError: see `read`; or there is nothing to run.
@@ -183,7 +184,7 @@ class PromptReader:
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
     ) -> dict[int, ReadPrompt]:
-        """The prompts that are to be written to slots, by slot.
+        """Read prompts that are to be written to slots, by slot.
 
         Raises:
             PromptError: see `read`; or there is nothing to write.
@@ -205,21 +206,22 @@ class PromptReader:
         return checked
 
     def after(self, entry: Slot, prompt: ReadPrompt, what: str) -> Slot:
-        """The contents of a slot with a prompt after its present ones.
+        """Return the contents of a slot with a prompt appended.
 
         Raises:
-            CapacityError: more than fits.
+            CapacityError: they do not fit.
         """
         after = prompt.after(entry)
         self._cache.limits.check(after, what)
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
-        """One prompt, which may be empty.
+        """Read one prompt, which may be empty.
 
         Raises:
-            PromptError: a text without a tokenizer, no flat list of integers, or an id that the model does not know; or
-                embeddings or positions that are not one for each token, or that the model does not take.
+            PromptError: a text without a tokenizer, ids that are not a flat list of integers, or an id that the model
+                does not know; or embeddings or positions that are not one for each token, or that the model does not
+                take.
         """
         tokens = self._ids(prompt)
         if inputs_embeds is None:
@@ -245,10 +247,10 @@ class PromptReader:
         return read_ids(prompt, self._vocab)
 
     def text_tokenizer(self, what: str) -> Any:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
-            PromptError: there is none for `what`, which is text.
+            PromptError: there is no tokenizer, and `what` is text.
         """
         if self._tokenizer is None:
             raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
@@ -265,8 +267,9 @@ class PromptReader:
                 f"{self._tensor.dtype} [{count}, {width}]: an embedding for each id, those of images included, whose "
                 "ids are placeholders"
             )
-        with np.errstate(over="ignore"):  # and is found below
-            embeds = np.array(array, array_dtype(self._tensor.dtype), order="C")  # the caller may change his
+        with np.errstate(over="ignore"):  # overflows are found below
+            # a copy: the caller may change the array
+            embeds = np.array(array, array_dtype(self._tensor.dtype), order="C")
         if not np.isfinite(embeds).all():
             raise PromptError(
                 f"inputs_embeds hold NaN or infinity as {embeds.dtype}; give numbers that the model can read"
@@ -275,8 +278,8 @@ class PromptReader:
 
 
 def is_one(prompts: object) -> bool:
-    """True for one prompt, a text or a flat list of token ids; False for a list of prompts."""
-    if hasattr(prompts, "__array__"):  # NumPy's, and tensors of torch
+    """Return True for one prompt, a text or a flat list of token ids; False for a list of prompts."""
+    if hasattr(prompts, "__array__"):  # arrays of NumPy and tensors of torch
         return np.ndim(np.asarray(prompts)) == 1 and np.asarray(prompts).dtype.kind in "iuf"
     if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
         return any(isinstance(entry, (int, float, np.number)) for entry in prompts)
@@ -284,16 +287,16 @@ def is_one(prompts: object) -> bool:
 
 
 def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
-    """Refuse what a model cannot do.
+    """Refuse a config that the model cannot follow.
 
     Args:
-        config: what is asked for.
-        plan: of the model.
+        config: the config to check.
+        plan: plan of the model.
         draft: there is a draft model.
 
     Raises:
-        OptionError: it is no config; or tokens are guessed, and the model has state that cannot go back, or there is no
-            draft.
+        OptionError: `config` is not a GenerationConfig; or it guesses tokens, and the model has state that cannot go
+            back, or there is no draft model.
     """
     if not isinstance(config, GenerationConfig):
         kind = type(config)
@@ -323,10 +326,10 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """The value that belongs to each prompt; None for each where there are none.
+    """Return the value of each prompt; None for each if `values` is None.
 
     Raises:
-        PromptError: there are more or fewer than prompts.
+        PromptError: there are more or fewer values than prompts.
     """
     if values is None:
         return [None] * len(prompts)

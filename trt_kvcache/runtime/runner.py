@@ -1,9 +1,9 @@
-"""The seam between the decode loop and what executes a model: one small interface, two implementations.
+"""The interface between the decode loop and the runners, which execute a model. There are two runners.
 
-A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, and one value per row of every state, all
-allocated once and zeroed, and runs steps on contiguous rows of them. It knows nothing of sequences, prompts or
-sampling; the loop knows nothing of TensorRT or ONNX Runtime. Whatever must hold before a step (lengths, capacity, the
-update's contract) the session has checked: a runner may rely on it.
+A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, and one value per row of every state. It
+allocates and zeroes them once, and runs steps on contiguous rows of them. A runner knows nothing of sequences, prompts
+or sampling; the loop knows nothing of TensorRT or ONNX Runtime. The session checks every step before it runs (lengths,
+capacity, rules of cache updates): a runner may rely on that.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HostBytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class HostMemory:
-    """Some host memory.
+    """A piece of host memory.
 
     Attributes:
-        data: uint8 ``[size]``, garbage at first.
-        close: gives it back; nobody may use `data` then. Calling it again does nothing.
+        data: uint8 ``[size]``, not initialized.
+        close: frees the memory; afterwards `data` must not be used. Calling it again does nothing.
     """
 
     data: HostBytes
@@ -49,14 +49,14 @@ class StepBatch:
     Attributes:
         first_row: the step reads and writes rows ``first_row .. first_row + R - 1`` of every cache.
         tokens: int64 ``[R, S]``.
-        starts: int64 ``[R]``: tokens in each row before this step, in total: not wrapped for circular caches.
-        keep: logits of how many of the last positions the caller wants: 0 to S.
-        constants: of each row, all of equal sizes; empty where the model takes none.
-        embeds: ``[R, S, H]`` in the model's dtype: what stands for the tokens, of a model that takes embeddings.
-        positions: int64 ``[R, planes, S]``, or one plane for all; None: each token stands where its cache row is.
-        highest: the caller looks at so many of the highest scores of each position, and at those that equal the last of
-            them; of 1 at the first alone; of 0 at all scores.
-        masks: the tokens that may be among the `highest`; None: all. Best called after the step has begun.
+        starts: int64 ``[R]``: total number of tokens in each row before this step, not wrapped for circular caches.
+        keep: number of last positions whose logits the caller wants: 0 to S.
+        constants: constants of each row, all of equal sizes; empty if the model takes none.
+        embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
+        positions: int64 ``[R, planes, S]``, or one plane for all; None: the position of each token is its cache row.
+        highest: how many of the highest scores of each position the caller needs, with all scores that equal the last
+            of them; 1: only the first of the highest; 0: all scores.
+        masks: returns the tokens that may be among the `highest`; None: all. Best called after the step has begun.
         adapters: int64 ``[R]``, the slot of each row's adapter, 0 for none; None: all 0.
     """
 
@@ -73,17 +73,17 @@ class StepBatch:
 
     @cached_property
     def rows(self) -> int:
-        """R."""
+        """Number of rows, R."""
         return int(self.tokens.shape[0])
 
     @cached_property
     def length(self) -> int:
-        """S."""
+        """Tokens per row, S."""
         return int(self.tokens.shape[1])
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the step, by the names that a plan has for axes."""
+        """Sizes of the step, by the names of axes in a plan."""
         tokens = self.rows * self.length
         count = max(self.keep, 1)
         return {"batch": self.rows, "sequence": self.length, "kept": count, "tokens": tokens, "batch+1": self.rows + 1}
@@ -94,7 +94,7 @@ class StepBatch:
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:
-        """Each row as a step of its own."""
+        """Yield each row as a separate step."""
         for i in range(self.rows):
             one = slice(i, i + 1)
             yield replace(
@@ -106,11 +106,11 @@ class StepBatch:
 
 
 class Runner(Protocol):
-    """Executes steps, and moves cache rows. Not safe to use from several threads at once: the session sees to that."""
+    """Executes steps, and moves cache rows. Not thread-safe: the session's lock ensures one thread at a time."""
 
     @property
     def name(self) -> str:
-        """Runtime and device, for people: ``"ONNX Runtime 1.31.1, CPU"``."""
+        """Runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class Runner(Protocol):
 
     @property
     def home(self) -> object:
-        """The GPU whose arrays may be constants of a step, see `DeviceArray.home`; None: those of the host only."""
+        """The GPU whose arrays may be constants of a step, see `DeviceArray.home`; None: host arrays only."""
         ...
 
     @property
@@ -135,23 +135,23 @@ class Runner(Protocol):
 
     @property
     def max_logits(self) -> int | None:
-        """Most positions per row that a step gives logits of: `StepBatch.keep`; None: all."""
+        """Most positions per row whose logits a step returns (`StepBatch.keep`); None: all."""
         ...
 
     @property
     def vocab(self) -> int:
-        """Token ids are 0 to ``vocab - 1``."""
+        """Size of the vocabulary: token ids are 0 to ``vocab - 1``."""
         ...
 
     @property
     def max_positions(self) -> int | None:
-        """Most tokens that a sequence may have because of the model's position tables; None where none is known."""
+        """Most tokens of a sequence that the model's position tables allow; None if no limit is known."""
         ...
 
     def identity(self) -> str:
-        """A digest of the source model's content: equal for an engine and the model that it was built from.
+        """Return a digest of the source model's content, equal for a model and the engines built from it.
 
-        See `trt_kvcache.runtime.inputs.model_identity`. May read whole files: called for saving and loading only.
+        See `trt_kvcache.runtime.inputs.model_identity`. It may read whole files: call it only to save and load.
         """
         ...
 
@@ -159,87 +159,88 @@ class Runner(Protocol):
         """Run one step to its end.
 
         Returns:
-            ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Memory of the runner's:
-            valid until the next call, `close` included. A runner that can choose by itself may answer a step that looks
-            at few scores with `trt_kvcache.runtime.generation.greedy.CHOICE` ``[R, keep, N]``: those at least of the
-            scores that the masks allow, tokens ascending. Others take no heed of masks.
+            Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns the memory:
+                it is valid until the next call, including `close`. If the step needs few scores, a runner that chooses
+                tokens itself may return `trt_kvcache.runtime.generation.greedy.CHOICE` ``[R, keep, N]`` instead: at
+                least the needed scores that the masks allow, in ascending order of tokens. Other runners ignore masks.
 
         Raises:
-            SessionError: it failed. Cache rows below `starts` hold what they held.
+            SessionError: the step failed. Cache rows below `starts` are unchanged.
         """
         ...
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first ``min(tokens, capacity)`` cache rows of one row to another, in every cache; and state."""
+        """Copy the first ``min(tokens, capacity)`` cache rows of one row to another, in every cache; and the state."""
         ...
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
-        """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache, as far as each cache reaches.
+        """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache, up to each cache's capacity.
 
-        State has one value for the whole text: it becomes 0 where `start` is 0, else it stays.
+        State has one value for the whole text: it becomes 0 if `start` is 0, else it stays.
         """
         ...
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
-        """A host copy of the first `tokens` cache rows of a batch row.
+        """Return a host copy of the first `tokens` cache rows of a batch row.
 
         Args:
-            name: of the past tensor.
-            row: of the batch.
-            tokens: cache rows, at most the capacity.
+            name: name of the past tensor.
+            row: row of the batch.
+            tokens: number of cache rows, at most the capacity.
 
         Returns:
-            The engine's own layout: `physical_shape` without its batch axis, and `tokens` long on its sequence axis.
-            State as a whole, whatever `tokens` is.
+            An array in the engine's layout: `physical_shape` without its batch axis, with `tokens` entries on its
+                sequence axis. State is returned whole; `tokens` does not matter.
         """
         ...
 
     def write_row(self, name: str, row: int, data: Array) -> None:
-        """Overwrite the first cache rows of a batch row with what `read_row` gave."""
+        """Overwrite the first cache rows of a batch row with data from `read_row`."""
         ...
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Fill one slot of an input that holds factors of adapters; steps that use the slot read it from then on.
+        """Fill one slot of an adapter input with factors; later steps that use the slot read them.
 
         Args:
-            name: of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
-            slot: from 1 on; slot 0 stays zero.
-            data: in the input's dtype, of this rank or a smaller one: what is left of the slot becomes 0. None: all.
+            name: name of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
+            slot: number of the slot, from 1 on; slot 0 stays zero.
+            data: factors in the input's dtype, of the input's rank or less; the rest of the slot becomes 0. None: all
+                becomes 0.
         """
         ...
 
     def host_memory(self, size: int) -> HostMemory:
-        """Host memory for `pack_rows`, page-locked where the caches lie on a GPU.
+        """Return host memory for `pack_rows`, page-locked if the caches lie on a GPU.
 
         Raises:
-            SessionError: there is none.
+            SessionError: too little memory is free.
         """
         ...
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
-        """Copy what tokens ``start .. stop - 1`` left in one batch row to host memory, and wait for it.
+        """Copy what tokens ``start .. stop - 1`` wrote in one batch row to host memory, and wait for it.
 
         Args:
-            row: of the batch.
-            start: first token; state goes along with the first of all.
-            stop: after the last token.
-            into: of `host_memory`; takes the buffers one after the other, each as a contiguous array of
+            row: row of the batch.
+            start: first token; the state is copied if it is 0.
+            stop: end of the tokens (exclusive).
+            into: memory from `host_memory`; gets the buffers one after the other, each as a contiguous array of
                 `Carried.range_shape`.
         """
         ...
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """Write to a batch row what `pack_rows` gave for these tokens."""
+        """Write data from `pack_rows` for the same tokens to a batch row."""
         ...
 
     def view(self, name: str) -> Any:
-        """The whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
+        """Return the whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
 
-        An object with ``__dlpack__`` on the device where the cache lies, of a bfloat16 or float8 cache with its bits as
-        unsigned integers; a NumPy array on the CPU.
+        On a GPU it is an object with ``__dlpack__``; a bfloat16 or float8 cache comes as unsigned integers with the
+        same bits. On the CPU it is a NumPy array.
         """
         ...
 
     def close(self) -> None:
-        """Free everything. Calling it again does nothing."""
+        """Free all memory. Calling it again does nothing."""
         ...

@@ -1,4 +1,4 @@
-"""The perplexity of a text: how well a model foresees it."""
+"""The perplexity of a text: how well a model predicts it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from trt_kvcache.runtime.tokens import read_ids
 __all__ = ["Score", "score"]
 
 _LOGITS = 1 << 26
-"""Bytes of scores at a time."""
+"""Most bytes of logits at a time."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a model foresees a text.
+    """How well a model predicts a text.
 
     Attributes:
-        tokens: that are scored: all but the first.
-        nats: the mean of the negative logarithms of their probabilities.
+        tokens: number of scored tokens: all except the first.
+        nats: mean of the negative natural logarithms of their probabilities.
     """
 
     tokens: int
@@ -39,19 +39,19 @@ class Score:
 
 
 def score(session: DecodeSession, tokens: Sequence[int], window: int | None = None) -> Score:
-    """Score a text with a session, in windows if it is longer than its caches.
+    """Score a text with a session, in windows if it is longer than the caches.
 
-    Each window begins with the second half of the last one, which is not scored again: a token sees half a window of
-    text before it at least, except in the first one.
+    Each window begins with the second half of the last one, which is not scored again. So each scored token sees at
+    least half a window of text before it, except in the first window.
 
     Args:
-        session: with a row that is free.
-        tokens: of the text, two at least.
+        session: a session with a free row.
+        tokens: tokens of the text, at least two.
         window: tokens of a window; None: the capacity, at most 2,048.
 
     Raises:
         OptionError: the window is longer than the caches, or shorter than 2 tokens.
-        PromptError: there are fewer than two tokens, or one is none of the model's.
+        PromptError: there are fewer than two tokens, or the model does not know one.
         CapacityError, SessionError: see `DecodeSession.update`.
     """
     if not isinstance(session, DecodeSession):
@@ -72,7 +72,7 @@ def score(session: DecodeSession, tokens: Sequence[int], window: int | None = No
             slot = session.cache.acquire()
             try:
                 for at in range(0, len(part) - 1, step):
-                    # Logits at one position foresee the next token.
+                    # Logits at one position predict the next token.
                     chunk = part[at : min(at + step, len(part) - 1)]
                     targets = part[at + 1 : at + 1 + len(chunk)]
                     new = min(len(chunk), max(0, start + at + 1 + len(chunk) - scored))

@@ -62,30 +62,30 @@ class DecodeSession:
             for event in session.stream([[1, 2, 3]], max_new_tokens=64):
                 print(event.token)
 
-    Any method may be called from any thread: one lock serializes the steps, and sequences of all threads share them. In
-    a forked process all are refused: open the model there.
-    Sequences that fail or end leave the others alone.
+    Any thread may call any method: one lock serializes the steps, and the sequences of all threads share the steps. A
+    forked process cannot use the session; open the model there. A sequence that fails or ends does not disturb the
+    others.
 
     Args:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
-        embeddings: of token ids, for a model that takes embeddings; see `open`.
-        encoder: opens the model's encoder, when one is asked for; it gets the session's lock.
-        config: how to generate where nothing else is said.
+        embeddings: turns token ids into embeddings, for a model that takes embeddings; see `open`.
+        encoder: opens the model's encoder at its first use; the session passes its lock.
+        config: the default for generations that bring no config.
         max_sequences: see `open`.
         prefix_cache: see `open`.
         adapters: see `open`.
         draft: guesses tokens; the session closes it.
         prefill_budget: see `open`.
-        sampling: see the attribute.
+        sampling: see the attribute `sampling`.
 
     Attributes:
-        cache: the caches, and what may be done to them.
-        adapters: those that sequences may be computed with (LoRA): load and unload them at any time.
-        config: of generations without one of their own: greedy, ended by the model's own tokens. A `GenerationConfig`
-            that names no ``eos_token_id`` gets that of this one; ``eos_token_id=()`` is none.
-        sampling: settings with which the makers of the model would draw its tokens, from its
-            ``generation_config.json``, such as ``{"temperature": 0.6, "top_p": 0.95}``; servers use them.
+        cache: the caches; its methods change them.
+        adapters: the loaded adapters (LoRA); they can be loaded and unloaded at any time.
+        config: default config of generations: greedy, and the model's own end tokens end a text. A `GenerationConfig`
+            without ``eos_token_id`` takes that of this config; ``eos_token_id=()`` means no end token.
+        sampling: sampling settings that the model's ``generation_config.json`` recommends, such as ``{"temperature":
+            0.6, "top_p": 0.95}``; servers use them.
     """
 
     def __init__(
@@ -165,57 +165,56 @@ class DecodeSession:
         kernel_cache: str | os.PathLike[str] | None = None,
         bindings: Any = None,
     ) -> DecodeSession:
-        """Open an engine or a model, and what lies beside it: tokenizer, tokens that end a text, embeddings, encoder.
+        """Open an engine or a model, with the tokenizer, end tokens, embeddings and encoder that lie beside it.
 
         Args:
             path: an engine that ``trt-kvcache build`` wrote, or its folder; or an ``.onnx`` file or its folder, which
                 run on the CPU.
-            device: ``"cpu"``, ``"cuda"``, or ``"auto"``: what the file is for.
+            device: ``"cpu"``, ``"cuda"``, or ``"auto"``: engines run on the GPU, models on the CPU.
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes. None: the file beside
                 `path`, if there is one; False: token ids only.
             embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
                 the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a tensor
                 in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside `path`.
-            encoder: of an encoder-decoder, for `encode`: the encoder's engine, or its ``.onnx`` file, which runs on the
-                CPU, or the folder of that. None: the engine that was built with the decoder's; else the exporter's
-                model beside `path`.
-            max_batch: rows of the caches, and most sequences in a step; None: what the engine was built for, or what
-                fits.
-            max_sequences: most sequences at a time, `max_batch` or more, if some are kept when they end. If one needs
-                a row, one that does not run is offloaded to host memory; those that run keep theirs, and others wait.
-                None: what is added waits for a row, and nothing is offloaded.
-            prefix_cache: bytes of host memory for cache rows of texts that came before: a text that begins as one of
-                them does is not computed again as far as they agree, in blocks of 32 tokens. `cache.prefix_stats` says
-                how much that saved. None: none.
-            adapters: folders of adapters (LoRA) that peft wrote, by the names that `GenerationConfig.adapter` has for
-                them. An engine takes those that it was built for; a model is planned for these, unless `plan_options`
-                has a ``lora_rank``.
+            encoder: the encoder of an encoder-decoder, for `encode`: an engine; or an ``.onnx`` file or its folder,
+                which run on the CPU. None: the encoder engine that was built with the decoder's engine; without one,
+                the exporter's model beside `path`.
+            max_batch: rows of each cache, and most sequences in a step; None: as many as the engine was built for, or
+                as fit into memory.
+            max_sequences: most sequences at a time, at least `max_batch`. Sequences that do not run move to host memory
+                when another sequence needs a row. Running sequences keep their rows; new ones wait. None: new sequences
+                wait for a row, and nothing is offloaded.
+            prefix_cache: bytes of host memory that keep cache rows of earlier texts. A text that begins like an earlier
+                one reuses its rows, in blocks of 32 tokens. `cache.prefix_stats` counts the reused tokens. None: no
+                prefix cache.
+            adapters: folders of adapters (LoRA) that peft wrote, by name; `GenerationConfig.adapter` takes these names.
+                An engine takes adapters that fit the rank and the targets that it was built for. A model is planned for
+                these adapters, unless `plan_options` has a ``lora_rank``.
             draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
                 several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
-            prefill_budget: most tokens of prompts in a step in which other sequences decode. A small one lets prompts
-                wait, a large one those that decode. None: 16 on the CPU, 256 on a GPU. Where tokens of one step see
-                each other, a prompt comes whole.
-            check: when an engine is compared with its proof, a decode of the rewritten model in float32 that was
-                recorded when it was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes
-                some seconds and leaves a ``.passed_check`` file beside the engine (or in ``kernel_cache``);
-                ``"always"``; or ``"off"``. Engines without a proof are refused by ``"always"``, models on the CPU need
-                none.
-            capacity: tokens per sequence, of a model whose caches grow or have a symbolic length (CPU).
-            default_capacity: the same where `capacity` is None; no error for models that fix it. None: the longest text
-                that ``config.json`` beside the model names, at most 4096.
+            prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
+                wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If the tokens of
+                one step see each other in this model, a prompt is written in one step.
+            check: when to compare an engine with its proof: a decode of the rewritten model in float32, recorded when
+                the engine was built. ``"first"``: once for each GPU, driver and TensorRT version; this takes some
+                seconds and writes a ``.passed_check`` file beside the engine (or into ``kernel_cache``). ``"always"``:
+                each time; engines without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
+            capacity: tokens per sequence, for a model whose caches grow or have a symbolic length (CPU).
+            default_capacity: used where `capacity` is None; models with a fixed capacity ignore it. None: the maximum
+                length that ``config.json`` beside the model names, at most 4096.
             plan_options: how the model is planned (CPU).
-            threads: of ONNX Runtime (CPU); None: one per core.
-            gpu: number of the GPU; None: 0.
+            threads: threads of ONNX Runtime (CPU); None: one per core.
+            gpu: index of the GPU; None: 0.
             cuda_graphs: record decode steps as CUDA graphs (GPU); None: yes.
-            kernel_cache: folder for what TensorRT for RTX compiles (GPU); None: beside the engine.
-            bindings: stand-ins for TensorRT and CUDA, for tests.
+            kernel_cache: folder for kernels that TensorRT for RTX compiles (GPU); None: the engine's folder.
+            bindings: replacements of the modules of TensorRT and CUDA, for tests.
 
         Raises:
             OptionError: the file cannot run on that device, an option is not for that device, or a file beside it
                 cannot be used.
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
-            VerificationError: the engine does not give the numbers of its proof on this GPU.
+            VerificationError: the engine's results on this GPU differ from its proof.
         """
         model = engine_in(runnable_named(as_path(path, "path")))
         beside = None if encoder is None else as_path(encoder, "encoder")
@@ -262,7 +261,7 @@ class DecodeSession:
 
     @property
     def name(self) -> str:
-        """Runtimes and devices of decoder, encoder and draft, for people."""
+        """Runtimes and devices of decoder, encoder and draft, as text."""
         draft = "" if self._draft is None else f"draft on {self._draft.name}"
         return ", ".join(part for part in (self._runner.name, self._sources.where, draft) if part)
 
@@ -273,22 +272,22 @@ class DecodeSession:
 
     @property
     def vocab(self) -> int:
-        """Token ids are 0 to ``vocab - 1``."""
+        """Size of the vocabulary: token ids are 0 to ``vocab - 1``."""
         return self._reader.vocab
 
     def identity(self) -> str:
-        """A digest of the model's content: equal for an engine and the model that it was built from.
+        """Return a digest of the model's content, equal for a model and the engines built from it.
 
-        It may read whole files.
+        This may read whole files.
 
         Raises:
-            SessionError: they changed after the session was opened, or it is closed.
+            SessionError: the files changed after the session was opened, or the session is closed.
         """
         with self._guard.lock, self._guard.open:
             return self._runner.identity()
 
     def takes(self, token: int) -> bool:
-        """True if prompts may have this token id: it has an embedding, where the model takes these."""
+        """Return True if prompts may have this token id: it is in range and, if the model takes embeddings, has one."""
         with self._guard.lock, self._guard.open:
             return self._reader.takes(token)
 
@@ -308,23 +307,23 @@ class DecodeSession:
         return self._tokenizer
 
     def encode(self, source: Source) -> dict[str, Any]:
-        """Run the encoder of an encoder-decoder: its result is the input that the decoder reads beside each text.
+        """Run the encoder of an encoder-decoder; the decoder reads the result beside each text.
 
-        The encoder runs where the decoder does; on the CPU where no engine of it was built. Then `name` says so.
+        The encoder runs on the decoder's device, or on the CPU if it has no engine; `name` tells which.
 
         Args:
-            source: text or token ids to be translated, summed up, ...; or arrays by names of the encoder's inputs, such
-                as ``{"input_features": [1, 80, 3000]}``. Of one sequence, without padding.
+            source: one sequence without padding: text or token ids; or arrays by names of the encoder's inputs, such as
+                ``{"input_features": [1, 80, 3000]}``.
 
         Returns:
-            Constants of one sequence, for `generate`, `stream` and `add`. An encoder on the GPU leaves them there, for
-            as long as anything holds them; ``numpy.asarray`` copies them.
+            Constants of one sequence, for `generate`, `stream` and `add`. An encoder on the GPU leaves them in GPU
+                memory, which is freed with the last reference; ``numpy.asarray`` copies them.
 
         Raises:
-            OptionError: the model takes nothing from an encoder, or there is none beside it.
+            OptionError: the model takes nothing from an encoder, or no encoder lies beside the model.
             ModelError, ManifestError: the encoder cannot be used.
-            PromptError: the source does not fit it.
-            SessionError: it failed, or the session is closed.
+            PromptError: the source does not fit the encoder.
+            SessionError: the encoder failed, or the session is closed.
         """
         return self._sources.encode(source)
 
@@ -367,23 +366,24 @@ class DecodeSession:
         """Continue every prompt to its end.
 
         Args:
-            prompts: a list of texts or token ids, of which more than fit at a time take turns; or one prompt.
-            config: for all of them; None: `config` of the session.
-            constants: what the model reads beside each prompt, see `ConstantValues`; of one prompt: its own.
-            inputs_embeds: of each prompt, see `add`.
-            positions: of each prompt, see `add`.
-            settings: fields of `GenerationConfig`, such as ``max_new_tokens=20``, instead of the config's. Those of
+            prompts: a list of texts or of lists of token ids, which take turns if there are more than rows; or one
+                prompt.
+            config: for all prompts; None: `config` of the session.
+            constants: other inputs of each prompt, see `ConstantValues`; for one prompt, its own.
+            inputs_embeds: embeddings of each prompt, see `add`.
+            positions: positions of each prompt, see `add`.
+            settings: fields of `GenerationConfig`, such as ``max_new_tokens=20``; they override the config. Settings of
                 sampling turn ``do_sample`` on.
 
         Returns:
-            One result per prompt, in order; of one prompt that result.
+            One result per prompt, in order; for one prompt, its result.
 
         Raises:
             PromptError: a prompt is empty, or has token ids that the model does not know; or constants, embeddings or
                 positions do not fit it.
-            CapacityError: a prompt is longer than the cache, or stands at positions that the model does not have.
+            CapacityError: a prompt is longer than the cache, or has positions that the model does not have.
             OptionError: the config does not fit the model.
-            SlotError: no row is free, and none will be.
+            SlotError: no row is free, and no running sequence will free one.
             SessionError: the session is closed, or a step failed.
         """
         config = self._configured(config, settings)
@@ -408,7 +408,7 @@ class DecodeSession:
     ) -> Generation:
         """Answer the last message of a conversation.
 
-        The whole conversation is computed at each call. To keep it in the cache: `add` with `slot` and `keep`.
+        Each call computes the whole conversation. To keep it in the cache, use `add` with `slot` and `keep`.
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on, as the tokenizer's chat template takes them.
@@ -417,7 +417,7 @@ class DecodeSession:
 
         Raises:
             PromptError: there is no tokenizer.
-            OptionError: there is no chat template, or it fails on the messages; and see `generate`.
+            OptionError: there is no chat template, or it fails on the messages; see also `generate`.
         """
         return self.generate(self.render_chat(messages), config, **settings)
 
@@ -427,7 +427,7 @@ class DecodeSession:
         config: GenerationConfig | None = None,
         **settings: Unpack[Settings],
     ) -> Iterator[TokenEvent]:
-        """Answer the last message of a conversation; events come as tokens do.
+        """Answer the last message of a conversation; yield an event per token.
 
         Args:
             messages: see `chat`.
@@ -442,12 +442,12 @@ class DecodeSession:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **how: Any
     ) -> list[int]:
-        """Return the token ids of a conversation, up to where the model's answer begins.
+        """Return the token ids of a conversation, up to the start of the model's answer.
 
         Args:
             messages: see `chat`.
-            tools: that the model may call, for chat templates that have them:
-                ``{"type": "function", "function": {"name": "f", "parameters": {...}}}``.
+            tools: functions that the model may call, for chat templates that support tools: ``{"type": "function",
+                "function": {"name": "f", "parameters": {...}}}``.
             how: fields of `trt_kvcache.runtime.text.chat.Chat`, such as ``values={"enable_thinking": False}`` for the
                 template.
 
@@ -479,17 +479,17 @@ class DecodeSession:
         positions: PositionsAll | npt.ArrayLike = None,
         **settings: Unpack[Settings],
     ) -> Iterator[TokenEvent]:
-        """Continue every prompt; events come as tokens do, `TokenEvent.sequence` is the index of the prompt.
+        """Continue every prompt; yield an event per token. `TokenEvent.sequence` is the index of the prompt.
 
-        Prompts are checked at once, nothing runs before the first event is asked for. Closing the iterator ends its
-        sequences and frees their slots.
+        Prompts are checked at the call; the first step runs when the first event is asked for. Closing the iterator
+        ends its sequences and frees their slots.
 
         Raises:
             PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`.
         """
         config = self._configured(config, settings)
         checked, _ = self._read(prompts, constants, inputs_embeds, positions)
-        if config.num_beams > 1:  # which knows its tokens only at the end
+        if config.num_beams > 1:  # a beam search knows its tokens only at the end
             return beam_events(self, checked, config)
         return self._streams.stream(self._continuations(checked, config), checked)
 
@@ -503,7 +503,7 @@ class DecodeSession:
         positions: PositionsAll | npt.ArrayLike = None,
         **settings: Unpack[Settings],
     ) -> AsyncIterator[TokenEvent]:
-        """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after that step."""
+        """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after the step."""
         events = self.stream(prompts, config, constants, inputs_embeds=inputs_embeds, positions=positions, **settings)
         async with aclosing(in_a_thread(events)) as steps:
             async for event in steps:
@@ -525,34 +525,36 @@ class DecodeSession:
         positions: npt.ArrayLike | None = None,
         **settings: Unpack[Settings],
     ) -> int:
-        """Let a sequence join: `step` advances it from now on, and its slot is freed at its end.
+        """Add a sequence: each `step` advances it, and its slot is freed when it ends.
 
-        Where other sequences run in all rows, it waits, and starts when one of them ends: clients take turns, and the
-        sequences of one start in the order in which they were added. A session that was opened with `max_sequences`
-        refuses more than these.
+        If other sequences run in all rows, the new one waits until one of them ends. Clients take turns; the sequences
+        of one client start in the order in which they were added. A session opened with `max_sequences` refuses more
+        sequences than that.
 
         Args:
-            prompt: text or token ids; may be empty where `slot` holds tokens that are not in its cache yet.
-            config: how to continue it; None: `config` of the session.
-            slot: continue this one, which does not run: the prompt comes after its tokens. None: a new slot.
-            keep: the slot stays when the sequence ends, with its tokens and caches.
-            index: of its random numbers among sequences of one seed; with the same one, forks draw the same numbers.
-            client: whose sequence it is. A free row goes to the client that has waited longest since its last one, so
-                that one with 100 prompts does not hold up one with a single prompt. None: a client by itself.
-            constants: what the model reads beside the text of a new slot (`ConstantValues`); other slots have theirs.
-            inputs_embeds: float ``[S, H]``, of a model that takes embeddings: what stands for the tokens of the prompt,
-                images and sound included. The prompt has an id for each all the same: penalties, n-grams and prompt
-                lookup read the ids; those of an image's places are the model's placeholders, and say nothing else.
-            positions: ints ``[S]``, or ``[planes, S]`` for a model with several per token (M-RoPE: time, height,
-                width): where the tokens of the prompt stand. What follows stands after the largest of them, one by one
-                in all planes. None: they follow what the slot holds.
+            prompt: text or token ids; may be empty if `slot` holds tokens that are not in its cache yet.
+            config: settings of the generation; None: `config` of the session.
+            slot: an existing slot that does not run: the prompt is appended to its tokens. None: a new slot.
+            keep: keep the slot, with its tokens and caches, when the sequence ends.
+            index: number of the random stream among sequences of one seed; forks with the same index draw the same
+                numbers.
+            client: the owner of the sequence. A free row goes to the client that has waited longest since its last row,
+                so that a client with 100 prompts does not delay a client with one. None: a client with this sequence
+                alone.
+            constants: other inputs of a new slot (`ConstantValues`); an existing slot keeps the constants that it has.
+            inputs_embeds: float ``[S, H]``, for a model that takes embeddings: replaces the embeddings of the prompt's
+                tokens, images and sound included. The prompt still needs an id for each row: penalties, n-grams and
+                prompt lookup read the ids. At the places of an image the ids are the model's placeholders.
+            positions: ints ``[S]``, or ``[planes, S]`` for a model with several positions per token (M-RoPE: time,
+                height, width): the positions of the prompt's tokens. Later tokens follow the largest of them, one by
+                one in all planes. None: the prompt follows the tokens of the slot.
             settings: see `generate`.
 
         Returns:
-            The slot; `TokenEvent.sequence` of its events.
+            The slot; its events have it as `TokenEvent.sequence`.
 
         Raises:
-            PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`; nothing has changed then.
+            PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`; then nothing has changed.
         """
         config = self._configured(config, settings)
         index, keep = as_whole(index, "index"), as_switch(keep, "keep")
@@ -589,24 +591,25 @@ class DecodeSession:
             raise
 
     def step(self) -> list[TokenEvent]:
-        """Advance all sequences once; the events of those that `add` brought.
+        """Advance all sequences once; return the events of sequences that were added with `add`.
 
-        Ctrl-C may interrupt it: the next call gives what this one did not, and ends what was torn with a SessionError.
+        Ctrl-C may interrupt a step. The next call returns the events that the interrupted one did not return, and ends
+        sequences whose step cannot be completed with a SessionError.
 
         Raises:
-            SessionError: the session is closed, or the step of a sequence failed: `sequence` of the error. That one has
-                ended, and the next call gives the events of the others.
+            SessionError: the session is closed, or the step of a sequence failed; the error's `sequence` names it. This
+                sequence has ended, and the next call returns the events of the others.
         """
         return self._streams.step()
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Slots that `step` advances, or has events of: those of sequences that ended within `generate` or a stream."""
+        """Slots that `step` advances or has events of; sequences may have ended within `generate` or a stream."""
         with self._guard.lock, self._guard.open:
             return tuple(dict.fromkeys((*self._loop.slots, *self._streams.untold)))
 
     def remove(self, slot: int) -> None:
-        """End a sequence, running or not, and free its slot. A stream that it belongs to says that it was cancelled.
+        """End a sequence, running or not, and free its slot. A stream that it belongs to reports it as cancelled.
 
         Raises:
             SlotError: the slot is not in use.
@@ -621,9 +624,9 @@ class DecodeSession:
             self.cache.release(slot)
 
     def stop(self, slot: int) -> None:
-        """End a sequence that runs; its slot stays, with its tokens and caches, as after `add` with `keep`.
+        """End a running sequence; its slot stays, with its tokens and caches, as after `add` with `keep`.
 
-        Nothing where it has ended. A stream that it belongs to says that it was cancelled.
+        A sequence that has already ended stays as it is. A stream that the sequence belongs to reports it as cancelled.
 
         Raises:
             SlotError: the slot is not in use.
@@ -642,13 +645,13 @@ class DecodeSession:
     ) -> dict[int, npt.NDArray[np.float32]]:
         """Write tokens to slots and return the model's scores: for callers that choose tokens themselves.
 
-        Slots come from ``session.cache.acquire()`` or ``fork``. Long updates are split into steps.
+        Slots come from ``session.cache.acquire()`` or ``fork``. Long updates take several steps.
 
         Args:
-            tokens: ids by slot, at least one each, or none where the slot has tokens that wait.
-            keep: logits of how many of the last positions are returned.
-            inputs_embeds: by slot, see `add`.
-            positions: by slot, see `add`.
+            tokens: token ids by slot: at least one each, or none if the slot has tokens that wait.
+            keep: number of last positions whose logits are returned.
+            inputs_embeds: embeddings by slot, see `add`.
+            positions: positions by slot, see `add`.
 
         Returns:
             float32 ``[min(keep, positions written), V]`` by slot.
@@ -665,10 +668,10 @@ class DecodeSession:
     # --- the end
 
     def close(self) -> None:
-        """Free everything; every later call is refused. Closing again, or in a forked process, does nothing.
+        """Free all memory; every later call is refused. Closing again, or in a forked process, does nothing.
 
         Raises:
-            SessionError: a step is under way, and calls this; nothing has changed then.
+            SessionError: a step called this while it was running; nothing has changed.
         """
         if self._guard.elsewhere:
             return
@@ -687,8 +690,8 @@ class DecodeSession:
         self.close()
 
     def _configured(self, config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
-        """The settings of a generation, checked: a config or the session's own, and settings by name."""
-        with self._guard.lock, self._guard.open:  # a closed session says so at the call
+        """Return the config of a generation, checked: `config` or the session's own, with `settings` applied."""
+        with self._guard.lock, self._guard.open:  # a closed session is refused at the call
             result = self.config if config is None else config
             check_config(result, self.plan, draft=self._draft is not None)
             result = changed(result, settings) if settings else result
@@ -707,7 +710,7 @@ class DecodeSession:
             )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:
-        """All inputs, checked; and whether it is one prompt, not a list of them."""
+        """Return all prompts with their inputs, checked; and True if `prompts` is one prompt, not a list."""
         one = is_one(prompts)
         several = [prompts] if one else prompts
         beside = [[value] if one and value is not None else value for value in inputs]

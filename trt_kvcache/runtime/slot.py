@@ -15,23 +15,22 @@ __all__ = ["Slot"]
 
 @dataclass
 class Slot:
-    """One sequence in the cache. Its text changes by a new object, which the cache stores at once.
+    """One sequence in the cache. To change its text, the cache stores a new object.
 
     Attributes:
-        row: of every cache buffer; -1: it has none now.
+        row: row of every cache buffer; -1: the slot has no row now.
         tokens: all token ids; the first `length` are in the cache.
-        length: tokens in the cache, in total: circular caches hold the last of them.
-        written: the longest that the sequence has been since it was last cropped: how far a circular cache has been
-            overwritten.
-        running: the decode loop continues it: only the loop may change it.
-        constants: its inputs beside the text.
-        adapter: that its text is computed with; None: none.
-        embeds: of tokens that wait and came as embeddings.
-        positions: where its tokens stand.
-        offloaded: what the cache held, of a slot without a row; None where it held nothing.
-        used: grows with each use: the lowest was used longest ago.
-        by_ids: so many of its first tokens came as ids alone, and stand in order; None: all.
-        remembered: so many of its first tokens went to the prefix cache, or came from there.
+        length: total number of tokens in the cache; circular caches hold the last of them.
+        written: the longest length since the last crop: shows how far a circular cache is overwritten.
+        running: the decode loop continues the sequence; only the loop may change the slot.
+        constants: inputs of the sequence beside its text.
+        adapter: adapter that computes the sequence; None: no adapter.
+        embeds: the caller's embeddings of tokens that wait.
+        positions: positions of its tokens.
+        offloaded: cache contents of a slot without a row; None if it has none.
+        used: time of the last use; the lowest was used least recently.
+        by_ids: number of first tokens that came as ids alone, with consecutive positions; None: all.
+        remembered: number of first tokens that were copied to or from the prefix cache.
     """
 
     row: int
@@ -50,21 +49,22 @@ class Slot:
 
     @property
     def pending(self) -> int:
-        """Tokens that are not in the cache yet."""
+        """Number of tokens that are not in the cache yet."""
         return len(self.tokens) - self.length
 
     @property
     def next_position(self) -> int:
-        """The position of a token after the last one."""
+        """The position of the next token."""
         return self.positions.after(len(self.tokens))
 
     def appended(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> Slot:
-        """The same with tokens that wait after the others.
+        """Return a copy with more tokens that wait.
 
         Args:
-            tokens: ids.
-            embeds: ``[S, H]`` in the model's dtype: what is written for them; None: what the session makes of the ids.
-            positions: int64 ``[planes, S]``; None: they follow.
+            tokens: token ids.
+            embeds: ``[S, H]`` in the model's dtype, replacing the tokens' embeddings; None: the session looks up the
+                ids.
+            positions: int64 ``[planes, S]``; None: the positions continue.
         """
         start, by_ids = len(self.tokens), self.by_ids
         if by_ids is None and not (embeds is None and positions is None):
@@ -78,7 +78,7 @@ class Slot:
         )
 
     def truncated(self, length: int) -> Slot:
-        """The same with its first tokens alone. What the caches hold stays."""
+        """Return a copy with only the first `length` tokens. Cache contents do not change."""
         return replace(
             self,
             tokens=self.tokens[:length],
@@ -89,5 +89,5 @@ class Slot:
         )
 
     def copy(self, row: int) -> Slot:
-        """The same sequence in another row, which nobody continues yet."""
+        """Return a copy of the sequence for another row; it does not run yet."""
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)

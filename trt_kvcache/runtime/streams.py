@@ -1,4 +1,4 @@
-"""Whose outcome is whose: streams share the steps of one loop with each other and with ``DecodeSession.step``."""
+"""Delivers outcomes: streams share the steps of one loop with each other and with ``DecodeSession.step``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _Waiting = deque[tuple[Continuation, ReadPrompt]]
 
 
 class Streams:
-    """Steps a loop, and keeps each outcome where it is waited for.
+    """Steps a loop, and keeps each outcome for the stream or the caller of `step` that waits for it.
 
     Args:
-        guard: of the session; held by whoever calls, but for `step` and `stream`, which take it themselves.
-        cache: of the session.
-        loop: over the same cache.
+        guard: lock of the session. Callers hold it, except for `step` and `stream`, which take it themselves.
+        cache: cache of the session.
+        loop: decode loop of this cache.
 
     Attributes:
         added: outcomes of sequences that no stream added.
@@ -44,7 +44,7 @@ class Streams:
             with self._guard.lock, self._guard.idle:
                 self._collect(events)
             return events
-        except BaseException:  # an interrupt: the next step gives what this one kept from whoever waits for it
+        except BaseException:  # after an interrupt the next step returns the events that this one did not
             queued = {id(outcome) for _, outcome in self.added}
             self.added[:0] = [(event.sequence, event) for event in events if id(event) not in queued]
             raise
@@ -61,22 +61,22 @@ class Streams:
         del self.added[:]
 
     def cancel(self, slot: int) -> None:
-        """End a sequence that runs; who waits for it hears of it."""
+        """End a running sequence; its stream gets an event that says so."""
         run = self._loop.remove(slot)
         if run.outcomes is not self.added:
             run.outcomes.append((slot, self._loop.last(run, FinishReason.CANCELLED)))
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots of added sequences with outcomes that `step` did not give yet: steps of streams brought them."""
+        """Slots of added sequences with outcomes that `step` has not returned yet: steps of streams produced them."""
         return tuple(dict.fromkeys(slot for slot, _ in self.added))
 
     def forget(self, slot: int) -> None:
-        """Drop outcomes of an added sequence that steps of streams brought, and that `step` did not give yet."""
+        """Drop the outcomes of an added sequence that `step` has not returned yet."""
         self.added[:] = [outcome for outcome in self.added if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
-        """The events of prompts, which take turns where rows are few. Closing it ends what is left of them."""
+        """Yield the events of prompts, which take turns if rows are few. Closing the iterator ends unfinished ones."""
         waiting = deque(zip(continuations, prompts, strict=True))
         mailbox: Outcomes = []
         mine: set[int] = set()
@@ -99,7 +99,7 @@ class Streams:
             self._leave(mine)
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
-        """Give free rows to the prompts that wait."""
+        """Give free rows to waiting prompts."""
         if not waiting:
             return
         known = set(self._cache.slots)
@@ -109,7 +109,7 @@ class Streams:
                 slot = self._cache.acquire(constants=prompt.constants, adapter=continuation.config.adapter)
                 mine.add(slot)
                 self._loop.add(slot, prompt.after(self._cache.slot(slot)), continuation, mailbox, keep_slot=False)
-        except BaseException:  # an interrupt, before anybody knows of the slot
+        except BaseException:  # an interrupt, before the loop has the slot
             for slot in set(self._cache.slots) - known - set(self._loop.slots):
                 self._cache.release(slot)
             raise
@@ -120,18 +120,18 @@ class Streams:
             )
 
     def _advance(self) -> None:
-        """One step of the loop."""
+        """Run one step of the loop."""
         self._end_left()
         self._loop.give_row()
         self._cache.compact()
-        with self._guard.stepping, self._guard.open:  # what is raised on the way out of the second gives back the first
+        with self._guard.stepping, self._guard.open:  # an error of `open` unlocks `stepping`
             self._loop.step()
 
     def _leave(self, mine: set[int]) -> None:
-        """End what is left of a stream: now, or before the next step where one is under way that collects garbage."""
+        """End the unfinished sequences of a stream: now, or after the step that is running."""
         if not mine:
             return
-        with suppress(SessionError), self._guard.lock, self._guard.open:  # of a session that was closed meanwhile
+        with suppress(SessionError), self._guard.lock, self._guard.open:  # unless the session was closed meanwhile
             self._left |= mine
             if not self._guard.stepping.locked():
                 self._end_left()
@@ -143,11 +143,11 @@ class Streams:
                 self._loop.remove(slot)
             if slot in self._cache:
                 self._cache.release(slot)
-            self._left.discard(slot)  # last: what an interrupt left is ended before the next step
+            self._left.discard(slot)  # last: after an interrupt the next step ends the rest
 
 
 async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
-    """The events of a stream, each waited for in a thread; closing it closes the stream after the step under way."""
+    """Yield the events of a stream, each computed in a thread. Closing it closes the stream after the current step."""
     step: asyncio.Task[TokenEvent | None] | None = None
     try:
         while True:
@@ -165,7 +165,7 @@ async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent
 
 
 def _give_up(step: asyncio.Task[TokenEvent | None], events: Iterator[TokenEvent]) -> None:
-    """After a step that nobody waits for any more; asyncio complains of errors that nobody has looked at."""
+    """Close a stream after its last step. Reading the step's error stops asyncio from reporting it as unread."""
     if not step.cancelled():
         step.exception()
     _close(events)

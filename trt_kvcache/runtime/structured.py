@@ -1,4 +1,4 @@
-"""Structured output: grammars by llguidance, compiled for the tokenizer of a session."""
+"""Structured output: grammars of llguidance, compiled for the tokenizer of a session."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 __all__ = ["JSON_FORM", "Grammars"]
 
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python's ``json.dumps`` writes it, on one line. Free spaces would let a text go on for ever."""
+"""JSON as Python's ``json.dumps`` writes it, on one line. With free spaces a text could continue for ever."""
 
 _LEXER_STATES = 50_000
 """Most states of llguidance's lexer; one takes about 2 kB."""
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer and the vocabulary of a session. Making one takes time for each token.
+    """Compiles grammars for the tokenizer and the vocabulary of a session. Creating it takes time for each token.
 
         grammars = Grammars(session)
         schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
         print(session.generate("Answer in JSON.", grammar=grammars.json_schema(schema)).text)
 
-    A grammar may be used for any number of sequences, at the same time too. Where the text is complete, it allows an
-    end-of-sequence token.
+    A grammar may be used for any number of sequences, also at the same time. When the text is complete, the grammar
+    allows an end-of-sequence token.
 
     Args:
-        session: with a tokenizer whose tokens are bytes, and a config that names end-of-sequence tokens.
+        session: a session with a tokenizer whose tokens are bytes, and a config that names end-of-sequence tokens.
 
     Raises:
-        OptionError: llguidance is not installed, or the session lacks one of these.
+        OptionError: llguidance is not installed, or the session lacks the tokenizer or the end tokens.
     """
 
     def __init__(self, session: DecodeSession) -> None:
@@ -69,10 +69,10 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a schema describes, as an object or as text. On one line, properties in the schema's order.
+        """A grammar of JSON for a schema, given as an object or as text: one line, properties in the schema's order.
 
         Raises:
-            OptionError: it is no schema, has keywords that llguidance does not know, or allows nothing.
+            OptionError: it is not a schema, has keywords that llguidance does not know, or allows nothing.
         """
         try:
             content = json.loads(schema) if isinstance(schema, str) else dict(schema)
@@ -82,50 +82,50 @@ class Grammars:
         return self._compile(grammar, "JSON schema")
 
     def json_object(self) -> Grammar:
-        """Any JSON object."""
+        """Return a grammar of any JSON object."""
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Grammar:
-        """Texts that a regular expression matches as a whole, in the syntax of Rust's ``regex`` crate.
+        """Return a grammar of texts that fully match a regular expression, in the syntax of Rust's ``regex`` crate.
 
         Raises:
-            OptionError: it does not compile, or allows nothing.
+            OptionError: the expression does not compile, or allows nothing.
         """
         return self._compile(
             self._matcher.grammar_from_regex(_text(pattern, "regular expression")), "regular expression"
         )
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """One of some texts.
+        """Return a grammar that allows one of several texts.
 
         Raises:
-            OptionError: there is none, or one is empty.
+            OptionError: there is no text, or one is empty.
         """
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise OptionError(f"choice is {shown(texts)}; give at least one text, and no empty ones")
         return self.lark("start: " + " | ".join(map(json.dumps, texts)))
 
     def lark(self, grammar: str) -> Grammar:
-        """Texts of a context-free grammar, in Lark's syntax as llguidance reads it, or in llama.cpp's GBNF.
+        """Return a context-free grammar, from Lark's syntax as llguidance reads it, or from llama.cpp's GBNF.
 
         Args:
-            grammar: with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``).
+            grammar: text with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``).
 
         Raises:
-            OptionError: it does not compile, or allows nothing.
+            OptionError: the grammar does not compile, or allows nothing.
         """
         from llguidance.gbnf_to_lark import any_to_lark
 
         text = _text(grammar, "grammar")
         try:
             text = any_to_lark(text) if "::=" in text else text
-        except Exception as error:  # noqa: BLE001 - it has errors of several classes, and of none of its own
+        except Exception as error:  # noqa: BLE001 - the converter raises several classes, none of its own
             raise OptionError(f"the grammar is no GBNF that can be read: {error}") from None
         return self._compile(self._matcher.grammar_from_lark(text), "grammar")
 
     @property
     def special_texts(self) -> list[str]:
-        """The names of special tokens, which texts do not show."""
+        """The names of special tokens; texts do not show them."""
         return [self._vocabulary.tokens[token].decode() for token in self._vocabulary.special_token_ids]
 
     def _compile(self, grammar: str, what: str) -> Grammar:
@@ -157,11 +157,11 @@ class _Vocabulary:
         self.greedy: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that a grammar forces: those in which the model has seen it."""
+        """Return the tokens of a text that a grammar forces: as the tokenizer writes it, if possible."""
         ids: list[int] = []
         try:
             ids = self._tokenizer.encode(text, special_tokens=False)
-        except Exception:  # noqa: BLE001 - a tokenizer that fails on a part of a text; other tokens write it, too
+        except Exception:  # noqa: BLE001 - a tokenizer may fail on a part of a text; other tokens write it, too
             ids = []
         # Tokenizers may add a space before the text, or normalize it.
         written = b"".join(self.tokens[token] if token < len(self.tokens) else b"" for token in ids)
@@ -182,17 +182,17 @@ class _Compiled:
 
 
 class _Matched:
-    """The mask of one sequence: its matcher has read the tokens of the last call."""
+    """The mask of one sequence; its matcher has read the tokens of the last call."""
 
     def __init__(self, matcher: Any, most: int) -> None:
         self._matcher, self._words = matcher, most
         self._read: list[int] = []
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
-        """See `TokenMask`; no bits after tokens that the grammar does not allow.
+        """See `TokenMask`; no bits are set after tokens that the grammar forbids.
 
         Raises:
-            OptionError: the grammar needs more than llguidance's limits.
+            OptionError: the grammar exceeds llguidance's limits.
         """
         tokens: list[int] = new_tokens.tolist()
         same = common_length(self._read, tokens)

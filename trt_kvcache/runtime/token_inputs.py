@@ -17,10 +17,10 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Embeds:
-    """Embeddings of some tokens of a sequence, for those that are not in the cache yet.
+    """The caller's embeddings of some tokens that are not in the cache yet.
 
     Attributes:
-        at: int64 ``[K]``, ascending: which tokens.
+        at: int64 ``[K]``, ascending: indices of the tokens.
         rows: ``[K, H]``, in the model's dtype.
     """
 
@@ -28,15 +28,15 @@ class Embeds:
     rows: Array
 
     def within(self, start: int, stop: int | None = None) -> Embeds:
-        """Those of the tokens ``start .. stop - 1``, or of all from `start` on."""
+        """Return the embeddings of tokens ``start .. stop - 1``; None as `stop`: all from `start` on."""
         if not len(self.at):
             return self
         first, last = np.searchsorted(self.at, [start, self.at[-1] + 1 if stop is None else stop])
-        # A view of no rows would hold on to the memory of all.
+        # A view of no rows would keep the memory of all rows.
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """With those of the tokens from `start` on, which is after all others."""
+        """Return a copy with embeddings for tokens from `start` on; `start` is after all present ones."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)
@@ -44,20 +44,19 @@ class Embeds:
 
 
 NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
-"""The embeddings of every sequence whose tokens are ids alone."""
+"""For sequences whose tokens are ids alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The positions of a sequence's tokens: those of the caller, then one after the other.
+    """The positions of a sequence's tokens: first the caller's, then consecutive ones.
 
-    A token without a position of its own stands one after the largest position before it, in every plane: what
-    transformers calls ``rope_deltas``. Positions say where a token stands, not what it sees: that is what comes before
-    it in the sequence.
+    A token without a position of its own comes one after the largest position before it, in every plane
+    (``rope_deltas`` in transformers). Positions do not change what a token sees: all tokens before it in the sequence.
 
     Attributes:
-        array: int64 ``[planes, K]`` of the first K tokens; K is 0 where there are none.
-        next: of the first token after them.
+        array: int64 ``[planes, K]``: positions of the first K tokens; K may be 0.
+        next: position of the next token after these.
     """
 
     array: Indices
@@ -70,34 +69,34 @@ class Positions:
         return bool(self.array.shape[1])
 
     def of(self, start: int, stop: int) -> Indices:
-        """The positions of the tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
+        """Return the positions of tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
         count = self.array.shape[1]
         known = self.array[:, start:stop]
         follow = np.arange(max(start, count), max(stop, count)) - count + self.next
         return np.concatenate([known, np.broadcast_to(follow, (len(self.array), len(follow)))], axis=1)
 
     def after(self, length: int) -> int:
-        """The position of the token after the first `length`, at least as many as `array` has."""
+        """Return the position of the token after the first `length`; `length` is at least K."""
         return self.next + length - int(self.array.shape[1])
 
     def followed(self, length: int, positions: Indices) -> Positions:
-        """With those of the tokens after the first `length`, int64 ``[planes, S]``."""
+        """Return a copy in which tokens after the first `length` have these positions, int64 ``[planes, S]``."""
         before = np.broadcast_to(self.of(0, length), (len(positions), length))
         return Positions(np.concatenate([before, positions], axis=1))
 
     def first(self, length: int) -> Positions:
-        """The positions of the first `length` tokens alone."""
+        """Return the positions of the first `length` tokens."""
         return self if length >= self.array.shape[1] else Positions(self.array[:, :length])
 
 
 IN_ORDER = Positions(np.empty((1, 0), np.int64))
-"""The positions of every sequence without any of its own: 0, 1, 2, ..."""
+"""For sequences without positions of the caller: 0, 1, 2, ..."""
 
 
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
-    """The positions of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row has any.
+    """Return the positions of `length` tokens in each row, int64 ``[R, planes, length]``; None if all are in order.
 
-    Where all stand after those, as in decoding, one plane for all.
+    If all tokens come after the caller's positions, as in decoding, there is one plane.
     """
     if not any(rows):
         return None

@@ -1,4 +1,4 @@
-"""Token ids as callers give them."""
+"""Checks token ids from callers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["common_length", "read_ids"]
 
 
 def read_ids(tokens: object, vocab: int) -> list[int]:
-    """Check ids, of which there may be none: what looks them up takes a negative one from the end, or reads anywhere.
+    """Check token ids and return them as a list. Unchecked, a negative id would count from the end, or read any memory.
 
     Args:
-        tokens: flat.
-        vocab: the model knows 0 to ``vocab - 1``.
+        tokens: a flat list of ids, possibly empty.
+        vocab: size of the vocabulary: ids are 0 to ``vocab - 1``.
 
     Raises:
-        PromptError: they are no flat list of integers, or the model does not know one.
+        PromptError: `tokens` is not a flat list of integers, or the model does not know an id.
     """
     if isinstance(tokens, Iterable) and not (hasattr(tokens, "__array__") or isinstance(tokens, (Sequence, Mapping))):
         tokens = list(tokens)
@@ -30,7 +30,8 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
         raise PromptError("a prompt is a nested list; token ids are a flat list of integers") from None
     if array.size == 0:
         return []
-    huge = array.dtype.kind == "O" and all(isinstance(token, int) for token in array.flat)  # for any type of NumPy's
+    # too large for NumPy's integers
+    huge = array.dtype.kind == "O" and all(isinstance(token, int) for token in array.flat)
     if array.ndim != 1 or not (array.dtype.kind in "iu" or huge):
         raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of whole numbers")
     wrong = array[(array < 0) | (array >= vocab)]
@@ -41,7 +42,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens that two texts begin with alike; lists are compared in pieces, not token by token."""
+    """Return the length of the common beginning of two texts. It compares slices, not single tokens."""
     same, most = 0, min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2

@@ -1,4 +1,4 @@
-"""Models that plan and build, and that no session runs."""
+"""Finds models that can be planned and built, but that no session can run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["why_no_session"]
 
 
 def why_no_session(plan: CachePlan) -> str:
-    """The reason why no session can fill a decoder's inputs or read its outputs; empty if it can.
+    """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
 
-    A model that takes no tokens is no decoder: whoever plans it drives it.
+    A model without tokens is not a decoder: the program that plans it also runs it.
     """
     if plan.tensor(Role.TOKENS) is None or not plan.caches:
         return ""

@@ -1,1 +1,1 @@
-"""Inputs that a sequence is given once: the output of an encoder, and results made of it."""
+"""Inputs that a sequence is given once: the outputs of an encoder, and values computed from them."""

@@ -1,6 +1,6 @@
-"""Inputs that a sequence is given once and the model only reads: an encoder's output, its keys and values, its mask.
+"""Inputs that a sequence is given once: an encoder's output, its keys and values, its mask.
 
-Each sequence has its own, and they may differ in length: a step is made of rows whose constants have one shape.
+Each sequence has its own constants, which may differ in length. The rows of a step have constants of equal shapes.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ class Constants:
     """The constants of one sequence. Two are equal if they are the same object.
 
     Attributes:
-        arrays: ``[1, ...]`` by the name of the input, C-contiguous, in the model's dtype; on the host, or where the
-            runner is.
-        sizes: of all of them, in the order of the plan: rows of equal sizes share a step.
+        arrays: ``[1, ...]`` by name of the input, C-contiguous, in the model's dtype; on the host, or on the runner's
+            GPU.
+        sizes: sizes of all arrays, in the order of the plan: rows of equal sizes share a step.
     """
 
     arrays: Mapping[str, Array | DeviceArray] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See above."""
+        """Sizes of all arrays, in the order of the plan."""
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
     def fits(self, other: Constants) -> bool:
-        """True if rows with the one and the other can share a step."""
+        """Return True if rows with these constants can share a step."""
         return self is other or self.sizes == other.sizes
 
 
 NO_CONSTANTS = Constants()
-"""The constants of every sequence of a model that takes none."""
+"""For sequences of a model that takes no constants."""
 
 
 class ConstantInputs:
     """The constants that a model takes.
 
     Args:
-        plan: of the model.
-        home: the GPU whose arrays a step reads where they lie; None: host memory only.
+        plan: plan of the model.
+        home: the GPU whose arrays a step can read without a copy; None: host memory only.
 
     Raises:
-        UnsupportedModelError: the shape of one is not understood.
+        UnsupportedModelError: the shape of an input is not understood.
     """
 
     def __init__(self, plan: CachePlan, home: object = None) -> None:
@@ -75,14 +75,14 @@ class ConstantInputs:
                 )
 
     def read(self, values: Mapping[str, Any] | Constants | None) -> Constants:
-        """The constants of one sequence, checked.
+        """Check the constants of one sequence.
 
         Args:
-            values: an array ``[1, ...]`` for every input, also such as an encoder left on this GPU, or one for several
-                of them as the model was exported; what was read before is taken as it is.
+            values: an array ``[1, ...]`` for every input, or one for several inputs as the model was exported; arrays
+                that an encoder left on this GPU are accepted. `Constants` are returned unchanged.
 
         Raises:
-            PromptError: one is missing, unknown, or of another dtype or shape than the model takes.
+            PromptError: an input is missing, unknown, or of another dtype or shape than the model takes.
         """
         if isinstance(values, Constants):
             return values
@@ -104,7 +104,7 @@ class ConstantInputs:
         return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
 
     def _parted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same, with what holds several inputs taken apart."""
+        """Return the values, with arrays for several inputs split into parts."""
         parts = dict(values)
         for stack in (s for s in self._stacks if s.name in parts):
             whole = np.asarray(parts.pop(stack.name))
@@ -121,7 +121,7 @@ class ConstantInputs:
         return f" (all of them together: {', '.join(s.name for s in self._stacks)})" if self._stacks else ""
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs of a step of `rows` rows like this one."""
+        """Return the shapes of the inputs of a step with `rows` rows of these constants."""
         return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
 
     def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:
@@ -143,7 +143,7 @@ class ConstantInputs:
                     "session's encoder make it"
                 )
             return array
-        return np.array(array, order="C")  # the caller may change his
+        return np.array(array, order="C")  # a copy: the caller may change the array
 
 
 def _shape(tensor: TensorRole) -> str:

@@ -1,7 +1,7 @@
-"""The encoder of a decoder: what was heard, seen or is to be translated goes in, the decoder's constants come out.
+"""The encoder of a decoder: it takes audio, images or text, and returns the decoder's constants.
 
-It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder`), else on
-the CPU with ONNX Runtime. Where the constants come from, `trt_kvcache.importer.extensions.encoders.outputs` says.
+It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder`), or on the
+CPU with ONNX Runtime. `trt_kvcache.importer.extensions.encoders.outputs` finds the outputs that become constants.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["Encoder", "OnnxEncoder", "Source", "Sources", "open_encoder"]
 
 
 class Encoder(Protocol):
-    """Makes a decoder's constants.
+    """Computes a decoder's constants.
 
     Attributes:
-        where: what runs where, as far as it is not where the decoder runs; else empty.
+        where: where the encoder runs, if not on the decoder's device; else empty.
     """
 
     where: str
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """The decoder's inputs for one sequence.
+        """Return the decoder's constants for one sequence.
 
         Args:
-            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without that axis. A mask that is
-                left out is all ones.
+            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without the first axis. A missing
+                mask is all ones.
 
         Returns:
             Arrays ``[1, ...]`` in the decoder's dtypes by the names of its inputs.
@@ -52,19 +52,18 @@ class Encoder(Protocol):
 
 
 def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -> Encoder:
-    """The encoder of a model.
+    """Open the encoder of a model.
 
     Args:
-        file: of the encoder, an engine or a model, or the folder that a model lies in; None: it lies beside `model`.
+        file: path of the encoder, an engine or a model, or the folder of a model; None: search beside `model`.
         model: path of the decoder or engine.
-        runner: of the decoder.
-        guard: of the session: held by whoever uses what the runner uses.
+        runner: runner of the decoder.
+        guard: lock of the session; code that uses the runner holds it.
 
     Raises:
-        OptionError: the model takes nothing of an encoder, or none is there.
-        ModelError, ManifestError, BackendError, SessionError: it cannot be used. An engine that is there and cannot be
-            opened is no reason to run on the CPU unasked: a server would become slow, where more memory or another
-            build is what it lacks.
+        OptionError: the model takes nothing from an encoder, or there is no encoder.
+        ModelError, ManifestError, BackendError, SessionError: the encoder cannot be used. If an engine exists but
+            cannot be opened, the encoder does not run on the CPU instead: a server would become slow without notice.
     """
     constants = [t for t in runner.plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
     if not constants:
@@ -98,19 +97,19 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 
 
 def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
-    """The error of an engine, which others may not have: who wants the slower way has to say so, and is told how."""
+    """Return the error of an engine, with advice how to run the encoder on the CPU if its model exists."""
     if model is None or "--encoder" in error.message:
         return error
     return type(error)(f"{error.message}; or let the encoder run on the CPU: {model} as --encoder")
 
 
 class Sources:
-    """The encoder of a session, which is opened when the first source comes.
+    """The encoder of a session; it is opened when the first source comes.
 
     Args:
-        open_: opens it with `guard`; None: there is none.
-        guard: of the session.
-        tokenizer: for texts, or None.
+        open_: opens the encoder with `guard`; None: there is no encoder.
+        guard: lock of the session.
+        tokenizer: tokenizer for texts, or None.
     """
 
     def __init__(self, open_: Callable[[Guard], Encoder] | None, guard: Guard, tokenizer: Any) -> None:
@@ -133,21 +132,21 @@ class Sources:
                 raise PromptError("a source is text, and there is no tokenizer; open the session with one")
             read = self._tokenizer.encode(source) if isinstance(source, str) else source
             encoder = self._encoder
-        return encoder.encode(read)  # beside the steps of other threads, where it runs elsewhere
+        return encoder.encode(read)  # without the lock: the CPU encoder runs beside the steps of other threads
 
 
 class OnnxEncoder:
-    """An `Encoder` on the CPU, and what makes constants of its output.
+    """An `Encoder` on the CPU, with a model that computes keys and values if the decoder needs it.
 
     Args:
-        path: of the encoder's model.
-        first_step: of the first step's model, for decoders whose encoder does not make keys and values itself.
-        constants: what the decoder takes.
+        path: path of the encoder's model.
+        first_step: path of the first step's model, for decoders whose encoder does not compute keys and values itself.
+        constants: constants that the decoder takes.
         where: see `Encoder`.
-        stacks: inputs of the decoder as exported that hold several constants: an output of the same name does, too.
+        stacks: inputs of the exported decoder that hold several constants; an output of the same name holds them, too.
 
     Raises:
-        InvalidModelError, UnsupportedModelError: a model cannot be run, or makes something else than the decoder takes.
+        InvalidModelError, UnsupportedModelError: a model cannot be run, or its outputs do not fit the decoder.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class OnnxEncoder:
         feed, parts = self._reader.read(source), self._parts
         ids = feed.get(IDS)
         if ids is not None and ids.dtype.kind in "iu" and (wrong := ids[ids < 0].tolist()):
-            # Gather takes rows of a table from its end.
+            # Gather would count negative ids from the end of a table.
             raise PromptError(f"'{IDS}' has the token id {wrong[0]}; ids count from 0")
         wanted = [*parts.own.values(), *([parts.hidden] if parts.hidden else [])]
         names = list(dict.fromkeys(self._whole.get(name, name) for name in wanted))

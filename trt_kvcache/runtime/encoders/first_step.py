@@ -1,8 +1,8 @@
-"""The encoder's keys and values, as the export of the first step makes them.
+"""The encoder's keys and values, computed by the model of the first step.
 
-optimum's decoders with a past take these for every layer, and only the first step's model computes them, beside
-everything else. Here that part of it is left which leads to them; ONNX Runtime runs no more. Most exports take a shape
-from the token ids on that way: so it runs on one token, and whether that says anything is tried out with two.
+optimum's decoders with a past take keys and values for every layer, and only the first step's model computes them,
+beside other outputs. `FirstStep` keeps only the part of this model that computes them. Most exports take a shape from
+the token ids there: so it runs on one token, and a second run with another token checks that the token does not matter.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 __all__ = ["BY_HAND", "FirstStep"]
 
 BY_HAND = "run it yourself, and give what the decoder takes as constants"
-"""Advice where a model that stands before a decoder cannot be run."""
+"""Advice if a model that runs before a decoder cannot be run."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class FirstStep:
-    """The part of a first step that makes the encoder's keys and values.
+    """The part of a first step that computes the encoder's keys and values.
 
     Args:
-        path: of the first step's model, or of one with both steps.
-        wanted: outputs of it; those that it lacks are left out.
+        path: path of the first step's model, or of one with both steps.
+        wanted: names of outputs; those that the model lacks are left out.
 
     Attributes:
-        path: see above.
-        outputs: what it makes, in order.
+        path: as the argument.
+        outputs: names of the outputs, in order.
 
     Raises:
-        InvalidModelError, UnsupportedModelError: the file cannot be read or run, or takes something else than token
-            ids, the encoder's output and a mask.
+        InvalidModelError, UnsupportedModelError: the file cannot be read or run, or has inputs other than token ids,
+            the encoder's output and a mask.
     """
 
     def __init__(self, path: Path, wanted: Collection[str]) -> None:
@@ -57,7 +57,7 @@ class FirstStep:
         self._tried = False
 
     def run(self, hidden: Array) -> list[Array]:
-        """Keys and values of what the encoder gives, float ``[1, S_enc, H]``.
+        """Return keys and values for the encoder's output, float ``[1, S_enc, H]``.
 
         Raises:
             UnsupportedModelError: they depend on the text.

@@ -1,4 +1,4 @@
-"""The input of an encoder: checked, in its types, and with masks of ones where they were left out."""
+"""Reads the inputs of an encoder: checks them, converts types, and adds masks of ones where they are missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder: sizes, or symbols that mean the same in all inputs; of one sequence, the first is 1."""
+    """One input of an encoder. A symbol in `shape` has one size in all inputs. For one sequence, size 0 is 1."""
 
     name: str
     dtype: np.dtype[Any]
@@ -35,7 +35,7 @@ class SourceInput:
 
     @property
     def sizes(self) -> str:
-        """The sizes of one sequence, for people."""
+        """The sizes of one sequence, as text."""
         return f"[{', '.join(str(d) for d in (1, *self.shape[1:]))}]"
 
 
@@ -43,8 +43,8 @@ class SourceReader:
     """Reads sources of one sequence each, without padding.
 
     Args:
-        path: of the encoder, for messages.
-        inputs: of the encoder.
+        path: path of the encoder, for messages.
+        inputs: inputs of the encoder.
     """
 
     def __init__(self, path: Path, inputs: Sequence[SourceInput]) -> None:
@@ -52,10 +52,10 @@ class SourceReader:
         self._inputs = {i.name: i for i in inputs}
 
     def read(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Array]:
-        """The encoder's inputs.
+        """Return the encoder's inputs.
 
         Args:
-            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without that axis.
+            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without the first axis.
 
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
@@ -77,17 +77,17 @@ class SourceReader:
         return feed
 
     def mask(self, feed: Mapping[str, Array], length: int) -> Array:
-        """The positions of the encoder's output that the decoder sees.
+        """Return the mask of the positions in the encoder's output that the decoder sees.
 
         Args:
-            feed: what the encoder read.
-            length: of its output.
+            feed: inputs of the encoder.
+            length: length of its output.
 
         Returns:
             ``[1, length]``.
 
         Raises:
-            PromptError: the encoder's mask hides something, and is of another length.
+            PromptError: the encoder's mask hides positions, and has another length.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]
@@ -100,10 +100,10 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """By symbol.
+        """Return the sizes by symbol.
 
         Raises:
-            PromptError: one is of two sizes, of which ONNX Runtime would repeat that of 1.
+            PromptError: a symbol has two sizes; ONNX Runtime would broadcast a size of 1.
         """
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}

@@ -1,1 +1,1 @@
-"""The choice of tokens, and the end of a sequence."""
+"""Chooses tokens, and ends sequences."""

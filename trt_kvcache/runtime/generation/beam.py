@@ -1,7 +1,7 @@
 """Beam search over one prompt, with the live beams in the rows of a cache.
 
-The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), without its padding:
-live beams are as many as there are, at most `num_beams`.
+The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), but without its padding:
+there may be fewer than `num_beams` live beams.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Logits = npt.NDArray[np.float32]
 
 
 class BeamDecoder(Protocol):
-    """The rows that hold the live beams: one after the prompt, at most `num_beams` later."""
+    """The rows that hold the live beams: one row after the prompt, at most `num_beams` later."""
 
     def step(self, tokens: Tokens) -> Logits:
         """Feed one token to each of the R live beams: int64 ``[R]`` in, float32 logits ``[R, V]`` out."""
         ...
 
     def reorder(self, indices: Tokens) -> None:
-        """Make beam `i` a copy of what beam ``indices[i]`` was; int64 ``[R']``, where R' is the new count of beams."""
+        """Make beam `i` a copy of the former beam ``indices[i]``; int64 ``[R']``, R' is the new number of beams."""
         ...
 
 
@@ -41,7 +41,7 @@ class Hypothesis:
     """One ended beam.
 
     Attributes:
-        tokens: the new tokens, with the one that ended it.
+        tokens: the new tokens, including the one that ended it.
         logprobs: natural logarithm of each token's probability under the model's own distribution.
         score: sum of the log-probabilities (after the rules of `GenerationConfig`) / length ** length_penalty.
         finish_reason: EOS, LENGTH or CAPACITY.
@@ -70,7 +70,7 @@ def beam_search(
         logits: float32 ``[V]`` after the prompt.
         decoder: the rows of the beams.
         config: the settings; `num_beams` of at least 1, and no sampling.
-        free_tokens: tokens that the caches still take; None where there is no limit. One token more can be chosen.
+        free_tokens: tokens that still fit into the caches; None: no limit. One more token can be chosen.
 
     Returns:
         At most `num_beams` hypotheses, the best one first.
@@ -119,11 +119,11 @@ def hypothesis_events(
     """Return the events of a hypothesis as if it had been generated token by token.
 
     Args:
-        hypothesis: of `beam_search`.
-        sequence: what the events call it.
-        config: says whether they carry log-probabilities.
-        tokenizer: gives them their text.
-        prompt: what came before; a space at the start of the text depends on it.
+        hypothesis: a hypothesis of `beam_search`.
+        sequence: the sequence number in the events.
+        config: tells whether events have log-probabilities.
+        tokenizer: makes the text of events.
+        prompt: the tokens before; a space at the start of the text depends on them.
     """
     text = None if tokenizer is None else TextStream(tokenizer, () if prompt is None else prompt)
     events = []
@@ -141,7 +141,7 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
     own = log_softmax(logits)
-    # transformers applies the rules to log-probabilities here, where greedy and sampling apply them to logits.
+    # transformers applies the rules to log-probabilities here; for greedy decoding and sampling, to logits.
     ruled = [
         process(row, np.concatenate([prompt, np.array(beam.tokens, dtype=np.int64)]), len(beam.tokens), config)
         for row, beam in zip(own, live, strict=True)
@@ -159,7 +159,7 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
 
 
 def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
-    """Indices of the `count` highest values above -inf, highest first; of equals, the first."""
+    """Return the indices of the `count` highest values above -inf, highest first; equals in order."""
     if count < values.size:
         bound = np.partition(values, values.size - count)[values.size - count]
         candidates = np.flatnonzero((values >= bound) & (values > -np.inf))
@@ -169,7 +169,7 @@ def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
-    """True if no live beam is followed any more; `best` is the likeliest live one, of `length` tokens."""
+    """Return True if no live beam needs to be continued; `best` is the likeliest live one, of `length` tokens."""
     if len(ended) < config.num_beams:
         return False
     if config.early_stopping is True:

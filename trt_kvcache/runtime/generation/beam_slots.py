@@ -34,7 +34,7 @@ class _Updater(Protocol):
 
 
 class _SlotBeams:
-    """The live beams: the first so many of a fixed set of slots."""
+    """The live beams: the first slots of a fixed list."""
 
     def __init__(self, session: _Updater, slots: Sequence[int]) -> None:
         self._session, self._slots, self._live = session, list(slots), 1
@@ -46,7 +46,7 @@ class _SlotBeams:
         return np.stack([logits[slot][-1] for slot in live])
 
     def reorder(self, indices: Tokens) -> None:
-        """Make beam i a copy of what beam ``indices[i]`` was; slots that no beam has keep what nobody needs."""
+        """Make beam i a copy of the former beam ``indices[i]``; slots without a beam keep unused contents."""
         chosen = indices.tolist()
         idle = [i for i in range(len(self._slots)) if i not in set(chosen)]
         self._session.cache.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
@@ -54,7 +54,7 @@ class _SlotBeams:
 
 
 def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: GenerationConfig) -> Iterator[TokenEvent]:
-    """The best hypothesis for each prompt, one prompt after the other.
+    """Yield the events of the best hypothesis for each prompt, one prompt after the other.
 
     Raises:
         SlotError: fewer rows are free than the search has beams.
@@ -73,7 +73,7 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
             ids = np.array(prompt.tokens, np.int64)
             best = beam_search(ids, logits, _SlotBeams(session, slots), config, free_tokens=free_tokens)[0]
             session.cache.give_back(slots)
-        except BaseException:  # an interrupt may come while they are given back, too
+        except BaseException:  # an interrupt may also come during give_back
             session.cache.give_back(slots)
             raise
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)

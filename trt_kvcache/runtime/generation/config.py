@@ -1,4 +1,4 @@
-"""The choice of tokens and the end of a sequence: names and meanings of transformers' ``GenerationConfig``.
+"""Settings of a generation, with the names and meanings of transformers' ``GenerationConfig``.
 
 Source: https://huggingface.co/docs/transformers/main_classes/text_generation (measured against 5.23).
 """
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
 LogitsProcessor = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"], "npt.NDArray[np.float32]"]
-"""A rule of the caller's: the tokens so far ``[T]``, prompt included, and scores ``[V]`` give new scores ``[V]``."""
+"""A rule of the caller's: takes the tokens so far ``[T]``, prompt included, and scores ``[V]``; returns new scores
+``[V]``."""
 
 
 _choice = partial(Setting, group="How tokens are chosen (as in transformers' GenerationConfig)")
@@ -39,14 +40,14 @@ class GenerationConfig:
     """Settings of a generation. The default is greedy.
 
     Attributes:
-        logits_processor: a `LogitsProcessor`, or several, after the rules above and before temperature, top-k and
-            the like. It may write to the scores it gets, has to be a function of the tokens alone (those that prompt
-            lookup proposed come and go), may not change the session that calls it, and ends its own sequence where it
-            raises.
-        grammar: what the new text has to be: `trt_kvcache.Grammars` makes one of a JSON schema, a regular expression
-            or a Lark grammar; or a `Grammar` of your own. It comes after all other rules. Where they and the grammar
-            leave no token, the sequence ends with an `OptionError`. A text that `max_new_tokens` or the capacity cuts
-            is a beginning of what the grammar allows.
+        logits_processor: a `LogitsProcessor`, or several, applied after the rules above and before temperature, top-k
+            and the other sampling settings. It may change the scores that it gets. Its result must depend on the tokens
+            alone, because guesses of prompt lookup may be taken back. It must not change the session that calls it. If
+            it raises an error, only its own sequence ends.
+        grammar: limits the new text: `trt_kvcache.Grammars` makes a grammar from a JSON schema, a regular expression or
+            a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If they and the grammar
+            leave no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or the capacity is
+            the beginning of a text that the grammar allows.
 
     Raises:
         OptionError: a value is out of range, or two contradict each other.
@@ -283,7 +284,7 @@ class GenerationConfig:
     ] = None
 
     def __repr__(self) -> str:
-        """Only settings that differ from the default: it is in every signature that has one."""
+        """Show only settings that differ from the default: signatures contain this text."""
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         changed = [f"{name}={value!r}" for name, d in defaults.items() if (value := getattr(self, name)) != d]
         return f"GenerationConfig({', '.join(changed)})"
@@ -318,7 +319,7 @@ class GenerationConfig:
 
     @cached_property
     def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """`sequence_bias` as pairs: the run of tokens, and what is added to the score of its last."""
+        """`sequence_bias` as pairs: the run of tokens, and the bias of its last token."""
         return tuple(((key,) if isinstance(key, int) else key, bias) for key, bias in self.sequence_bias.items())
 
     @classmethod
@@ -330,8 +331,7 @@ class GenerationConfig:
             changes: fields to use instead of the file's.
 
         Warns:
-            UserWarning: the file names something without effect here, such as sampling settings without
-                ``do_sample``.
+            UserWarning: the file names a setting without effect, such as sampling settings without ``do_sample``.
 
         Raises:
             OptionError: the file is unreadable, or asks for a way of choosing tokens that is not supported.
@@ -343,25 +343,25 @@ class GenerationConfig:
         try:
             return cls(**settings)
         except OptionError as error:
-            cls(**changes)  # what the caller says alone
+            cls(**changes)  # raises an error that is in the caller's own settings
             raise OptionError(f"{path}: {error}") from None
 
     @classmethod
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
-        """Take what files beside a model say of its tokens: which end a text, start or end it by force, or never come.
+        """A config with settings of tokens from the files beside a model: end tokens, forced and suppressed tokens.
 
-        How tokens are drawn is not taken from there. Read are transformers' ``generation_config.json`` and
-        onnxruntime-genai's ``genai_config.json``; the former counts. Without the former, ``config.json`` is read, and
-        counts least. The manifest of an engine holds what they said when it was built; files beside the engine count
-        more.
+        How tokens are drawn is not taken from the files. They are transformers' ``generation_config.json``, and
+        onnxruntime-genai's ``genai_config.json`` with lower priority. Without ``generation_config.json``,
+        ``config.json`` is read with the lowest priority. The manifest of an engine holds the settings of these files
+        from the time of its build; files beside the engine have priority over it.
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
-            changes: fields to use instead of the files', and others.
+            changes: more fields, which override the files'.
 
         Raises:
             OptionError: a file is unreadable, or a value is out of range.
-            ManifestError: that of an engine is unreadable.
+            ManifestError: the manifest of an engine is unreadable.
         """
         from trt_kvcache.engine.generation import each_beside
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
@@ -381,7 +381,7 @@ class GenerationConfig:
         return cls(**settings)
 
     def _normalize(self) -> None:
-        if self.top_k == -1:  # vLLM's word for all
+        if self.top_k == -1:  # vLLM's value for all
             object.__setattr__(self, "top_k", 0)
         if self.exponential_decay_length_penalty is not None:
             start, factor = self.exponential_decay_length_penalty
@@ -461,11 +461,11 @@ _IDLE: dict[str, dict[str, object]] = {
     "output_logprobs=True": {"top_logprobs": 0},
     "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
 }
-"""The condition on which a setting has an effect, and the setting's value where nobody set it."""
+"""The condition under which settings have an effect, with each setting's default."""
 
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return the settings among `values` that have no effect, under what they lack."""
+    """Return the settings among `values` that have no effect, by the condition that is missing."""
     active = {
         "do_sample=True": values.get("do_sample"),
         "output_logprobs=True": values.get("output_logprobs"),
@@ -484,7 +484,7 @@ _TOKENS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", *_SEVER
 
 
 def _check_types(config: GenerationConfig) -> None:
-    """Refuse values of another type by name: JSON and command lines bring them, and they fail late and obscurely."""
+    """Refuse values of a wrong type: JSON and command lines contain them, and their later errors would be unclear."""
     early: object = config.early_stopping
     _require(
         isinstance(early, bool) or (isinstance(early, str) and early == "never"),
@@ -524,7 +524,8 @@ def _require(holds: bool, config: GenerationConfig, name: str, supported: str) -
 
 
 def _all(values: object, test: Any) -> bool:
-    several = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping))  # to be read again
+    # iterable more than once
+    several = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping))
     return several and getattr(values, "ndim", 1) > 0 and all(test(value) for value in cast("Collection[Any]", values))
 
 

@@ -16,7 +16,7 @@ from trt_kvcache.runtime.generation.config import GenerationConfig, idle_setting
 __all__ = ["read_config_file"]
 
 _WITHOUT_EFFECT = {
-    # Other tokens' ids, how transformers runs and what it returns: none of it changes which tokens are chosen.
+    # Ids of other tokens, how transformers runs and what it returns: these do not change which tokens are chosen.
     "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config",
     "_commit_hash", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
     "low_memory", "compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size",
@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    # Ways of choosing tokens that are not supported, and the values that leave them off.
+    # Ways of choosing tokens that are not supported, and the values that turn them off.
     "constraints": (),
     "diversity_penalty": (0.0,),
     "dola_layers": (),
@@ -49,7 +49,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 _SAID = {"forced_decoder_ids", "max_length"}
-"""Settings of which more is said where a file has them."""
+"""Settings with messages of their own."""
 
 
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         UserWarning: for settings without effect.
 
     Raises:
-        OptionError: the file is unreadable, or asks for what is not supported.
+        OptionError: the file is unreadable, or asks for something that is not supported.
     """
     content = {key: value for key, value in load_settings(path).items() if value is not None}
     known = {field.name for field in fields(GenerationConfig)} - _WITHOUT_EFFECT
@@ -79,7 +79,8 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     if "sequence_bias" in settings:
         settings["sequence_bias"] = _sequence_bias(path, settings["sequence_bias"])
     settings.update(changes)
-    # Models ship such files (a temperature without do_sample); transformers ignores the setting, with a warning too.
+    # Models come with such files (a temperature without do_sample); transformers ignores the setting with a warning,
+    # too.
     for switch, names in idle_settings(settings).items():
         for name in [name for name in names if name not in changes]:
             _warn(path, f"{name}={shown(settings.pop(name))} has no effect without {switch}; ignored")

@@ -15,42 +15,41 @@ __all__ = ["Grammar", "Mask", "Masks", "TokenMask", "all_tokens", "ask_mask", "k
 Mask = npt.NDArray[np.int32]
 
 TokenMask = Callable[[npt.NDArray[np.int64]], Mask]
-"""The tokens that may come next in one sequence.
-
-It takes the new tokens of the sequence so far, int64 ``[N]``, without the prompt, and gives int32 ``[ceil(V / 32)]``:
-token `t` may come next where bit ``t % 32`` (0 is the lowest) of number ``t // 32`` is 1. Tokens beyond a shorter mask
-may not. It has to be a function of these tokens alone: guesses of prompt lookup or a draft model come and go, so that a
-call may have fewer tokens than the one before.
-"""
+"""A function that returns the tokens that may come next in one sequence. It takes the new tokens of the sequence so
+far, int64 ``[N]``, without the prompt, and returns int32 ``[ceil(V / 32)]``: token `t` may come next if bit ``t % 32``
+(0 is the lowest) of number ``t // 32`` is 1. Tokens beyond the end of a shorter mask are forbidden. The result must
+depend on these tokens alone: guesses of prompt lookup or of a draft model may be taken back, so a call may have fewer
+tokens than the one before."""
 
 
 Masks = Callable[[int], Mask]
-"""The masks of a step: from the numbers of a mask, `W`, to int32 ``[R, keep, W]``."""
+"""A function that returns the masks of a step: it takes the length `W` of a mask, and returns int32 ``[R, keep, W]``.
+"""
 
 
 class Grammar(Protocol):
-    """The texts that a sequence may become; `trt_kvcache.Grammars` compiles such."""
+    """The texts that a sequence may become; `trt_kvcache.Grammars` compiles grammars."""
 
     def start(self) -> TokenMask:
-        """Return the mask of a sequence that begins: each has its own."""
+        """Return the mask of a new sequence; each sequence has its own."""
         ...
 
 
 def words(vocab: int) -> int:
-    """Numbers of a mask."""
+    """Return the number of int32 words in a mask."""
     return -(-vocab // 32)
 
 
 def all_tokens(shape: tuple[int, ...]) -> Mask:
-    """Masks ``[..., words]`` that allow everything."""
+    """Return masks ``[..., words]`` that allow every token."""
     return np.full(shape, -1, np.int32)
 
 
 def ask_mask(mask: TokenMask, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
-    """Return what a mask says, at most `most` numbers of it.
+    """Call a mask and check its result, which may have at most `most` words.
 
     Raises:
-        SessionError: it failed, or gave no mask.
+        SessionError: the mask failed, or returned something else.
     """
     shown = new_tokens.view()
     shown.flags.writeable = False
@@ -67,7 +66,7 @@ def ask_mask(mask: TokenMask, new_tokens: npt.NDArray[np.int64], most: int) -> M
 
 
 def pack_masks(allowed: npt.NDArray[np.bool_]) -> Mask:
-    """Masks ``[..., words]`` of the tokens ``[..., V]`` that are true."""
+    """Return masks ``[..., words]`` that allow the tokens ``[..., V]`` that are True."""
     masks = np.zeros((*allowed.shape[:-1], 4 * words(allowed.shape[-1])), np.uint8)
     packed = np.packbits(allowed, axis=-1, bitorder="little")
     masks[..., : packed.shape[-1]] = packed
@@ -75,7 +74,7 @@ def pack_masks(allowed: npt.NDArray[np.bool_]) -> Mask:
 
 
 def keep_allowed(scores: npt.NDArray[np.float32], mask: Mask) -> npt.NDArray[np.float32]:
-    """Scores ``[V]`` with ``-inf`` where the mask has no bit."""
+    """Return scores ``[V]`` with ``-inf`` for tokens that the mask forbids."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: scores.size]
     allowed = np.full_like(scores, -np.inf)
     np.copyto(allowed[: bits.size], scores[: bits.size], where=bits.astype(bool))

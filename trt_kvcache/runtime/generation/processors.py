@@ -1,8 +1,8 @@
 """Rules that change the scores of one next token, as pure functions.
 
 Each takes float32 scores ``[V]`` and returns new ones; forbidden tokens get ``-inf``. `process` applies them in the
-order in which transformers does (https://huggingface.co/docs/transformers/internal/generation_utils, measured against
-5.23). Those that shape the distribution to sample from are in `warpers`.
+order of transformers (https://huggingface.co/docs/transformers/internal/generation_utils, measured against 5.23). Rules
+that shape the distribution for sampling are in `warpers`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
 _MOST = 1e30
-"""No score rises above this: differences of scores have to stay finite."""
+"""Highest score after a rule: differences of scores must stay finite."""
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
-    """True if `process` may look at the scores, now or later; most greedy decoding has no rule."""
+    """Return True if `process` may change scores, now or later; most greedy decoding has no rule."""
     always = (
         config.repetition_penalty != 1,
         config.presence_penalty,
@@ -56,20 +56,20 @@ def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
 
 
 def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationConfig) -> Scores:
-    """Apply the rules over what came before.
+    """Apply the rules that depend on earlier tokens.
 
     Args:
-        scores: float32 ``[V]``. Not written to.
-        tokens: int64: the prompt and what was generated.
-        new_tokens: how many of them were generated.
+        scores: float32 ``[V]``; not changed.
+        tokens: int64: the prompt and the generated tokens.
+        new_tokens: number of generated tokens.
         config: the settings.
 
     Returns:
-        float32 ``[V]``; `scores` itself where no rule applies.
+        float32 ``[V]``; `scores` itself if no rule applies.
 
     Raises:
         OptionError: a setting names a token that the model does not have.
-        SessionError: a `logits_processor` failed, or gave no scores.
+        SessionError: a `logits_processor` failed, or returned no scores.
     """
     if config.biases:
         scores = add_sequence_bias(scores, tokens, config.biases)
@@ -106,13 +106,13 @@ def _is_end(run: Sequence[int], config: GenerationConfig) -> bool:
 
 
 def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
-    """Add each bias to the last token of its run, where the run's other tokens are the last of `tokens`.
+    """Add each bias to the last token of its run, if the run's other tokens are the last of `tokens`.
 
     Raises:
         OptionError: a run names a token that the model does not have.
     """
     scores = scores.copy()
-    with np.errstate(over="ignore", invalid="ignore"):  # to -inf; to what is no score, which `Sampler` refuses
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow to -inf or NaN; `Sampler` refuses NaN
         for run, bias in biases:
             if max(run) >= scores.size:
                 raise OptionError(f"sequence_bias names token {max(run)}; the model has 0 to {scores.size - 1}")
@@ -122,7 +122,7 @@ def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tup
 
 
 def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
-    """True if the last token of a run would complete it."""
+    """Return True if the last token of a run would complete it."""
     before = tuple(run[:-1])
     return not before or (len(before) <= tokens.size and tuple(tokens[tokens.size - len(before) :]) == before)
 
@@ -132,19 +132,19 @@ def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Score
     scores = scores.copy()
     # Each value is computed from the old scores, so a token that occurs twice is still penalized once.
     old = scores[tokens]
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # as above
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # overflow, as above
         scores[tokens] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
     return scores
 
 
 def penalize_generated(scores: Scores, new_tokens: Tokens, presence: float, frequency: float) -> Scores:
-    """Take `presence` from the score of each new token, and `frequency` for each time that it came; as OpenAI's API.
+    """Subtract `presence` from the score of each new token, and `frequency` for each occurrence, as OpenAI's API does.
 
     Source: https://platform.openai.com/docs/api-reference/chat/create.
     """
     scores = scores.copy()
     tokens, counts = np.unique(new_tokens, return_counts=True)
-    with np.errstate(over="ignore", invalid="ignore"):  # as above
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow, as above
         scores[tokens] -= (presence + frequency * counts).astype(np.float32)
     return scores
 
@@ -165,7 +165,7 @@ def ban_runs(scores: Scores, tokens: Tokens, runs: Iterable[Sequence[int]]) -> S
 
 
 def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:
-    """Forbid `tokens`; ids that the model does not have are no matter."""
+    """Forbid `tokens`; ids that the model does not have are ignored."""
     scores = scores.copy()
     ids = np.asarray(tokens)
     scores[ids[ids < scores.size].astype(np.int64)] = -np.inf
@@ -173,7 +173,7 @@ def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:
 
 
 def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
-    """Forbid all but `tokens`, whose scores are 0.
+    """Forbid all tokens except `tokens`, whose scores become 0.
 
     Raises:
         OptionError: the model does not have one of them.
@@ -186,7 +186,7 @@ def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
 
 
 def raise_the_end(scores: Scores, ends: Sequence[int], late: int, factor: float) -> Scores:
-    """Add ``abs(score) * (factor ** late - 1)`` to the scores of `ends`, where `late` is above 0."""
+    """Add ``abs(score) * (factor ** late - 1)`` to the scores of `ends`, if `late` is above 0."""
     ends = [token for token in ends if token < scores.size and scores[token] > -np.inf]
     if late <= 0 or not ends:
         return scores
@@ -212,14 +212,14 @@ def _called(processor: LogitsProcessor, scores: Scores, tokens: Tokens) -> Score
         kind = "None, and a change in place has no effect"
     if result.shape == scores.shape and result.dtype.kind in "fiu":
         if not np.isnan(result).any():
-            with np.errstate(over="ignore"):  # as above
+            with np.errstate(over="ignore"):  # overflow, as above
                 return result.astype(np.float32, copy=False)
         kind = "NaN"
     raise SessionError(f"logits_processor {name} gave {kind}; it has to return scores, float32 [{scores.size}]")
 
 
 def log_softmax(scores: Scores) -> Scores:
-    """Natural logarithms, float32 ``[..., V]``, of the probabilities that `scores` stand for; ``-inf`` stays."""
+    """Return natural logarithms, float32 ``[..., V]``, of the probabilities of `scores`; ``-inf`` stays."""
     shifted = scores - scores.max(axis=-1, keepdims=True)
     result: Scores = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float32))
     return result

@@ -22,22 +22,22 @@ __all__ = ["Sampler"]
 class Sampler:
     """The random numbers and the rules of one sequence.
 
-    The number that chooses a token follows from the seed, the sequence's index and the position of the token in the
-    sequence (how many tokens come before it), and from nothing else: not from what else runs, nor from what this
-    sampler drew before. So a sequence that goes on elsewhere, or again, draws the same.
+    The random number of a token follows from the seed, the sequence's index and the position of the token (how many
+    tokens come before it). It depends neither on other sequences nor on earlier draws. So a sequence that is continued
+    elsewhere, or again, draws the same tokens.
     """
 
     def __init__(self, config: GenerationConfig, index: int = 0) -> None:
         """Take the seed.
 
         Args:
-            config: the settings; with no seed, a fresh one is taken.
-            index: of the sequence among those that share the seed.
+            config: the settings; without a seed, a new one is drawn.
+            index: index of the sequence among those with the same seed.
         """
         self._config = config
         seed = np.random.SeedSequence(config.seed, spawn_key=(index,))
         self._entropy, self._index = seed.entropy, index
-        # Philox is a function of key and counter: the position of a token is the counter of its number.
+        # Philox is a function of key and counter: the counter of a token's number is its position.
         self._philox = np.random.Philox(key=seed.generate_state(2, np.uint64))
         self._numbers = np.random.Generator(self._philox)
         self._counter = 0
@@ -45,7 +45,7 @@ class Sampler:
         self._words = 0
 
     def guesser(self) -> Sampler:
-        """One for a draft of the text: the same numbers and grammar, and no other rules of the caller's own."""
+        """A sampler for a draft of the text: the same numbers, rules and grammar, without the caller's processors."""
         assert isinstance(self._entropy, int)
         config = replace(
             self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False, top_logprobs=0
@@ -56,53 +56,53 @@ class Sampler:
 
     @property
     def masked(self) -> bool:
-        """True if a grammar says which tokens may come."""
+        """True if a grammar limits the next tokens."""
         return self._mask is not None
 
     def mask(self, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
-        """The tokens that may come after these new ones, int32 of at most `most` numbers.
+        """Return the mask of tokens that may follow these new ones: int32, at most `most` words.
 
         Raises:
             SessionError: the grammar's mask failed.
-            OptionError: the grammar asks for too much.
+            OptionError: the grammar exceeds a limit.
         """
         assert self._mask is not None
         self._words = most
         return ask_mask(self._mask, new_tokens, most)
 
     def looks_at(self, new_tokens: int) -> int:
-        """The number of highest scores that `choose` looks at, now and ever after; see `StepBatch.highest`."""
+        """Return how many of the highest scores `choose` needs, now and later; see `StepBatch.highest`."""
         config = self._config
         if config.output_logprobs or rules_apply(new_tokens, config):
             return 0
         if not config.do_sample:
             return 1
-        return max(config.top_k, 2) if config.top_k else 0  # of 1, its equals would be missing
+        return max(config.top_k, 2) if config.top_k else 0  # 1 would leave out equal scores
 
     def choose(
         self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
     ) -> tuple[int, float | None]:
-        """Choose the token after `tokens`. Where it samples, one random number decides, that of the position.
+        """Choose the token after `tokens`. If it samples, the random number of the position decides.
 
         Args:
-            logits: ``[V]``, of the model, in its own float type, or a `CHOICE` of those that it looks at and that the
-                grammar allows. Neither written to nor kept.
-            tokens: int64: the prompt and what was generated.
-            new_tokens: how many of them were generated.
+            logits: ``[V]``, the model's, in its own float type; or a `CHOICE` of the scores that are needed and that
+                the grammar allows. Neither changed nor kept.
+            tokens: int64: the prompt and the generated tokens.
+            new_tokens: number of generated tokens.
 
         Returns:
-            The token, and where `GenerationConfig.output_logprobs` asks for it, the natural logarithm of its
-            probability under the model's own distribution (before any rule), else None.
+            The token; and, if `GenerationConfig.output_logprobs` is set, the natural logarithm of its probability under
+                the model's own distribution (before any rule), else None.
 
         Raises:
             SessionError: the model gave NaN or infinity, or the rules leave no token.
-            OptionError: the grammar leaves none.
+            OptionError: the grammar leaves no token.
         """
         config = self._config
         token, top = best(logits)
         new = tokens[tokens.size - new_tokens :]
         if self._mask is not None and logits.dtype == CHOICE and top == -math.inf:
-            self.mask(new, self._words)  # which may say why there is none
+            self.mask(new, self._words)  # may raise an error that explains it
             raise _no_token(new_tokens)
         if not math.isfinite(top):
             raise SessionError(f"the model's logits hold {top}: it overflowed, or its weights or caches are damaged")
@@ -126,12 +126,12 @@ class Sampler:
         return token, float(_logprobs(as_scores(logits), top, np.array([token]))[0])
 
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
-        """The most probable tokens under the model's own distribution, highest first; of equals, low ids first.
+        """Return the most probable tokens under the model's own distribution, highest first; equals by ascending id.
 
-        As many as `GenerationConfig.top_logprobs` asks for, with the natural logarithms of their probabilities.
+        Their number is `GenerationConfig.top_logprobs`; each has the natural logarithm of its probability.
 
         Args:
-            logits: ``[V]``, which `choose` has taken.
+            logits: ``[V]``, the same as for `choose`.
         """
         count = self._config.top_logprobs
         if not count:
@@ -143,15 +143,15 @@ class Sampler:
         return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, left: Candidates, position: int) -> int:
-        """Invert the cumulative distribution of the tokens that are left, in the order of their ids."""
+        """Invert the cumulative distribution of the remaining tokens, in the order of their ids."""
         scores = left.scores.astype(np.float64)
         sums = np.cumsum(np.exp(scores - scores.max()))
         at = min(int(np.searchsorted(sums, self._number(position) * sums[-1], side="right")), scores.size - 1)
         return at if left.ids is None else int(left.ids[at])
 
     def _number(self, position: int) -> float:
-        """The random number of a position, 0 to 1: ``Generator(Philox(key=key, counter=position)).random()``."""
-        self._philox.advance(position - self._counter)  # and forgets the other three numbers of the last counter
+        """Return the random number of a position, 0 to 1: ``Generator(Philox(key=key, counter=position)).random()``."""
+        self._philox.advance(position - self._counter)  # this also drops the other three numbers of the last counter
         self._counter = position + 1
         return self._numbers.random()
 

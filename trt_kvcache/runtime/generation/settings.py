@@ -19,7 +19,7 @@ _GREEDY = {f.name: f.default for f in fields(GenerationConfig) if f.name in {"do
 
 
 class Settings(TypedDict, total=False):
-    """Fields of `GenerationConfig`, which says what they mean."""
+    """Fields of `GenerationConfig`; their meanings are documented there."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -58,9 +58,9 @@ class Settings(TypedDict, total=False):
 
 
 def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
-    """Return a config with some settings changed: a setting of sampling turns sampling on, unless `do_sample` is given.
+    """Return a config with some settings changed. Sampling settings turn sampling on, unless `do_sample` is given.
 
-    ``temperature=0`` is greedy decoding, which has no other setting of sampling.
+    ``temperature=0`` means greedy decoding, and resets the other sampling settings.
 
     Raises:
         OptionError: there is no such setting, a value is illegal, or two contradict each other.
@@ -78,7 +78,7 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
 
 
 def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the `do_sample` that follows from them, where they do not say it themselves."""
+    """Return settings with the `do_sample` that follows from them, unless they contain it."""
     if "do_sample" in settings or not _SAMPLING & settings.keys():
         return dict(settings)
     temperature = settings.get("temperature")
@@ -95,7 +95,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("return_dict_in_generate", "output_scores"), "results are objects; output_logprobs has scores"),
     **dict.fromkeys(("typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), "there is no such sampling"),
 }
-"""Names of transformers, vLLM and OpenAI that have another place here, and which."""
+"""Names of transformers, vLLM and OpenAI that are not settings here, and what to use instead."""
 
 SYNONYMS = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "n_predict": "max_new_tokens",
@@ -105,4 +105,4 @@ SYNONYMS = {
     "temp": "temperature",
     "stop_token_ids": "eos_token_id", "token_mask": "grammar", "response_format": "grammar", "end_id": "eos_token_id",
 }  # fmt: skip
-"""Names that vLLM, transformers, TensorRT-LLM and OpenAI's API have for settings."""
+"""Names of these settings in vLLM, transformers, TensorRT-LLM and OpenAI's API."""

@@ -1,7 +1,7 @@
-"""Speculation without a second model: what followed the last n-gram before is likely to follow it again.
+"""Speculation without a second model: tokens that followed the last n-gram before are likely to follow it again.
 
-The loop feeds the chosen token and a draft of its followers in one update, compares the draft with what the model then
-chooses at each position, and crops the rest off the caches. The tokens are those that one step per token would give.
+The loop feeds the chosen token and a draft of the next ones in one update. It compares the draft with the model's
+choice at each position, and crops wrong tokens off the caches. The tokens equal those of one step per token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class SpeculationStats:
 
     Attributes:
         proposed: draft tokens that were verified.
-        accepted: those that the model chose as well.
+        accepted: draft tokens that the model chose as well.
         updates: updates of the caches that held a draft.
-        impossible: why none can be proposed, and what to do; empty where they can.
+        impossible: why no token can be proposed, and what to do; empty if tokens can be proposed.
     """
 
     proposed: int = 0
@@ -34,11 +34,11 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float:
-        """Share of the proposed tokens that were accepted; 0 where none was proposed."""
+        """Share of the proposed tokens that were accepted; 0 if none was proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     def add(self, other: SpeculationStats) -> None:
-        """Count the drafts of `other` too."""
+        """Add the counts of `other`."""
         self.proposed += other.proposed
         self.accepted += other.accepted
         self.updates += other.updates
@@ -46,7 +46,7 @@ class SpeculationStats:
 
 
 def why_no_drafts(runner: Runner) -> str:
-    """Why a model cannot verify drafts, which takes logits of several positions of one step; empty where it can."""
+    """Return why a model cannot verify drafts (it needs logits of several positions of one step); empty if it can."""
     if runner.plan.whole_prompts:
         return "tokens of one step see each other, and a guess would change the scores before it"
     if runner.max_logits == 1 and runner.plan.logits_span is None:
@@ -59,15 +59,16 @@ def why_no_drafts(runner: Runner) -> str:
 
 
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
-    """Propose up to `count` tokens to come after `tokens`.
+    """Propose up to `count` tokens that may follow `tokens`.
 
-    The longest suffix of at most `max_ngram` tokens that occurred before decides. Of its occurrences, the latest that
-    `count` tokens follow gives them; where none has so many, the first one, which has most.
+    It searches the longest suffix, of at most `max_ngram` tokens, that occurred before. The proposal is what followed
+    its latest occurrence with `count` tokens after it; else what followed its first occurrence, which has the most
+    tokens after it.
 
     Args:
-        tokens: int64 ``[T]``: the prompt and what was generated.
+        tokens: int64 ``[T]``: the prompt and the generated tokens.
         count: most tokens to propose.
-        max_ngram: longest suffix to look up.
+        max_ngram: longest suffix to search.
 
     Returns:
         int64 ``[0 .. count]``.

@@ -1,8 +1,8 @@
-"""The tokens that are left to sample from: temperature, top-k, top-p, min-p.
+"""Selects the tokens to sample from: temperature, top-k, top-p, min-p.
 
 The rules and their order are those of transformers (https://huggingface.co/docs/transformers/internal/generation_utils,
-measured against 5.23). Each rule leaves fewer tokens, and the next one looks at these only: sorting and exponentials
-over a whole vocabulary take longer than a decode step of a small model.
+measured against 5.23). Each rule keeps fewer tokens, and the next one sees only these: sorting and exponentials over a
+whole vocabulary take longer than a decode step of a small model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Candidates:
     ids: Ids | None = None
 
     def only(self, places: Ids) -> Candidates:
-        """Those at some places, ascending."""
+        """Return the candidates at some places, ascending."""
         return Candidates(self.scores[places], places if self.ids is None else self.ids[places])
 
 
@@ -44,15 +44,15 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
     """Shape the distribution to sample from.
 
     Args:
-        scores: float32 ``[V]``, the highest of them finite; or those that `top_k` keeps, and maybe others. Not written
-            to.
+        scores: float32 ``[V]``, the highest of them finite; or candidates that contain at least all that `top_k` keeps.
+            Not changed.
         config: the settings.
 
     Returns:
         The tokens that may be drawn, at least one.
     """
     left = scores if isinstance(scores, Candidates) else Candidates(scores)
-    # A temperature keeps the order of the scores, so that it can come second, where few are left.
+    # A temperature keeps the order of the scores, so it can come second, when few are left.
     if 0 < config.top_k < left.scores.size:
         left = keep_top_k(left, config.top_k)
     if config.temperature != 1:
@@ -67,9 +67,9 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
 def apply_temperature(scores: Scores, temperature: float) -> Scores:
     """Divide the distances from the highest score by `temperature`.
 
-    The probabilities are those of divided scores, and no temperature makes the highest one overflow.
+    The probabilities equal those of divided scores, and the highest score cannot overflow.
     """
-    with np.errstate(over="ignore"):  # of a hopeless token, to -inf
+    with np.errstate(over="ignore"):  # very unlikely tokens become -inf
         hot: Scores = ((scores - scores.max()).astype(np.float64) / temperature).astype(np.float32)
     return hot
 
@@ -80,12 +80,12 @@ def keep_top_k(left: Candidates, count: int) -> Candidates:
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the smallest set of most probable tokens with a probability of at least `mass`; of equals, low ids first."""
+    """Keep the smallest set of most probable tokens with a probability of at least `mass`; equals by ascending id."""
     scores = left.scores
     weights = np.exp(scores - scores.max())
     enough = mass * weights.sum(dtype=np.float64)
     size, head = scores.size, np.arange(scores.size)
-    for count in (_HEAD, 8 * _HEAD):  # the head of a distribution nearly always has the mass
+    for count in (_HEAD, 8 * _HEAD):  # the first tokens nearly always have the mass
         if 4 * count < size:
             some = highest(scores, count)
             if weights[some].sum(dtype=np.float64) > enough:
@@ -93,7 +93,7 @@ def keep_top_p(left: Candidates, mass: float) -> Candidates:
                 break
     order = head[np.argsort(-scores[head], kind="stable")]
     before = np.concatenate([[0.0], np.cumsum(weights[order], dtype=np.float64)[:-1]])
-    # The first token whose predecessors have the mass is out, and so are all after it. The first one always stays.
+    # Drop the first token whose predecessors have the mass, and all after it. The very first one always stays.
     return left.only(np.sort(order[: max(1, int(np.searchsorted(before, enough)))]))
 
 
@@ -103,10 +103,10 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
 
 
 def highest(scores: Scores, count: int) -> Ids:
-    """Places of the `count` highest scores, and of all that equal the last of them; ascending.
+    """Return the places of the `count` highest scores, and of all that equal the last of them; ascending.
 
-    At least `count` scores reach the `count`-th of the highest scores of as many or more disjoint sets. Few others do,
-    and finding that score takes one pass over the vocabulary.
+    The scores are cut into disjoint sets, at least `count`. At least `count` scores reach the `count`-th largest of the
+    sets' maxima, and few others do. Finding this bound takes one pass over the vocabulary.
     """
     places: Ids | None = None
     sets = scores.size // _ROUNDS

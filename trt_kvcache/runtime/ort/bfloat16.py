@@ -4,8 +4,8 @@
 becomes
     y = MatMul(x, Cast(W))    float32, W as it was
 
-ONNX Runtime computes a Cast of a weight while it opens a model, and frees what it read. So weights stay in their file,
-are read once, and are held once.
+ONNX Runtime computes a Cast of a weight while it opens a model, and frees the bfloat16 weight. So weights stay in their
+file, are read once, and are held in memory once.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NOTE = (
     "bfloat16 runs in float32 on the CPU, where ONNX Runtime has no bfloat16 arithmetic: caches take twice the memory, "
     "and numbers are closer to the model's in float32 than those of its engine"
 )
-_SMALL = 1024  # bytes; the values of smaller tensors are converted here, where shape inference can read them
+_SMALL = 1024  # bytes; smaller tensors are converted here, so that shape inference can read their values
 
 
 def in_float32(imported: ImportedModel) -> ImportedModel:
-    """A bfloat16 model as its float32 twin, with a note in its plan; the same object if nothing in it is bfloat16.
+    """Return a bfloat16 model in float32, with a note in its plan; the same object if nothing in it is bfloat16.
 
     Args:
-        imported: with its own caches or quantized ones; not changed.
+        imported: the model, with its own caches or quantized ones; not changed.
     """
     if not has_bfloat16(imported.model):
         return imported
@@ -53,7 +53,7 @@ def in_float32(imported: ImportedModel) -> ImportedModel:
 
 
 def _large(graph: GraphProto) -> Iterator[str]:
-    """The bfloat16 weights that keep their type."""
+    """Yield the bfloat16 weights that keep their type."""
     for tensor in graph.initializer:
         inside = tensor.data_location != TensorProto.EXTERNAL
         if tensor.data_type == TensorProto.BFLOAT16 and not (inside and (byte_size(tensor) or 0) <= _SMALL):
@@ -61,7 +61,7 @@ def _large(graph: GraphProto) -> Iterator[str]:
 
 
 def _cast(graph: GraphProto, large: Container[str]) -> None:
-    """Let a Cast make what readers of a large weight read."""
+    """Insert a Cast after each large weight."""
     casts = []
     for tensor in graph.initializer:
         if tensor.name in large:
@@ -71,7 +71,7 @@ def _cast(graph: GraphProto, large: Container[str]) -> None:
 
 
 def _widened(value: Any) -> Any:
-    """A plan, or a part of one, with float32 in the place of bfloat16."""
+    """Return a plan, or a part of one, with float32 instead of bfloat16."""
     if isinstance(value, tuple):
         return tuple(map(_widened, value))
     if not is_dataclass(value) or isinstance(value, type):

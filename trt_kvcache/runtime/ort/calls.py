@@ -1,4 +1,4 @@
-"""ONNX Runtime as the runtime calls it: how models are opened and run, memory that it is given, what it raises."""
+"""Calls of ONNX Runtime: opening and running models, memory for it, and its errors."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ _T = TypeVar("_T")
 
 
 def bind(side: Any, name: str, array: Array) -> None:
-    """Give ONNX Runtime the memory of an array.
+    """Let ONNX Runtime use the memory of an array.
 
     Args:
         side: ``bind_input`` or ``bind_output`` of an IOBinding.
-        name: of the tensor.
-        array: C-contiguous; the caller keeps it.
+        name: name of the tensor.
+        array: C-contiguous; the caller keeps it alive.
     """
     side(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
 
 
 class CpuSession:
-    """A model that ONNX Runtime runs on the CPU. Whoever waits for it, a signal and the end of the interpreter end it.
+    """A model that ONNX Runtime runs on the CPU. Signals and the end of the interpreter interrupt a running call.
 
     Args:
-        session: of ONNX Runtime.
-        name: of what fails, for messages.
+        session: session of ONNX Runtime.
+        name: name of the model for messages.
     """
 
     def __init__(self, session: Any, name: str) -> None:
         self._session, self._name = session, name
         self._options = quiet_run()
-        # The default. Where it is not set, onnxruntime asks for it at each run, and takes 40 us to see that (1.32.0).
+        # This is the default. If it is not set, onnxruntime looks for it in each run, which takes 40 us (1.32.0).
         self._options.add_run_config_entry("gpu_graph_id", "0")
         self._endable = Endable(self._end)
         self.inputs: list[Any] = session.get_inputs()
         self.outputs: list[Any] = session.get_outputs()
 
     def binding(self) -> Any:
-        """An IOBinding."""
+        """Return a new IOBinding."""
         return self._session.io_binding()
 
     def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
-        """The outputs of these names.
+        """Run the model and return the outputs of these names.
 
         Raises:
-            SessionError: it failed.
+            SessionError: the run failed.
         """
         return self._call(lambda: self._session.run(list(names), dict(feed), self._options))
 
     def run_bound(self, binding: Any) -> None:
-        """Run with the memory that was bound.
+        """Run the model with the bound memory.
 
         Raises:
-            SessionError: it failed.
+            SessionError: the run failed.
         """
         self._call(lambda: self._session.run_with_iobinding(binding, self._options))
 
@@ -73,7 +73,7 @@ class CpuSession:
         try:
             with self._endable:
                 return call()
-        except (*ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
+        except (*ORT_ERRORS, RuntimeError) as error:  # a failing node raises a plain RuntimeError (measured on 1.31.1)
             raise SessionError(f"{self._name} failed: {one_line(error)}") from None
         except MemoryError:
             raise SessionError(f"{self._name} failed: out of memory") from None
@@ -94,15 +94,15 @@ def open_on_cpu(
     """Open a model.
 
     Args:
-        model: its path; or the model itself, with external data relative to the folder of `path`.
-        path: of its file.
-        advice: what to do where ONNX Runtime cannot run it.
-        threads: None: one per core.
-        spinning: threads spin while they wait, which makes short steps shorter, and takes the processor from others.
-        name: of what fails, for messages; None: the path.
+        model: path of the model; or the model itself, with external data relative to the folder of `path`.
+        path: path of the model's file.
+        advice: what to do if ONNX Runtime cannot run it.
+        threads: number of threads; None: one per core.
+        spinning: threads spin while they wait: short steps become faster, but other programs get less processor time.
+        name: name of the model for messages; None: the path.
 
     Raises:
-        UnsupportedModelError: ONNX Runtime cannot run it.
+        UnsupportedModelError: ONNX Runtime cannot run the model.
     """
     options = ort.SessionOptions()
     if threads is not None:
@@ -121,11 +121,11 @@ def open_on_cpu(
 
 
 def type_name(value: Any) -> str:
-    """The type of an input or output of a session, as ONNX Runtime says it: ``"float16"``."""
+    """Return the type of a session's input or output, in ONNX Runtime's words: ``"float16"``."""
     name: str = value.type.removeprefix("tensor(").removesuffix(")")
     return name
 
 
 def input_dtype(value: Any) -> np.dtype[Any]:
-    """The dtype of an input or output of a session."""
+    """Return the dtype of a session's input or output."""
     return helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(type_name(value).upper()))

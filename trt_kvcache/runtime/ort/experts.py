@@ -1,13 +1,14 @@
-"""Mixtures of experts as ONNX Runtime computes them fastest on the CPU: by the operators that they came from.
+"""Keeps mixtures of experts as the operators they were exported with, which ONNX Runtime computes fastest on the CPU.
 
-What TensorRT gets in the place of MoE and QMoE reads the bits of the chosen experts alone there. ONNX Runtime makes
-floats of all experts at each step: of 32 experts of 512 x 512 in 4 bits, of which 4 are chosen, a token takes 37 ms
-instead of 0.4, and 256 tokens 184 instead of 27; in float32 1.8 instead of 0.6, and 103 instead of 36 (1.31.1, one
+For TensorRT, MoE and QMoE are rewritten so that only the bits of the chosen experts are read. ONNX Runtime converts all
+experts of this form to floats in each step. With 32 experts of 512 x 512 in 4 bits, 4 of them chosen, a token takes 37
+ms instead of 0.4, and 256 tokens 184 instead of 27; in float32 1.8 instead of 0.6, and 103 instead of 36 (1.31.1, one
 thread of a busy machine).
 
-The numbers are the same but for the order of sums, and where two experts of a token have equal scores: the operator
-takes the last of them, as in the model as exported, TopK the first. MoE without normalize_routing_weights does not go
-back: its kernel gives numbers that change with what else ONNX Runtime keeps in memory (beside GroupQueryAttention).
+The results are the same except for the order of sums, and for ties between two experts of a token: the operator takes
+the last expert, as in the model as exported; TopK takes the first. MoE without normalize_routing_weights stays
+rewritten: the results of its kernel change with other data that ONNX Runtime keeps in memory (beside
+GroupQueryAttention).
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from trt_kvcache.importer.protos import names_read
 __all__ = ["keep_experts"]
 
 _EXPERTS = {"MoE": 2, "QMoE": 3}
-"""The operand whose type a node computes in."""
+"""Index of the operand whose type the node computes in."""
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Put the operators of the source back, float32 alone.
+    """Replace rewritten experts with the operators of the source, in float32 only.
 
     Args:
-        model: rewritten, its nodes sorted; not changed.
-        source: what it was made from; external data of both lie in one folder.
+        model: the rewritten model, its nodes sorted; not changed.
+        source: the model that it was made from; external data of both lie in one folder.
 
     Returns:
-        A model with the same inputs and outputs; the same object where no operator goes back.
+        A model with the same inputs and outputs; the same object if no operator is replaced.
     """
     weights = {tensor.name: tensor for tensor in source.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -69,9 +70,9 @@ def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
 def _fits(
     node: NodeProto, weights: Mapping[str, TensorProto], makers: Mapping[str, NodeProto], model: ModelProto
 ) -> bool:
-    """True if a model computes a node's result from the node's tokens and logits, and from nothing else.
+    """Return True if a model computes a node's result from the node's tokens and logits, and from nothing else.
 
-    Names are enough then: between tensors that were there before and are there now, the same stands as was put there.
+    Comparing names is enough: a rewrite keeps the names of tensors that it keeps.
     """
     if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):
         return False

@@ -5,14 +5,14 @@ y = Where(row sees a key, Attention(q, present_k[:, :, :span], present_v[:, :, :
 becomes
 y, present_k, present_v = com.microsoft.GroupQueryAttention(q, k, v, past_k, past_v, lengths - 1, longest)
 
-The same numbers, but for the order of sums; it writes in place where past and present are one buffer, and reads the
-rows in use where they lie, where Slice copies them. It takes updates of several tokens for one sequence at a time,
-unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given").
-Q, K and V go to it as they came from their projections, [B, S, N*H], rotated in that form where they are rotated. Its
-own rotation is not for sessions: it counts positions itself, and callers may give others. Of positions that it is given
-it reads the first one alone where a step of several tokens starts at row 0 (1.32.0).
-Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; that rows beyond a sequence's
-length are never read, whatever they hold, tests/runtime/test_ort_attention.py sees.
+The results are the same except for the order of sums. The operator writes in place if past and present are one buffer,
+and reads the rows in use without a copy; Slice copies them. It takes updates of several tokens for one sequence at a
+time, unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given"). Q,
+K and V are passed as the projections return them, [B, S, N*H]; a rotation is moved to this form. Its own rotation does
+not suit sessions: it counts positions itself, but callers may give other positions. If positions are passed to it, it
+reads only the first one when a step of several tokens starts at row 0 (1.32.0). Semantics:
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. tests/runtime/test_ort_attention.py checks
+that rows beyond a sequence's length are never read.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _HEAD_STEP = 8  # "head_size must be a multiple of 8" (1.31.1)
 
 @dataclass(frozen=True)
 class _Match:
-    """One Attention with its two updates, and what GroupQueryAttention needs beside them.
+    """One Attention with its two updates, and other operands of GroupQueryAttention.
 
     Attributes:
         lengths: int64 ``[B]``, tokens per sequence after the step.
-        window: keys that a query sees, itself included; -1: all.
-        result: what the attention gives in the end, ``[B, N, S, H]``.
+        window: keys that a query sees, including its own; -1: all.
+        result: final result of the attention, ``[B, N, S, H]``.
     """
 
     node: gs.Node
@@ -56,17 +56,17 @@ class _Match:
 
 
 def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """Put GroupQueryAttention in place of every attention that it computes exactly.
+    """Replace every attention with GroupQueryAttention if that computes exactly the same.
 
-    Those are float32, causal with or without a left window, over two linear caches ``[B, N, L, H]`` that nothing else
-    reads, with H a multiple of 8. All others stay.
+    It must be float32 and causal, with or without a left window, over two linear caches ``[B, N, L, H]`` that nothing
+    else reads, with H a multiple of 8. All others stay.
 
     Args:
-        model: rewritten; not changed.
-        plan: of the model.
+        model: the rewritten model; not changed.
+        plan: plan of the model.
 
     Returns:
-        A model with the same inputs and outputs; the same object where no attention fits.
+        A model with the same inputs and outputs; the same object if no attention fits.
     """
     light, weights = detach_weights(model)
     graph = gs.import_onnx(infer_shapes(light))
@@ -109,7 +109,7 @@ def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan,
     result = node.outputs[0]
     readers = consumers(result)
     if mask.guarded and len(readers) == 1 and is_op(readers[0], "Where") and readers[0].inputs[1] is result:
-        result = readers[0].outputs[0]  # under a causal mask each query sees itself at least
+        result = readers[0].outputs[0]  # under a causal mask each query sees at least itself
     if contains(graph.outputs, node.outputs[0]) or contains(graph.outputs, result):
         return None
     window = -1 if mask.left_window < 0 else mask.left_window + 1
@@ -136,7 +136,7 @@ def _is_linear(cache: CacheUpdate) -> bool:
 
 
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
-    """The TensorScatter ``[B, N, L, H]`` that this attention alone reads, as it is or up to the span."""
+    """The TensorScatter ``[B, N, L, H]`` that only this attention reads, in full or up to the span; else None."""
     node, reader = producer(tensor), attention
     if node is not None and is_op(node, "Slice"):
         axes = small_constant(node.inputs[3])
@@ -189,7 +189,7 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
 
 
 def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
-    """``[B, N, S, H]`` as ``[B, S, N*H]``: what it was made from, where it was that; what rotates it, rotates that."""
+    """Return ``[B, N, S, H]`` as ``[B, S, N*H]``: its source if it had this form; a rotation is moved to this form."""
     node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
     if node is not None and is_op(node, "RotaryEmbedding"):
         rows = _by_token(emitter, node.inputs[0], heads, size)
@@ -211,7 +211,7 @@ def _swaps(node: gs.Node | None) -> TypeGuard[gs.Node]:
 
 
 def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
-    """True if this is ``[B, S, N*H]`` to ``[B, S, N, H]`` for every B and S."""
+    """Return True if the Reshape turns ``[B, S, N*H]`` into ``[B, S, N, H]`` for every B and S."""
     source, shape = dims(reshape.inputs[0]), small_constant(reshape.inputs[1])
     if source is None or len(source) != 3 or source[2] != heads * size or shape is None:
         return False
@@ -220,7 +220,7 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
-    """The tensor that GroupQueryAttention's result replaces, and True if that is ``[B, S, N*H]``."""
+    """Return the tensor that GroupQueryAttention's result replaces, and True if it is ``[B, S, N*H]``."""
     turned = _only(result, "Transpose")
     if not _swaps(turned):
         return result, False
@@ -232,11 +232,11 @@ def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
 
 
 def _keeps_rows(shape: Iterable[int], width: int) -> bool:
-    """True if a Reshape of ``[B, S, N, H]`` to `shape` is ``[B, S, N*H]`` for every B and S."""
+    """Return True if a Reshape of ``[B, S, N, H]`` to `shape` gives ``[B, S, N*H]`` for every B and S."""
     return list(shape) in ([0, 0, width], [0, 0, -1], [0, -1, width])
 
 
 def _only(tensor: gs.Tensor, op: str) -> gs.Node | None:
-    """The one reader of a tensor, if it is this operator."""
+    """Return the only reader of a tensor, if it is this operator; else None."""
     readers = consumers(tensor)
     return readers[0] if len(readers) == 1 and is_op(readers[0], op) else None

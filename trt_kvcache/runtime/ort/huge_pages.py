@@ -1,8 +1,8 @@
-"""Memory that every step reads, in huge pages: with pages of 4 KiB the processor looks most of them up anew each time.
+"""Moves memory that every step reads into huge pages: with 4 KiB pages the processor has to look most of them up again.
 
-Linux gives huge pages to whoever asks for them. NumPy does for its large arrays, caches among them; ONNX Runtime does
-not for weights. What it took while it opened a model is therefore moved into huge pages afterwards, where Linux 6.1 or
-later is asked once more (MADV_COLLAPSE). Processor time of a decode step with 200 MB of weights, one thread, on a busy
+Linux gives huge pages to programs that ask for them. NumPy asks for its large arrays, including caches; ONNX Runtime
+does not ask for weights. So memory that it allocated while it opened a model is moved into huge pages afterwards, with
+Linux 6.1 or later (MADV_COLLAPSE). Processor time of a decode step with 200 MB of weights, one thread, on a busy
 virtual machine: 33 ms before, 22 ms after.
 """
 
@@ -24,19 +24,19 @@ _COLLAPSE = 25  # MADV_COLLAPSE, of linux/mman.h
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
 _PAGE = 4096
-_AT_ONCE = 16  # huge pages: how often the time is looked at
+_AT_ONCE = 16  # number of huge pages between looks at the time
 _LEAST_SECONDS = 1.0
 
 
 @contextmanager
 def huge_pages(*, wait: bool = True) -> Iterator[None]:
-    """Move memory that is taken within the block and full of data into huge pages, as far as there are any.
+    """Move memory that the block allocates and fills into huge pages, as far as Linux has any.
 
-    Nothing else changes: no page that was never written becomes memory, and what fails or takes longer than the block
-    itself is left as it is.
+    Nothing else changes: pages that were never written stay unused. The move stops at an error, or when it takes longer
+    than the block (and at least a second).
 
     Args:
-        wait: until all of it has moved; else it moves while the caller goes on.
+        wait: wait for the move; else it runs in a thread.
     """
     before, start = _anonymous(), time.perf_counter()
     yield
@@ -49,8 +49,8 @@ def huge_pages(*, wait: bool = True) -> Iterator[None]:
 
 
 def _move(before: set[tuple[int, int]], until: float) -> None:
-    """Move memory that is not in `before`; `until`: a time to end at."""
-    with suppress(OSError):  # of systems other than Linux, or that show less of themselves
+    """Move memory that is not in `before`; stop at the time `until`."""
+    with suppress(OSError):  # systems other than Linux, or with restricted /proc
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return
         size = int((_SETTINGS / "hpage_pmd_size").read_text())
@@ -62,7 +62,7 @@ def _move(before: set[tuple[int, int]], until: float) -> None:
 
 
 def _anonymous() -> set[tuple[int, int]]:
-    """Beginnings and ends of the memory that is no file's."""
+    """Return start and end of each memory range that belongs to no file."""
     try:
         text = Path("/proc/self/maps").read_text()
     except OSError:
@@ -71,7 +71,7 @@ def _anonymous() -> set[tuple[int, int]]:
 
 
 def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The rest of ranges; the kernel joins new memory with its neighbours."""
+    """Yield the parts of ranges outside of others; the kernel joins new memory with its neighbours."""
     for start, end in sorted(ranges):
         for first, last in sorted(others):
             if start < last and first < end:
@@ -81,7 +81,7 @@ def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iter
 
 
 def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """The runs of aligned blocks of `size` bytes between two addresses of which every page holds data."""
+    """Yield runs of aligned blocks of `size` bytes between two addresses in which every page holds data."""
     start, end = -(-start // size) * size, end // size * size
     if start >= end:
         return
@@ -94,6 +94,6 @@ def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _collapse(address: int, size: int) -> bool:
-    """Move memory into huge pages; whether that can go on."""
+    """Move memory into huge pages; return True if more can be moved."""
     library = ctypes.CDLL(None)
     return not library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)

@@ -1,10 +1,10 @@
-"""Memory that the weights of a model take on ONNX Runtime, computed before it is opened.
+"""Estimates the memory that a model's weights take in ONNX Runtime, before it is opened.
 
-Measured with 1.32, what is taken beside the files that the system maps:
+Measured with 1.32, in addition to the files that the system maps:
 
-    float32, 1.67 GB    1.4 GB: those of products once more, packed
-    float16, 0.83 GB    2.1 GB while it opens, 1.8 GB then: products are computed in float32
-    float16, 3.56 GB    11.7 GB while it opens, 6.4 GB then: the same where weights are stored transposed
+    float32, 1.67 GB    1.4 GB: weights of products are copied, packed
+    float16, 0.83 GB    2.1 GB while it opens, then 1.8 GB: products are computed in float32
+    float16, 3.56 GB    11.7 GB while it opens, then 6.4 GB: the same with transposed weights
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.machine import free_memory, memory
 
-_CONVERTED = 2.5  # of the bytes of float16 and bfloat16 weights, at the least
-_PACKED = 0.8  # of those of others: tables are not packed
+_CONVERTED = 2.5  # times the bytes of float16 and bfloat16 weights, at least
+_PACKED = 0.8  # times the bytes of other weights: tables are not packed
 
 
 def admit_weights(model: ModelProto) -> None:
-    """Refuse a model whose weights do not fit, which would end this process, or others, without a word.
+    """Refuse a model whose weights do not fit; the system would otherwise kill a process without a message.
 
     Raises:
         SessionError: too little memory is free.

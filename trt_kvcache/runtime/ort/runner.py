@@ -1,4 +1,4 @@
-"""Runs a model on the CPU with ONNX Runtime, each cache one buffer that is updated in place."""
+"""Runs a model on the CPU with ONNX Runtime; each cache is one buffer that is updated in place."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, Ste
 
 __all__ = ["OnnxRuntimeRunner"]
 
-_DEFAULT_BATCH = 8  # zeroed memory that is never touched costs nothing
+_DEFAULT_BATCH = 8  # untouched zeroed memory costs nothing
 _DEFAULT_CHUNK = 512
-_MOST_THREADS = 4096  # ONNX Runtime starts as many as it is told, or dies of it
-_BINDINGS = 64  # kept, by shape: decode needs one per batch size and span bucket
+_MOST_THREADS = 4096  # ONNX Runtime starts as many as asked, or crashes
+_BINDINGS = 64  # most bindings kept, by shape: decode needs one per batch size and span bucket
 
 
 @dataclass
 class _Bound:
-    """The arrays that one shape of step reads and writes, to which ONNX Runtime holds pointers.
+    """The arrays that one shape of step reads and writes; ONNX Runtime holds pointers to them.
 
     Attributes:
-        constants: whose are in `arrays`.
+        constants: the constants that are now in `arrays`.
     """
 
     binding: Any
@@ -59,7 +59,7 @@ class _Bound:
     constants: tuple[Constants, ...] = ()
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Put the constants of the rows of a step in place, unless they are there since the last one."""
+        """Copy the constants of a step's rows into `arrays`, unless the last step had the same."""
         if constants != self.constants:
             for name, array in self.arrays.items():
                 for row, constant in enumerate(constants):
@@ -68,20 +68,19 @@ class _Bound:
 
 
 class OnnxRuntimeRunner:
-    """ONNX Runtime on the CPU.
+    """Runs a model with ONNX Runtime on the CPU.
 
-    The model is rewritten in memory, so that a step reads as many cache rows as are in use; large weights stay in their
-    files. Past and present of a cache are bound to one address, where ONNX Runtime's TensorScatter and
-    GroupQueryAttention then write the update alone (measured on 1.31.1); a step on some rows binds the address of the
-    first of them.
+    The model is rewritten in memory, so that a step reads only the cache rows in use; large weights stay in their
+    files. Past and present of a cache are bound to one address; ONNX Runtime's TensorScatter and GroupQueryAttention
+    then write only the update (measured on 1.31.1). A step on some rows binds the address of the first of them.
 
     Args:
         model: path of the ``.onnx`` file, as exported or rewritten.
-        options: of the plan.
-        max_batch: rows of every cache; None: 8, or fewer where memory is short.
+        options: options of the plan.
+        max_batch: rows of every cache; None: 8, or fewer if memory is short.
         max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
-        threads: of ONNX Runtime; None: one per core.
-        default_capacity: of caches that grow, where options do not say it; None: the importer's.
+        threads: threads of ONNX Runtime; None: one per core.
+        default_capacity: capacity of caches that grow, if `options` gives none; None: the importer's default.
 
     Raises:
         ModelError, OptionError: the model cannot be used, or an option does not fit it.
@@ -111,11 +110,11 @@ class OnnxRuntimeRunner:
             imported = in_float32(imported)
             session = self._open(imported, options, max_batch, max_chunk, threads)
         except TrtKvCacheError:
-            verdict.result()  # a refusal of the check says more
+            verdict.result()  # the check's own error says more
             raise
         checked = verdict.result()
         self._plan = checked.on(self._plan)
-        if checked.whole_prompts:  # which only runs have shown
+        if checked.whole_prompts:  # only the check's runs can show this
             self._inputs = StepInputs(checked.on(imported.plan))
             self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
         if imported.plan.logits_span is not None:
@@ -132,10 +131,10 @@ class OnnxRuntimeRunner:
         max_chunk: int | None,
         threads: int | None,
     ) -> CpuSession:
-        """Open the session, and make the caches, while the check compares the models."""
+        """Open the session and allocate the caches, while the check compares the models."""
         self._source = imported.source
         self._identity: str | None = None
-        # Without the time of the inode, which a backup by hard links changes.
+        # Leave out the inode's change time: backups by hard links change it.
         self._stamps = [(path, times[:-1]) for path, times in self._source.stamps.items()]
         self._inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
@@ -151,11 +150,11 @@ class OnnxRuntimeRunner:
         session = _opened(imported, model_run, threads, self.name)
         self._session: CpuSession | None = session
         imported.source.check_unchanged()
-        # Outside of GroupQueryAttention; see `fuse_attention`.
+        # Only outside of GroupQueryAttention; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
         allow_memory(per_row * self._max_batch)
         self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
-        # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
+        # ONNX Runtime writes state, and caches that are not updated in place, to new arrays; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
         weights = [t for t in imported.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
@@ -165,7 +164,7 @@ class OnnxRuntimeRunner:
 
     @property
     def name(self) -> str:
-        """Runtime and device, for people."""
+        """Runtime and device as text."""
         narrow = ", bfloat16 in float32" if NOTE in self._plan.notes else ""
         return f"ONNX Runtime {ort.__version__}, CPU{narrow}"
 
@@ -191,12 +190,12 @@ class OnnxRuntimeRunner:
 
     @property
     def max_logits(self) -> int | None:
-        """1 of a model that gives logits of the last position only; None: all."""
+        """1 for a model that returns logits of the last position only; None: all."""
         return 1 if self._logits.last_only else None
 
     @property
     def vocab(self) -> int:
-        """Token ids are 0 to ``vocab - 1``."""
+        """Size of the vocabulary: token ids are 0 to ``vocab - 1``."""
         return self._vocab
 
     @property
@@ -210,7 +209,7 @@ class OnnxRuntimeRunner:
         return self._inputs
 
     def identity(self) -> str:
-        """A digest of the model file and its external data."""
+        """Return a digest of the model file and its external data."""
         try:
             if self._identity is None:
                 identity = model_identity([identify(path) for path, _ in self._stamps])
@@ -252,22 +251,22 @@ class OnnxRuntimeRunner:
         return self._logits.last(bound.logits, batch)
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """Copy cache rows of one batch row to another."""
+        """See `Runner.copy_rows`."""
         for name in self._carried:
             self._rows(name, target, 0, tokens)[...] = self._rows(name, source, 0, tokens)
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
-        """Set cache rows to 0."""
+        """See `Runner.zero_rows`."""
         for name in self._carried:
             self._rows(name, row, start, stop)[...] = 0
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
-        """A copy of the first cache rows of a batch row, in the physical layout."""
+        """See `Runner.read_row`."""
         copied: Array = self._rows(name, row, 0, tokens).copy()
         return copied
 
     def write_row(self, name: str, row: int, data: Array) -> None:
-        """Overwrite the first cache rows of a batch row."""
+        """See `Runner.write_row`."""
         axis = self._carried[name].axis
         self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
 
@@ -296,11 +295,11 @@ class OnnxRuntimeRunner:
             rows[...] = content
 
     def view(self, name: str) -> Array:
-        """The whole buffer of one cache, without a copy."""
+        """See `Runner.view`."""
         return self._past[name]
 
     def close(self) -> None:
-        """Free session and caches."""
+        """Free the session and the caches."""
         self._bindings.clear()
         self._past, self._present, self._adapters = {}, {}, {}
         self._session = None
@@ -310,7 +309,7 @@ class OnnxRuntimeRunner:
         return view
 
     def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
-        """Cache rows of each buffer, and their places in packed memory."""
+        """Yield the cache rows of each buffer with their place in packed memory."""
         at = 0
         for name in self._carried:
             rows = self._rows(name, row, start, stop)
@@ -321,20 +320,20 @@ class OnnxRuntimeRunner:
         return np.zeros((self._max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
-        """The last size of the logits of a step over empty caches, which stay empty."""
+        """Return the last size of the logits of a step over empty caches; the caches stay empty."""
         rows = self._inputs.max_rows or 1
         length = self._inputs.fixed_length or 1
         tokens = np.zeros((rows, length), np.int64)
         batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self._inputs.no_embeds(tokens))
         if self._inputs.constants.tensors:
-            return 0  # nothing to give it yet
+            return 0  # unknown: there are no constants to run with yet
         spans = {n: self._spans[n][:size] for n, size in self._inputs.span_sizes(batch).items()}
         feeds = self._inputs.arrays(batch) | spans | self._adapters | {n: a[:rows] for n, a in self._past.items()}
         (logits,) = session.run([self._logits.name], feeds)
         return int(logits.shape[-1])
 
     def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
-        """The binding for this row range and shape; made once."""
+        """Return the binding of this row range and shape; it is made once and kept for steps of one token."""
         key = (batch.first_row, *self._inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)
@@ -355,7 +354,7 @@ class OnnxRuntimeRunner:
         logits = np.empty(self._logits.shape(batch), self._logits.dtype)
         bind(binding.bind_output, self._logits.name, logits)
         bound = _Bound(binding, inputs, arrays, logits)
-        if batch.length == 1:  # prompts come in all lengths, and their logits are large
+        if batch.length == 1:  # prompts have all lengths, and their logits are large
             self._bindings[key] = bound
             if len(self._bindings) > _BINDINGS:
                 self._bindings.popitem(last=False)
@@ -363,10 +362,11 @@ class OnnxRuntimeRunner:
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
-    """The rewritten model with experts, products and attention as ONNX Runtime computes them fastest, and its plan.
+    """Return the model with the fastest forms of experts, products and attention for ONNX Runtime, and its plan.
 
-    Attention not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches. It
-    quantizes and reads caches with one scale itself, but for float8, of which it has no kernel (1.32.0).
+    Attention is not replaced if steps have fixed sizes: their padding may lie beyond the end of the caches. ONNX
+    Runtime's GroupQueryAttention quantizes and reads caches with one scale itself, but has no kernel for float8
+    (1.32.0).
     """
     model = imported.model
     taken = options.cache_ranges is None or options.cache_dtype is not CacheDtype.FP8
@@ -388,7 +388,7 @@ def _opened(imported: ImportedModel, model: onnx.ModelProto, threads: int | None
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """The caches that ONNX Runtime can write in place: one operator reads past, and gives present."""
+    """Return the caches that ONNX Runtime can write in place: one operator reads past and writes present."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:
@@ -402,7 +402,7 @@ def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set
 
 
 def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
-    """Past and present of the caches that this operator writes in place if they are one buffer."""
+    """Return past and present of the caches that this operator writes in place if both are one buffer."""
     if node.op_type == "TensorScatter":
         return [(node.input[0], node.output[0])]
     if node.op_type == OPERATOR:
@@ -411,12 +411,12 @@ def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
 
 
 def _bytes(buffer: Carried) -> int:
-    """Bytes of one row, as NumPy holds it: elements of 4 bits take a byte each."""
+    """Return the bytes of one row, as NumPy stores it: elements of 4 bits take a byte each."""
     return int(np.prod(buffer.row_shape(buffer.capacity))) * buffer.array_dtype.itemsize
 
 
 def _admit(one: int, asked: int | None) -> int:
-    """The batch whose caches, of `one` byte count per sequence, fit into this machine's memory."""
+    """Return the batch size whose caches fit into this machine's memory, at `one` bytes per sequence."""
     most = memory()
     batch = asked or max(1, min(_DEFAULT_BATCH, most // (2 * one)))
     if batch * one > most:

@@ -1,4 +1,4 @@
-"""Is there enough GPU memory? Asked before anything is allocated, and answered with what to lower."""
+"""Checks that the GPU has enough memory before anything is allocated, and says what to lower."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from trt_kvcache.errors import BackendError
 __all__ = ["RESERVE", "Need", "admit", "format_size"]
 
 RESERVE = 128 << 20
-"""Bytes left to the driver and to TensorRT, which take some on their own (kernels, state of contexts). An estimate."""
+"""Bytes left to the driver and to TensorRT, which allocate some themselves (kernels, state of contexts). An estimate.
+"""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that will be taken.
+    """Memory that will be allocated.
 
     Attributes:
-        what: ``"caches"``.
-        size: bytes, as the driver takes them.
-        for_rows: the same for a batch of fewer rows; None: it is the same.
+        what: name of its use, such as ``"caches"``.
+        size: bytes, as the driver allocates them.
+        for_rows: bytes for a batch of fewer rows; None: `size`.
     """
 
     what: str
@@ -29,15 +30,15 @@ class Need:
 
 
 def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int, advice: str | None = None) -> None:
-    """Refuse what does not fit.
+    """Refuse to run if the memory does not suffice.
 
     Args:
-        needs: all memory that will be taken, in bytes, for `max_batch` rows.
-        free: bytes of the GPU that are not in use, as the driver counts them.
-        total: all its bytes.
-        gpu: its name.
-        max_batch: rows.
-        advice: what to do; None: with the batch and the sizes of a decoder.
+        needs: all memory that will be allocated, for `max_batch` rows.
+        free: free bytes of the GPU, as the driver counts them.
+        total: all bytes of the GPU.
+        gpu: name of the GPU.
+        max_batch: number of rows.
+        advice: what to do; None: the advice for a decoder, with batch and sizes.
 
     Raises:
         BackendError: `needs` and `RESERVE` together are more than `free`; the message says how many rows fit.
@@ -64,7 +65,7 @@ def _advice(needs: Sequence[Need], free: int, max_batch: int) -> str:
 
 
 def format_size(size: int) -> str:
-    """``"1.5 GiB"``."""
+    """Return a size as text, such as ``"1.5 GiB"``."""
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

@@ -1,8 +1,7 @@
-"""Caches and state in GPU memory: one buffer for each cache, bound in place, and what can be done to their rows.
+"""Caches and state in GPU memory: one buffer for each cache, bound in place, and operations on rows.
 
-State, and a cache that is not in place (`Route.FUNCTIONAL`), has two buffers, and each step writes the one that it does
-not read. Steps may run on a part of the rows, so each row has a side of its own: the buffer that holds its newest
-contents.
+State, and a cache that is not updated in place (`Route.FUNCTIONAL`), has two buffers: each step reads one and writes
+the other. A step may run on only some of the rows, so each row has its own *side*: the buffer with its newest contents.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken
 __all__ = ["CacheBuffer", "DeviceCaches"]
 
 _STAGING = 8 << 20
-"""Bytes of pinned memory through which rows are read and written; longer ones go in pieces."""
+"""Bytes of pinned memory through which rows are copied; longer rows are copied in pieces."""
 
 _PACKED = ("int4", "uint4", "float4e2m1")
 
 
 @dataclass(frozen=True)
 class CacheBuffer:
-    """The geometry of one cache in bytes, or of state: a single cache row.
+    """The sizes of one cache in bytes; state counts as a single cache row.
 
-    A batch row is `planes` runs of `capacity` cache rows of `width` bytes: ``[B, planes, capacity, width]``.
+    A batch row consists of `planes` runs of `capacity` cache rows of `width` bytes: ``[B, planes, capacity, width]``.
 
     Attributes:
         shape: ``[max_batch, *physical_shape[1:]]``.
@@ -44,7 +43,7 @@ class CacheBuffer:
 
     @property
     def planes(self) -> int:
-        """Runs of cache rows in a batch row."""
+        """Number of runs of cache rows in a batch row."""
         return prod(self.shape[1 : self.carried.axis or 1])
 
     @property
@@ -72,9 +71,9 @@ class DeviceCaches:
     """All caches and state of an engine.
 
     Args:
-        cuda: where they are.
-        plan: what they are.
-        max_batch: rows of each.
+        cuda: the GPU that holds them.
+        plan: plan of the engine.
+        max_batch: rows of each cache.
 
     Raises:
         ManifestError: a row of a cache would start at an address that TensorRT cannot take.
@@ -97,11 +96,11 @@ class DeviceCaches:
         self._addresses: dict[str, tuple[int, ...]] = {}
 
     def bytes_for(self, rows: int) -> int:
-        """GPU memory that so many rows of the batch take."""
+        """Return the GPU memory that `rows` rows of the batch take."""
         return sum(taken(rows * b.row_bytes) * (1 if b.carried.in_place else 2) for b in self.buffers.values())
 
     def allocate(self) -> None:
-        """Take the memory, zeroed."""
+        """Allocate the memory, zeroed."""
         for name, buffer in self.buffers.items():
             sides = 1 if buffer.carried.in_place else 2
             self._addresses[name] = tuple(self._cuda.allocate(buffer.size) for _ in range(sides))
@@ -110,7 +109,7 @@ class DeviceCaches:
         )
 
     def side(self, first_row: int, rows: int) -> int:
-        """The buffers with the newest contents of these rows; rows that differ from the first are moved there."""
+        """Return the side with the newest contents of these rows; rows on the other side are copied to it."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -123,7 +122,7 @@ class DeviceCaches:
         return side
 
     def bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """The address of every past and present tensor for a step whose first row this is."""
+        """Return the address of every past and present tensor for a step that starts at this row."""
         bound = {}
         for name, buffer in self.buffers.items():
             bound[name] = self._row(name, first_row, side)
@@ -131,7 +130,7 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """A step has written these rows: what has two buffers has its newest contents in the other one now."""
+        """Note that a step has written these rows: with two buffers, the newest contents are now in the other one."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -192,19 +191,19 @@ class DeviceCaches:
         self._cuda.sync()  # the caller may write to this memory again
 
     def view(self, name: str, owner: object) -> Any:
-        """See `Runner.view`. Of two buffers, the one that holds the first row's newest contents."""
+        """See `Runner.view`. Of two buffers, it returns the one with the first row's newest contents."""
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
         return self._cuda.view(address, buffer.shape, buffer.dtype, owner)
 
     def _row(self, name: str, row: int, side: int | None = None) -> int:
-        """Address of a batch row, on the side that holds its newest contents if none is named."""
+        """Return the address of a batch row; by default, on the side with its newest contents."""
         buffer = self.buffers[name]
         side = self._side_of(buffer, row) if side is None or buffer.carried.in_place else side
         return self._addresses[name][side] + row * buffer.row_bytes
 
     def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[int, int, int, CacheBuffer]]:
-        """Addresses of the tokens of each buffer in packed memory and in the cache, and bytes in each plane."""
+        """Yield the addresses of the tokens of each buffer, in packed memory and in the cache, and bytes per plane."""
         host = data.ctypes.data
         for name, buffer in self.buffers.items():
             first, last = buffer.carried.places(start, stop)
@@ -217,7 +216,7 @@ class DeviceCaches:
         return 0 if buffer.carried.in_place else int(self._sides[row])
 
     def _pieces(self, buffer: CacheBuffer, tokens: int) -> list[tuple[int, int]]:
-        """Ranges of cache rows that fit into the pinned memory."""
+        """Return ranges of cache rows that fit into the pinned memory."""
         step = self._staging.data.size // (buffer.planes * buffer.width)
         return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 

@@ -1,10 +1,10 @@
-"""Logits that stay on the GPU: the best token of each position, or its highest scores, come to the host instead of all.
+"""Chooses tokens on the GPU: only the best token, or the highest scores, of each position are copied to the host.
 
-Greedy decoding looks at nothing but the best token, sampling with `top_k` at nothing but so many of the highest scores.
-The masks of grammars go to the GPU, a bit for each token, and what they forbid is passed over there.
-The kernels (``plugins/choice.cu``) are compiled by NVRTC, an optional package. Before a session relies on them, they
-have to find what the host does, on this GPU, among scores that make it hard; wherever they cannot be had, or are wrong,
-the host goes on choosing among all scores.
+Greedy decoding needs only the best token; sampling with `top_k` needs only that many of the highest scores. Masks of
+grammars are copied to the GPU, a bit for each token, and the kernels skip forbidden tokens. NVRTC, an optional package,
+compiles the kernels (``plugins/choice.cu``). Before a session relies on them, they must find the same as the host on
+this GPU, in scores that are hard to choose from. If the kernels are missing or wrong, the host chooses among all
+scores.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _KEY_BYTES, _ORDER_BYTES = 8, 4
 _LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)
 _MOST_BLOCKS = 2**31 - 1
 _LEAST_MASKS = 256  # bytes
-_PROVED = 8  # positions at once, at most, and kinds of hard scores
+_PROVED = 8  # most positions in one test; also the number of kinds of hard scores
 
 
 class DeviceChoice:
-    """Chooses among the logits that lie on the GPU.
+    """Chooses tokens from logits on the GPU.
 
     Args:
-        cuda: where they are.
-        dtype: of the logits, one of `CHOICE_DTYPES`.
+        cuda: the GPU that holds the logits.
+        dtype: dtype of the logits, one of `CHOICE_DTYPES`.
         vocab: V.
-        rows: sequences in one step.
-        most: positions in one step.
+        rows: most sequences in one step.
+        most: most positions in one step.
 
     Raises:
         BackendError, OptionError: there are no kernels for this GPU, driver or size; the message says what to do.
@@ -72,19 +72,19 @@ class DeviceChoice:
     def choose(
         self, start: int, pitch: int, rows: int, keep: int, highest: int, masks: Masks | None = None
     ) -> Array | None:
-        """Wait for the step, and fetch what is looked at.
+        """Wait for the step, and return the best or the highest scores.
 
         Args:
             start: address of the first position of the first row.
             pitch: bytes from one row to the next.
             rows: R.
-            keep: positions of each row, which follow each other.
+            keep: consecutive positions of each row.
             highest: how many of the highest scores of each position, see `StepBatch.highest`.
-            masks: of the tokens that may be among them, see `StepBatch.masks`.
+            masks: masks of the allowed tokens, see `StepBatch.masks`.
 
         Returns:
-            `CHOICE` ``[R, keep, N]``, tokens ascending; after the last one tokens of -1 with scores of ``-inf``. None
-            where so many scores, or scores or masks of so many positions, are better looked for among all.
+            `CHOICE` ``[R, keep, N]``, tokens ascending; after the last one, tokens of -1 with scores of ``-inf``. None
+                if the host should choose: too many scores or positions are asked for.
         """
         if masks is not None and 4 * self._words * rows * keep > self._host_masks.data.size:
             return None
@@ -103,7 +103,7 @@ class DeviceChoice:
         return chosen.reshape(rows, keep, -1)
 
     def _put(self, masks: Masks | None, rows: int, keep: int) -> int:
-        """Copy masks to the GPU, while the step runs; their address, or 0 where there are none."""
+        """Copy masks to the GPU while the step runs. Return their address, or 0 without masks."""
         if masks is None:
             return 0
         data = masks(self._words)
@@ -116,7 +116,7 @@ class DeviceChoice:
         return self._masks
 
     def _best(self, start: int, masks: int, pitch: int, rows: int, keep: int, vocab: int) -> npt.NDArray[np.uint64]:
-        """The best key of each position ``[R * keep]``."""
+        """Return the best key of each position ``[R * keep]``."""
         size = _KEY_BYTES * rows * keep
         self._cuda.zero_rows(self._results, size, size, 1)
         self._launch("best_token", (start, masks, self._results), pitch, rows, keep, vocab)
@@ -125,9 +125,10 @@ class DeviceChoice:
     def _lists(
         self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """The lists that `candidates` writes, ``[R * keep, 1 + CANDIDATES]``, and the least score that it looked for.
+        """Return the lists of the kernel `candidates`, ``[R * keep, 1 + CANDIDATES]``, and the least score in each.
 
-        At least `highest` scores reach the `highest`-th of the maxima of disjoint sets, and few others do.
+        The vocabulary is cut into disjoint sets. At least `highest` scores reach the `highest`-th largest of the sets'
+        maxima, and few others do.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
         self._launch("set_maxima", (start, masks, self._results), pitch, rows, keep, vocab)
@@ -146,18 +147,18 @@ class DeviceChoice:
         self._cuda.launch_kernel(self._kernels[name], rows * keep * blocks, THREADS, *addresses, *sizes)
 
     def _fetch(self, size: int) -> npt.NDArray[np.uint8]:
-        """The bytes of the results, in pinned memory."""
+        """Return the first `size` bytes of the results, in pinned memory."""
         self._cuda.download_rows(self._host.address, self._results, size, size, 1)
         self._cuda.sync()
         return self._host.data[:size]
 
     def prove(self, memory: int, size: int, staging: Pinned) -> None:
-        """Choose among scores that are hard to choose from.
+        """Test the kernels with scores that are hard to choose from.
 
         Args:
-            memory: of the logits, which is written to.
-            size: bytes of it.
-            staging: on the way there.
+            memory: address of the logits; they are overwritten.
+            size: bytes at `memory`.
+            staging: pinned memory for the copy.
 
         Raises:
             BackendError: the host chooses differently, or CUDA fails.
@@ -167,7 +168,7 @@ class DeviceChoice:
         rows = min(fit // self._vocab, _PROVED)
         for kind in range(0, _PROVED, rows):
             self._compare(hard_scores(self._dtype, rows, 1, self._vocab, kind), 1, memory, 0, staging)
-        if fit > 6:  # the last two positions of three; an odd vocabulary, so that rows begin anywhere
+        if fit > 6:  # the last two of three positions; an odd vocabulary, so that rows are not aligned
             odd = (min((fit - 1) // 6, self._vocab, 1000) - 1) | 1
             for shift in (0, 1):
                 self._compare(hard_scores(self._dtype, 2, 3, odd, shift), 2, memory, shift * itemsize, staging)
@@ -196,7 +197,7 @@ class DeviceChoice:
             if known.any():
                 at, top = best(row[known])
                 there = int(np.flatnonzero(known)[at]), top
-            if here != there and not (math.isnan(score) and math.isnan(there[1])):  # no token is taken of NaN
+            if here != there and not (math.isnan(score) and math.isnan(there[1])):  # NaN has no token
                 raise BackendError(
                     f"of {vocab} scores in {self._dtype.name} the GPU finds token {token} with {score}, and the host "
                     f"token {there[0]} with {there[1]}"
@@ -216,7 +217,7 @@ class DeviceChoice:
 
 
 def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
-    """GPU memory that a `DeviceChoice` takes; 0 where there is none for such logits."""
+    """Return the GPU memory that a `DeviceChoice` takes; 0 if it does not support these logits."""
     try:
         return sum(map(taken, _sizes(dtype, vocab, rows, most)))
     except OptionError:
@@ -224,7 +225,7 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Bytes of the results, of the scores that are searched for, and of masks.
+    """Return the bytes of the results, of the least scores, and of the masks.
 
     Raises:
         OptionError: the kernels do not take such logits.
@@ -235,22 +236,22 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
         raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels take")
     lists = _most_lists(rows)
     each = max(_LIST_BYTES, _ORDER_BYTES * sets_per_row(vocab, dtype.itemsize))
-    masks = max(_LEAST_MASKS, 4 * words(vocab) * min(most, _PROVED * lists))  # of a decode step with some guesses
+    masks = max(_LEAST_MASKS, 4 * words(vocab) * min(most, _PROVED * lists))  # for a decode step with some guesses
     return max(_KEY_BYTES * most, each * lists), _ORDER_BYTES * lists, masks
 
 
 def _most_lists(rows: int) -> int:
-    """Positions of which the highest scores can be asked for at once: those of a decode step."""
+    """Return the most positions whose highest scores can be asked for at once: those of a decode step."""
     return max(rows, _PROVED)
 
 
 def open_choice(
     cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """A choice on the GPU that was tried there, in the memory of the logits; or why there is none."""
+    """Return a choice that passed its test on the GPU, in the memory of the logits; or None, and why."""
     try:
         choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
-    except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder, where kernels are kept
+    except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder for compiled kernels
         return None, str(error)
     try:
         choice.prove(memory, size, staging)
@@ -261,14 +262,14 @@ def open_choice(
 
 
 def hard_scores(dtype: np.dtype[Any], rows: int, positions: int, vocab: int, first: int) -> Array:
-    """Logits ``[R, positions, V]``: ties, zeros of both signs, subnormal numbers, infinities and NaN, in turn.
+    """Return logits ``[R, positions, V]`` with ties, zeros of both signs, subnormal numbers, infinities and NaN.
 
     Args:
-        dtype: of the logits.
+        dtype: dtype of the logits.
         rows: R.
-        positions: of each.
+        positions: positions of each row.
         vocab: V.
-        first: the kind of the first position; there are eight.
+        first: kind of the first position; there are eight kinds, in turn.
     """
     rng = np.random.default_rng(first)
     bits = np.dtype(f"u{dtype.itemsize}")

@@ -1,13 +1,13 @@
-"""Execution contexts: one profile each, for life.
+"""Execution contexts: each has one profile, which never changes.
 
-TensorRT's rules that shape this (NvInferRuntime.h, and its guides on CUDA graphs and dynamic shapes):
+Rules of TensorRT behind this (NvInferRuntime.h, and its guides on CUDA graphs and dynamic shapes):
 
-- Switching the profile of a context drops its shapes and may copy on the stream, so prefill and decode have a context
-  each. Addresses are bound per context; all contexts are bound to the same buffers.
-- Activation memory need not exist per context: with ``USER_MANAGED`` all of them get the same block, as large as the
-  largest profile needs. Steps run one after the other on one stream, so it is never used twice at a time.
-- A captured CUDA graph is void once its context is changed. Contexts of graphs are therefore made for one set of
-  shapes and addresses, and never touched again (`trt_kvcache.runtime.trt.graphs`).
+- Switching the profile of a context drops its shapes and may copy on the stream. So prefill and decode have separate
+  contexts. Addresses are bound per context; all contexts are bound to the same buffers.
+- Contexts can share activation memory: with ``USER_MANAGED`` all of them get the same block, as large as the largest
+  profile needs. Steps run one after the other on one stream, so no two use it at the same time.
+- Changing a context makes its captured CUDA graph invalid. So a context of a graph is made for one set of shapes and
+  addresses, and never changed (`trt_kvcache.runtime.trt.graphs`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Shape = tuple[int, ...]
 
 
 class Context:
-    """An ``IExecutionContext``; sets only what changed since the last step, and checks every return.
+    """An ``IExecutionContext``. It sets only what changed since the last step, and checks every return value.
 
     Args:
-        trt: its engine.
-        context: it.
+        trt: the engine.
+        context: the execution context.
         stream: handle of the stream that it runs on.
-        used: what it was made from, which must live as long as it.
+        used: objects that the context was made from; they must live as long.
     """
 
     def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:
@@ -46,7 +46,7 @@ class Context:
         self._last: tuple[Mapping[str, Shape] | None, Mapping[str, int] | None] = (None, None)
 
     def lend(self, address: int, size: int) -> None:
-        """Give it activation memory, which it shares with all others."""
+        """Give the context activation memory; all contexts share it."""
         if size:
             self._context.set_device_memory(address, size)
 
@@ -58,9 +58,9 @@ class Context:
         """
         if shapes is self._last[0] and addresses is self._last[1]:
             return
-        self._last = None, None  # in case one is refused
+        self._last = None, None  # in case TensorRT refuses one
         for name, shape in shapes.items():
-            if self._shapes.pop(name, None) != shape:  # not known while it is set, as an interrupt may leave it
+            if self._shapes.pop(name, None) != shape:  # removed while it is set: an interrupt may leave it unknown
                 self._trt.check(self._context.set_input_shape(name, shape), f"take {name!r} as {list(shape)}")
             self._shapes[name] = shape
         for name, address in addresses.items():
@@ -70,36 +70,36 @@ class Context:
         self._last = shapes, addresses
 
     def output_shape(self, name: str) -> Shape:
-        """The shape of an output for the shapes that are set; -1 where only running tells.
+        """Return the shape of an output for the present input shapes; -1 for sizes that are known only after a run.
 
         Raises:
-            BackendError: TensorRT does not find one, because these shapes of inputs do not go together.
+            BackendError: TensorRT finds no shape, because the input shapes do not fit together.
         """
         recorder = self._trt.recorder
         recorder.clear()
         shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
-        # A tensor that it does not find has no rank, and looks like the shape of a single number.
+        # A tensor that TensorRT does not find has no rank, like a single number.
         known = len(shape) == len(self._trt.engine.get_tensor_shape(name))
         known &= min(shape, default=0) >= 0 or not recorder.get_num_errors()
         self._trt.check(known, f"tell the shape of {name!r}")
         return shape
 
     def let_go(self) -> None:
-        """Report nothing to Python any more: to be called before it is dropped.
+        """Stop error reports to Python; call this before the context is dropped.
 
-        TensorRT for RTX may still compile for it in a thread, which its end waits for.
+        TensorRT for RTX may still compile for the context in a thread; destroying the context waits for that thread.
         """
         self._context.error_recorder = None
 
     def __del__(self) -> None:
-        """Dropped without `let_go`, as where an interrupt came between its making and its keeping."""
+        """Call `let_go` if nobody did, for example after an interrupt right after the context was made."""
         self.let_go()
 
     def enqueue(self) -> None:
         """Put a step on the stream.
 
         Raises:
-            BackendError: TensorRT refuses it.
+            BackendError: TensorRT refuses the step.
         """
         self._trt.check(self._context.execute_async_v3(self._stream), "run a step")
 
@@ -109,8 +109,8 @@ class ContextFactory:
 
     Args:
         trt: the engine.
-        cuda: where it runs.
-        kernels: file for compiled kernels; used on TensorRT for RTX only.
+        cuda: the GPU that runs it.
+        kernels: file for compiled kernels; used by TensorRT for RTX only.
     """
 
     def __init__(self, trt: TensorRT, cuda: Cuda, kernels: Path | None) -> None:
@@ -131,23 +131,24 @@ class ContextFactory:
         return int(self._trt.engine.device_memory_size_v2)
 
     def allocate(self, contexts: Iterable[Context]) -> None:
-        """Take the activation memory, and lend it to the contexts that exist; later ones get it when they are made."""
+        """Allocate activation memory, and give it to the existing contexts; later ones get it when they are made."""
         self._activations = self._cuda.allocate(self.activation_bytes)
         for context in contexts:
             context.lend(self._activations, self.activation_bytes)
 
     def _new_config(self) -> Any:
-        """An ``IRuntimeConfig``."""
+        """Return a new ``IRuntimeConfig``."""
         config = self._trt.engine.create_runtime_config()
         self._trt.check(config, "make a runtime configuration")
         return config
 
     def _config(self, *, graphs: bool) -> Any:
-        """The ``IRuntimeConfig`` of TensorRT for RTX for contexts with or without its own CUDA graphs.
+        """Return the ``IRuntimeConfig`` of TensorRT for RTX for contexts with or without its own CUDA graphs.
 
-        Its graphs, not ours, on that backend: it swaps kernels while a model runs (quick ones at first, specialized
-        ones once they are compiled), and a graph recorded from outside would keep the quick ones. Contexts that record
-        have one shape for life, so they wait for its kernels; others, whose shapes come and go, do not.
+        TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
+        compiled. A graph that we record would keep the quick ones, so it records the graphs itself. Contexts that
+        record have one fixed shape, so they wait for the specialized kernels; other contexts, whose shapes change, do
+        not wait.
         """
         if graphs not in self._configs:
             module, config = self._trt.module, self._new_config()
@@ -157,7 +158,7 @@ class ContextFactory:
                 ("cuda_graph_strategy", strategy.WHOLE_GRAPH_CAPTURE if graphs else strategy.DISABLED),
                 ("dynamic_shapes_kernel_specialization_strategy", kernels.EAGER if graphs else kernels.LAZY),
             ):
-                setattr(config, name, value)  # which swallows whether it was taken
+                setattr(config, name, value)  # a property: it does not report a refusal
                 self._trt.check(getattr(config, name) == value, f"take {value.name} as {name}")
             if self.kernels is not None:
                 self.kernels.share(config)
@@ -165,11 +166,11 @@ class ContextFactory:
         return self._configs[graphs]
 
     def make(self, profile: int, *, graphs: bool = False) -> Context:
-        """A new context.
+        """Make a context.
 
         Args:
-            profile: number of its profile.
-            graphs: on TensorRT for RTX: it records its steps as CUDA graphs by itself.
+            profile: index of its profile.
+            graphs: TensorRT for RTX only: the context records its steps as CUDA graphs itself.
 
         Raises:
             BackendError: TensorRT refuses.

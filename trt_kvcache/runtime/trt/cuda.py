@@ -1,10 +1,10 @@
-"""One GPU, one stream, and the memory taken from it, through cuda.core and cuda.bindings.
+"""One GPU, one stream, and the memory allocated on it, through cuda.core and cuda.bindings.
 
-Everything CUDA says is checked in this file: a driver call that fails, or an exception of cuda.core, becomes a
-`BackendError` that names the call. Nothing here knows TensorRT.
+This file checks all results of CUDA: a failed driver call, or an exception of cuda.core, becomes a `BackendError` that
+names the call. It does not use TensorRT.
 
-Memory comes from ``cuMemAlloc``, not from cuda.core's stream-ordered pools: caches live as long as the session, and a
-pool keeps what is freed, so that the free memory the driver reports would be less than what TensorRT can have.
+Memory comes from ``cuMemAlloc``, not from cuda.core's stream-ordered pools. Caches live as long as the session. A pool
+would keep freed memory, and the driver would report less free memory than TensorRT can get.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from trt_kvcache.machine import free_memory
 __all__ = ["ALIGNMENT", "Cuda", "CudaBindings", "Pinned", "cuda_bindings", "taken"]
 
 ALIGNMENT = 256
-"""Bytes. What TensorRT asks of every tensor's address (NvInferRuntime.h, setTensorAddress)."""
+"""Alignment in bytes that TensorRT needs for every tensor's address (NvInferRuntime.h, setTensorAddress)."""
 
 _MAX_PITCH = 2**31 - 1
-"""Bytes. CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far: rows of a 2-D copy cannot be farther apart."""
+"""Most bytes between rows of a 2-D copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far."""
 
 _PAGE = 2 << 20
-"""Bytes. In pages of this size the driver takes a GPU's memory: seen by many, and not documented."""
+"""Bytes of the pages in which the driver allocates GPU memory: widely observed, but not documented."""
 
 _DEVICE, _HOST = "Device", "Host"
 
 
 def taken(size: int) -> int:
-    """Bytes of GPU memory that an allocation of `size` takes: whole pages; small ones share one."""
+    """Return the bytes of GPU memory that an allocation of `size` takes: whole pages; small allocations share one."""
     return size if size <= _PAGE // 2 else -(-size // _PAGE) * _PAGE
 
 
 @dataclass(frozen=True)
 class CudaBindings:
-    """The modules that talk to CUDA: ``cuda.core`` and ``cuda.bindings.driver``, or what stands in for them."""
+    """The modules that call CUDA: ``cuda.core`` and ``cuda.bindings.driver``, or replacements for tests."""
 
     core: Any
     driver: Any
 
 
 def cuda_bindings() -> CudaBindings:
-    """The real modules. They import without a driver."""
+    """Return the real modules. They import without a driver."""
     import cuda.core
     from cuda.bindings import driver
 
@@ -71,11 +71,11 @@ class Cuda:
     Copies and fills are put on the stream and return at once; `sync` waits for them.
 
     Attributes:
-        name: of the GPU.
-        compute_capability: ``"9.0"``.
+        name: name of the GPU.
+        compute_capability: such as ``"9.0"``.
 
     Args:
-        device: number of the GPU.
+        device: index of the GPU.
         bindings: see `CudaBindings`.
 
     Raises:
@@ -114,16 +114,16 @@ class Cuda:
     def activate(self) -> None:
         """Make the GPU's context current in the calling thread.
 
-        CUDA keeps one per thread, and whoever uses another GPU in this thread leaves that one's.
+        CUDA has one current context per thread; other code in this thread may have made another GPU's context current.
         """
         self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """For what may come at any time, as when Python collects garbage: `activate`, for the length of a block.
+        """`activate` within a block, for code that runs at any time, such as during garbage collection.
 
-        What the thread is at stays as it is: another GPU may be current, and a stream may record, which would not
-        take calls that allocate or free. Never fails, as `close`.
+        The block preserves the state of the thread: another GPU may be current, and a stream may be recording and would
+        not allow calls that allocate or free. Like `close`, it never fails.
         """
         driver = self._driver
         _, before = driver.cuCtxGetCurrent()
@@ -139,27 +139,27 @@ class Cuda:
             driver.cuCtxSetCurrent(before)
 
     def free_memory(self) -> tuple[int, int]:
-        """Free and total bytes of the GPU, as the driver counts them.
+        """Return the free and the total bytes of the GPU, as the driver counts them.
 
-        Of one that shares the machine's memory, as DGX Spark's, the driver counts pages of files that were read, such
-        as the engine's, for memory in use, which the system gives back when it is asked for.
+        A GPU such as DGX Spark's shares the machine's memory. Its driver counts cached pages of files, such as the
+        engine's, as used, although the system frees them on demand; so the system's free memory counts as well.
         """
         free, total = map(int, self._check("cuMemGetInfo", self._driver.cuMemGetInfo()))
         return max(free, min(free_memory(), total)) if self._integrated else free, total
 
     @property
     def allocated(self) -> int:
-        """Bytes of GPU memory that are held here, as the driver takes them."""
+        """Bytes of GPU memory allocated here, as the driver allocates them."""
         return sum(map(taken, self._memory.values()))
 
     @property
     def driver_version(self) -> tuple[int, int]:
-        """The CUDA version that the driver is for."""
+        """The CUDA version that the driver supports."""
         version = int(self._check("cuDriverGetVersion", self._driver.cuDriverGetVersion()))
         return version // 1000, version % 1000 // 10
 
     def allocate(self, size: int) -> int:
-        """Take `size` bytes of GPU memory, zeroed, and return their address."""
+        """Allocate `size` bytes of GPU memory, zeroed, and return their address."""
         size = max(size, 1)
         address = int(self._check(f"cuMemAlloc of {size} bytes", self._driver.cuMemAlloc(size)))
         self._memory[address] = size
@@ -167,14 +167,14 @@ class Cuda:
         return address
 
     def free(self, address: int) -> None:
-        """Give GPU memory back before the end, once what is on the stream, and may use it, is done."""
+        """Free GPU memory before the end, after all work on the stream is done."""
         self.sync()
         self._check("cuMemFree", self._driver.cuMemFree(address))
         del self._memory[address]
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """Give back the memory that the block took, if it fails."""
+        """Free the memory that the block allocated, if it fails."""
         memory, pinned = set(self._memory), set(self._pinned)
         try:
             yield
@@ -183,14 +183,14 @@ class Cuda:
             raise
 
     def allocate_pinned(self, size: int) -> Pinned:
-        """Take `size` bytes of page-locked host memory, from and to which copies run at full speed."""
+        """Allocate `size` bytes of page-locked host memory; copies from and to it run at full speed."""
         size = max(size, 1)
         address = int(self._check(f"cuMemAllocHost of {size} bytes", self._driver.cuMemAllocHost(size)))
         self._pinned.add(address)
         return Pinned(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
     def free_pinned(self, memory: Pinned) -> None:
-        """Give page-locked memory back before the end; giving it back again does nothing."""
+        """Free page-locked memory before the end; freeing it again does nothing."""
         if memory.address in self._pinned:
             self.sync()
             self._check("cuMemFreeHost", self._driver.cuMemFreeHost(memory.address))
@@ -205,7 +205,7 @@ class Cuda:
         self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
 
     def download_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` runs of `width` bytes, `pitch` bytes apart, from the GPU to pinned memory, there packed."""
+        """Copy `height` runs of `width` bytes, `pitch` bytes apart, from the GPU to consecutive pinned memory."""
         self._copy_2d((_DEVICE, source, pitch), (_HOST, target, width), width, height)
 
     def upload_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
@@ -222,26 +222,27 @@ class Cuda:
         self._check("cuMemsetD2D8Async", result)
 
     def sync(self) -> None:
-        """Wait until everything on the stream is done; what failed meanwhile is raised here."""
+        """Wait until all work on the stream is done; its errors are raised here."""
         self._check("cuStreamSynchronize", self._driver.cuStreamSynchronize(self.stream))
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """Record what `work` puts on the stream as a CUDA graph, without running it.
+        """Record the work that `work` puts on the stream as a CUDA graph, without running it.
 
         Returns:
             The graph, for `launch` and `discard`.
 
         Raises:
-            BackendError: something in it cannot be recorded. The stream is usable again.
+            BackendError: a part of the work cannot be recorded. The stream is usable again.
         """
         driver = self._driver
-        # Not "relaxed": a call that would allocate or wait must fail here instead of being left out.
+        # Not "relaxed": a call that would allocate or wait must fail here, not be left out of the graph.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         try:
             self._check("cuStreamBeginCapture", driver.cuStreamBeginCapture(self.stream, mode))
             work()
         except BaseException:
-            status, graph = driver.cuStreamEndCapture(self.stream)  # fails too, and says less than `work` does
+            # fails, too, and its error says less than that of `work`
+            status, graph = driver.cuStreamEndCapture(self.stream)
             if not int(status):
                 driver.cuGraphDestroy(graph)
             raise
@@ -256,11 +257,11 @@ class Cuda:
         self._check("cuGraphLaunch", self._driver.cuGraphLaunch(graph, self.stream))
 
     def discard(self, graph: Any) -> None:
-        """Free a recorded graph. Never fails, as `close`."""
+        """Free a recorded graph. Like `close`, it never fails."""
         self._driver.cuGraphExecDestroy(graph)
 
     def load_kernels(self, cubin: bytes, name: str, kernels: Iterable[str]) -> dict[str, Any]:
-        """Load kernels for `launch_kernel`, by name; they live as long as they are held. `name` is the cubin's."""
+        """Load kernels for `launch_kernel` from a cubin called `name`; they live as long as they are referenced."""
         with self._core_errors(f"load kernels of {name}"):
             code = self._core.ObjectCode.from_cubin(cubin, name=name)
             return {kernel: code.get_kernel(kernel) for kernel in kernels}
@@ -271,11 +272,11 @@ class Cuda:
             self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 
     def view(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
-        """GPU memory as an object with ``__dlpack__``; it keeps `owner` alive.
+        """Return GPU memory as an object with ``__dlpack__``; it keeps `owner` alive.
 
-        DLPack as cuda.core 1.2 writes it has no bfloat16 and no float8: their bits come as unsigned integers.
+        DLPack in cuda.core 1.2 has no bfloat16 and no float8: their bits come as unsigned integers.
         """
-        if dtype.kind == "V":  # what ml_dtypes adds to NumPy
+        if dtype.kind == "V":  # a type that ml_dtypes adds to NumPy
             dtype = np.dtype(f"u{dtype.itemsize}")
         with self._core_errors("view a cache"):
             size = prod(shape) * dtype.itemsize
@@ -283,16 +284,16 @@ class Cuda:
             return self._core.utils.StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
 
     def close(self) -> None:
-        """Give everything back. Calling it again does nothing.
+        """Free everything. Calling it again does nothing.
 
-        Never fails: after a fault of the GPU every call does, and its memory goes with the process's context.
+        It never fails: after a fault of the GPU every call fails, and the memory is freed with the process's context.
         """
         self._free(set(self._memory), set(self._pinned))
         with suppress(BackendError), self._core_errors("close the stream"):
             self._stream.close()
 
     def _free(self, memory: Iterable[int], pinned: Iterable[int]) -> None:
-        """Give back, once nothing on the stream uses it any more, and whatever the driver says."""
+        """Free memory once the stream no longer uses it; ignore errors of the driver."""
         self._driver.cuStreamSynchronize(self.stream)
         for address in memory:
             self._driver.cuMemFree(address)
@@ -302,13 +303,13 @@ class Cuda:
             self._pinned.remove(address)
 
     def _copy_2d(self, source: tuple[str, int, int], target: tuple[str, int, int], width: int, height: int) -> None:
-        """One copy of all runs where they can be so far apart; else one for each."""
+        """Copy all runs at once if their distance allows it, else one by one."""
         (from_, start, step), (to, end, stride) = source, target
         if height > 1 and max(step, stride) > _MAX_PITCH:
             for run in range(height):
                 self._copy_2d((from_, start + run * step, width), (to, end + run * stride, width), width, 1)
             return
-        if height == 1 or width == step == stride:  # one run, for which there are no limits
+        if height == 1 or width == step == stride:  # one run, which has no limits
             name = f"cuMemcpy{from_[0]}to{to[0]}Async"
             result = getattr(self._driver, name)(end, start, width * height, self.stream)
             self._check(name, result)
@@ -324,7 +325,7 @@ class Cuda:
         self._check("cuMemcpy2DAsync", self._driver.cuMemcpy2DAsync(copy, self.stream))
 
     def _check(self, call: str, result: tuple[Any, ...]) -> Any:
-        """The values of a driver call, once its status is known to be success."""
+        """Return the values of a driver call, or raise an error if it failed."""
         status, *values = result
         if int(status):
             _, text = self._driver.cuGetErrorString(status)
@@ -334,7 +335,7 @@ class Cuda:
 
     @contextmanager
     def _core_errors(self, what: str) -> Iterator[None]:
-        """Turn what cuda.core raises into our error."""
+        """Turn exceptions of cuda.core into `BackendError`."""
         try:
             yield
         except BackendError:

@@ -1,4 +1,4 @@
-"""Arrays that stay on the GPU: what an encoder's engine made, until the decoder reads it there."""
+"""Arrays that stay on the GPU: the results of an encoder's engine, which the decoder reads there."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class DeviceBlock:
-    """GPU memory that several arrays lie in. When the last of them is gone, its address goes to `gone`.
+    """GPU memory that holds several arrays. When the last array is gone, its address is appended to `gone`.
 
-    Whoever made it frees it from there: an array may go in any thread and at any time, as while a graph is recorded.
+    The owner of `gone` frees the memory later: an array may be collected in any thread and at any time, even while a
+    CUDA graph is recorded.
     """
 
     def __init__(self, address: int, gone: deque[int]) -> None:
@@ -29,19 +30,19 @@ class DeviceBlock:
 
 
 class DeviceArray:
-    """An array on a GPU, which nothing changes; ``numpy.asarray`` copies it.
+    """A read-only array on a GPU; ``numpy.asarray`` copies it.
 
     Args:
         home: the GPU and stream that it belongs to.
-        block: the memory that it lies in.
-        offset: bytes from the start of that.
+        block: the memory that holds it.
+        offset: bytes from the start of `block`.
         shape: sizes.
-        dtype: of the elements.
+        dtype: dtype of the elements.
         fetch: copies ``size`` bytes from an address to the host.
 
     Attributes:
-        home, shape, dtype: see above.
-        address: where it lies, C-contiguous.
+        home, shape, dtype: as the arguments.
+        address: address of the C-contiguous elements.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class DeviceArray:
     ) -> None:
         self.home, self.shape, self.dtype = home, shape, dtype
         self.address = block.address + offset
-        self._block = block  # kept
+        self._block = block  # keeps the memory alive
         self._fetch = fetch
 
     @property

@@ -1,4 +1,4 @@
-"""An encoder on the GPU, beside its decoder: what it makes stays there, and becomes the decoder's constants."""
+"""An encoder on the GPU, beside its decoder: its results stay there, and become the decoder's constants."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class TensorRTEncoder:
     """An `Encoder` on the GPU and the stream of its decoder.
 
     Args:
-        path: of the engine; its manifest lies beside it.
-        runner: of the decoder.
-        constants: what the decoder takes.
-        guard: held while it runs: its steps and the decoder's share a stream.
+        path: path of the engine; its manifest lies beside it.
+        runner: runner of the decoder.
+        constants: constants that the decoder takes.
+        guard: lock of the session, held while the encoder runs: it shares a stream with the decoder's steps.
 
     Raises:
-        ManifestError: it is no encoder's engine, or not the one that was built with the decoder's.
+        ManifestError: it is not an encoder's engine, or not the one that was built with the decoder's.
         SessionError: it cannot be opened here, or the GPU has too little memory.
-        UnsupportedModelError: it wants a tensor in host memory.
+        UnsupportedModelError: it needs a tensor in host memory.
     """
 
     def __init__(self, path: Path, runner: TensorRTRunner, constants: Sequence[TensorRole], guard: Guard) -> None:
@@ -47,7 +47,7 @@ class TensorRTEncoder:
         self._masks = [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """See `Encoder.encode`; what comes out are `DeviceArray`, and masks, which the host makes."""
+        """See `Encoder.encode`; the results are `DeviceArray`, and masks, which the host makes."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():
@@ -67,10 +67,10 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """TensorRT says nothing of token ids beyond a table, and little of shapes beyond the profile.
+        """Check the source: TensorRT does not report token ids outside of a table, and reports little about shapes.
 
         Raises:
-            PromptError: the source has such.
+            PromptError: the source has such token ids or shapes.
         """
         for name, range_ in self._manifest.profiles[0].shapes.items():
             shape = feed[name].shape
@@ -89,7 +89,7 @@ class TensorRTEncoder:
 
 
 def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
-    """Make sure that it is the encoder of this decoder."""
+    """Check that this is the encoder of this decoder."""
     if not manifest.is_encoder:
         raise ManifestError(f"{path}: not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's")
     built = runner.manifest.encoder

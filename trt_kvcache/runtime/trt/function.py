@@ -1,4 +1,4 @@
-"""An engine without state: inputs go in from the host, outputs stay on the GPU. Encoders are such engines."""
+"""An engine without state: inputs come from the host, outputs stay on the GPU. Encoders are such engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 _STAGING = 8 << 20
-"""Bytes of pinned memory through which everything goes, in pieces."""
+"""Bytes of pinned memory; everything is copied through it, in pieces."""
 
 _LESS = (
     "open the decoder with a smaller max_batch, free memory that other programs hold, or let the encoder run on the "
@@ -34,13 +34,13 @@ _LESS = (
 
 
 class EngineFunction:
-    """An engine of one profile, open on the GPU and stream of a decoder. Its calls need what a runner's calls need.
+    """An engine with one profile, open on the GPU and stream of a decoder. Call it within `TensorRTRunner.running`.
 
     Args:
-        path: of the engine, whose hash has been checked.
-        manifest: of it.
-        module: TensorRT.
-        cuda: where the decoder runs.
+        path: path of the engine, whose hash has been checked.
+        manifest: manifest of the engine.
+        module: TensorRT's module.
+        cuda: the decoder's GPU.
         kernels: file for compiled kernels.
 
     Raises:
@@ -88,14 +88,14 @@ class EngineFunction:
         cuda.sync()
 
     def run(self, feed: Mapping[str, Array], fetch: Callable[[int, int], Array]) -> dict[str, DeviceArray]:
-        """Run it to its end.
+        """Run the engine to its end.
 
         Args:
-            feed: every input, C-contiguous and in its dtype, within the profile.
-            fetch: for the arrays, see `DeviceArray`.
+            feed: every input, C-contiguous, in its dtype, and within the profile.
+            fetch: copies bytes to the host, see `DeviceArray`.
 
         Raises:
-            BackendError: TensorRT or the GPU fails; no memory is left for what comes out.
+            BackendError: TensorRT or the GPU fails, or there is too little memory for the outputs.
         """
         while self._gone:
             self._cuda.free(self._gone.popleft())
@@ -120,7 +120,7 @@ class EngineFunction:
         }
 
     def fetch(self, address: int, size: int) -> Array:
-        """Copy bytes from the GPU: uint8 ``[size]``."""
+        """Copy bytes from the GPU; return uint8 ``[size]``."""
         data = np.empty(size, np.uint8)
         for start in range(0, size, self._staging.data.size):
             piece = data[start : start + self._staging.data.size]
@@ -130,7 +130,7 @@ class EngineFunction:
         return data
 
     def let_go(self) -> None:
-        """Free what TensorRT holds; the memory goes with the GPU's."""
+        """Drop the objects of TensorRT; `Cuda.close` frees the memory."""
         if "_context" in self.__dict__:
             self._context.let_go()
         for name in ("_context", "factory"):
@@ -147,10 +147,10 @@ class EngineFunction:
             self._cuda.sync()  # the next piece goes through the same pinned memory
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
-        """Bytes of all outputs for the shapes that are set, and the offset and shape of each.
+        """Return the bytes of all outputs for the present shapes, and the offset and shape of each.
 
         Raises:
-            SessionError: the size of one depends on the data.
+            SessionError: the size of an output depends on the data.
         """
         places: dict[str, tuple[int, Shape]] = {}
         end = 0

@@ -1,10 +1,11 @@
 """CUDA graphs of steps that repeat.
 
-A step is known by its key: profile, first row, buffers, and the shapes of all inputs, which hold the batch and the span
-bucket. The first time it runs plainly. If it comes back, it gets a context of its own and runs plainly once more, which
-lets TensorRT finish what it puts off to the first run with new shapes; then it is recorded, and from there on replayed.
+The key of a step consists of profile, first row, buffers, and the shapes of all inputs, which include the batch and the
+span bucket. The first time, a step runs without a graph. The second time, it gets its own context and runs once more
+without a graph: TensorRT delays some work to the first run with new shapes. The third time, it is recorded; later
+times, the graph is launched.
 
-TensorRT for RTX records by itself (`ContextFactory`): there the context of its own is all that is needed.
+TensorRT for RTX records graphs itself (`ContextFactory`): there a step only needs its own context.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from trt_kvcache.runtime.trt.cuda import Cuda
 __all__ = ["MOST_GRAPHS", "StepGraphs"]
 
 MOST_GRAPHS = 32
-"""Recorded steps that are kept; the one that was used longest ago goes first. Each holds a context."""
+"""Most recorded steps; the least recently used one is dropped. Each has a context."""
 
 _MOST_SEEN = 1024
 
 
 @dataclass(eq=False)
 class _Recorded:
-    """A step with a context of its own; `graph` is None until it has run once."""
+    """A step with its own context; `graph` is None until the context has run once."""
 
     context: Context
     graph: Any = None
 
 
 class StepGraphs:
-    """Runs steps that came before by their CUDA graphs.
+    """Runs repeated steps as CUDA graphs.
 
     Attributes:
         failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.
 
     Args:
-        cuda: where the steps run.
-        native: the contexts record by themselves.
+        cuda: the GPU that runs the steps.
+        native: the contexts record graphs themselves.
         most: see `MOST_GRAPHS`.
     """
 
@@ -59,15 +60,15 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream, if it came before.
+        """Put a step on the stream, if it has been run before.
 
         Args:
-            key: of the step. Equal keys mean equal shapes and addresses.
-            make: a new context with the shapes and addresses of this step.
-            before: puts the copies on the stream that come before the step; recorded with it.
+            key: key of the step. Equal keys mean equal shapes and addresses.
+            make: makes a context with the shapes and addresses of this step.
+            before: puts the copies on the stream that precede the step; they are recorded with it.
 
         Returns:
-            Whether it was: otherwise the caller runs it.
+            True if the step is on the stream; False: the caller runs it.
         """
         if self.failure:
             return False
@@ -98,14 +99,14 @@ class StepGraphs:
             while len(self._recorded) >= self._most:
                 self._drop()
             context = make()
-        except BackendError as error:  # such as no memory for one more context
+        except BackendError as error:  # such as too little memory for one more context
             self._give_up(error)
             return False
         self._recorded[key] = _Recorded(context)
         return self._enqueue(context, before)
 
     def _enqueue(self, context: Context, before: Callable[[], None]) -> bool:
-        """Run a step plainly, in a context of its own. One that fails is run again in another: it writes the same."""
+        """Run a step in its own context, without a graph. If it fails, the caller runs it again: it writes the same."""
         try:
             before()
             context.enqueue()
@@ -127,9 +128,9 @@ class StepGraphs:
         return True
 
     def _give_up(self, error: BackendError) -> None:
-        """Run everything plainly from here on; said once."""
+        """Turn graphs off, and warn once."""
         self.failure = str(error)
-        self._cuda.sync()  # a part of a step may use its context
+        self._cuda.sync()  # a part of a step may still use its context
         self.close()
         warnings.warn(f"decoding goes on without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""The buffers of everything that is no cache: inputs through pinned memory, span inputs written once, outputs."""
+"""Buffers of inputs and outputs other than caches: inputs in pinned memory, span inputs written once, outputs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trt_kvcache.runtime.trt.device_array import DeviceArray
 __all__ = ["StepBuffers"]
 
 _LOGITS_STAGING = 16 << 20
-"""Bytes of pinned memory for logits, if one position of every row needs less; more go in pieces."""
+"""Bytes of pinned memory for logits, unless one position of every row needs more; more logits are copied in pieces."""
 
 _CONSTANT_STAGING = 8 << 20
-"""Bytes of pinned memory through which constants go, in pieces."""
+"""Bytes of pinned memory; constants are copied through it, in pieces."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class _Input:
-    """One input: its place on the GPU, and in the pinned memory that it is copied from."""
+    """One input: its address on the GPU, and its offset in the pinned memory that it is copied from."""
 
     address: int
     offset: int
@@ -43,10 +43,10 @@ class StepBuffers:
     """Inputs and outputs of a step.
 
     Args:
-        cuda: where they are.
-        plan: what they are.
-        largest: the largest shape of each, outputs too; caches and state are left out.
-        rows: the most rows of a step.
+        cuda: the GPU that holds them.
+        plan: plan of the engine.
+        largest: the largest shape of each tensor, outputs included; caches and state are left out.
+        rows: most rows of a step.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
@@ -64,16 +64,16 @@ class StepBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory that `allocate` takes."""
+        """GPU memory that `allocate` takes, in bytes."""
         return sum(taken(self._size(name)) for name in self._tensors)
 
     @property
     def choice_bytes(self) -> int:
-        """GPU memory that `choose` takes, where the GPU can choose."""
+        """GPU memory that `choose` takes if the GPU can choose, in bytes."""
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
-        """Take all memory, and write the span inputs: 0, 1, 2, ..., of which every step uses a beginning."""
+        """Allocate all memory, and write the span inputs: 0, 1, 2, ...; every step uses the beginning of them."""
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
@@ -94,14 +94,14 @@ class StepBuffers:
             self._cuda.sync()  # the next one goes through the same pinned memory
 
     def choose(self) -> str:
-        """Let the GPU choose where a step asks for few scores of each position; else say why the host does."""
+        """Let the GPU choose tokens when a step needs few scores per position. Return why it cannot, or ""."""
         address, size = self.addresses[self._logits.name], self._size(self._logits.name)
         form = self._logits.dtype, self._logits.vocab, self._rows
         self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
         return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of the rows of a step to where it reads them, unless they are there since the last one."""
+        """Copy the constants of a step's rows to their inputs, unless the last step had the same."""
         if constants == self._constants:
             return
         self._constants = ()
@@ -124,7 +124,7 @@ class StepBuffers:
         self._upload(self.addresses[name] + slot * padded.nbytes, padded.reshape(-1).view(np.uint8))
 
     def _upload(self, address: int, data: Array) -> None:
-        """Copy bytes to the GPU, as many at a time as fit into pinned memory."""
+        """Copy bytes to the GPU, in pieces that fit into pinned memory."""
         for start in range(0, data.size, self._staging.data.size):
             piece = data[start : start + self._staging.data.size]
             _put(self._staging, 0, piece)
@@ -137,17 +137,18 @@ class StepBuffers:
             _put(self._staging, self._inputs[name].offset, array)
 
     def upload(self, shapes: Mapping[str, Shape]) -> None:
-        """Copy to the GPU what `put` wrote, in these shapes."""
+        """Copy the inputs that `put` wrote to the GPU, in these shapes."""
         for name, place in self._inputs.items():
             size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
             self._cuda.upload(place.address, self._staging.address + place.offset, size)
 
     def logits(self, batch: StepBatch) -> Logits:
-        """Wait for the step, and fetch the logits of its last `keep` positions.
+        """Wait for the step, and return the logits of its last `keep` positions.
 
         Returns:
-            ``[R, keep, V]``, valid until the next call: pinned memory itself where they fit into it. `CHOICE`
-            ``[R, keep, N]`` where `batch` asks for few scores of each position, and the GPU finds them; with its masks.
+            ``[R, keep, V]``, valid until the next call: a view of pinned memory if they fit into it. If `batch` asks
+                for few scores of each position and the GPU chooses, `CHOICE` ``[R, keep, N]`` of the scores that the
+                masks allow.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -173,7 +174,7 @@ class StepBuffers:
         return result
 
     def output(self, name: str, shape: Shape) -> Array:
-        """A copy of an output of the last step that is no cache."""
+        """Return a copy of an output of the last step, other than a cache."""
         data = np.empty(prod(shape), array_dtype(self._tensors[name].dtype))
         flat = data.view(np.uint8)
         for start in range(0, flat.size, self._host_logits.data.size):
@@ -184,7 +185,7 @@ class StepBuffers:
         return data.reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, height: int) -> Logits:
-        """Logits as they lie in pinned memory."""
+        """Return logits as a view of pinned memory."""
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, height)
         self._cuda.sync()
         fetched: Logits = self._host_logits.data[: height * width].view(self._logits.dtype)
@@ -192,7 +193,7 @@ class StepBuffers:
 
     @property
     def _positions(self) -> int:
-        """The most that a step gives logits of."""
+        """Most positions of all rows whose logits one step returns."""
         return self._size(self._logits.name) // self._position_bytes
 
     @property

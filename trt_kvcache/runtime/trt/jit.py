@@ -1,7 +1,8 @@
-"""The file beside an engine that keeps what TensorRT for RTX compiled for it, so that the second start is fast.
+"""The file beside an engine that keeps the kernels TensorRT for RTX compiled for it, so that the next start is fast.
 
-TensorRT for RTX compiles kernels on the GPU when shapes come up. Its runtime cache takes them in; it checks by itself
-whether a stored one fits the GPU, the driver and its own version (IRuntimeCache.deserialize), and is empty otherwise.
+TensorRT for RTX compiles kernels on the GPU for each new shape, and collects them in its runtime cache. When it loads a
+stored cache, it checks the GPU, the driver and its own version (IRuntimeCache.deserialize); if they differ, the cache
+stays empty.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from trt_kvcache.runtime.trt.load import TensorRT
 
 __all__ = ["KernelCache", "kernel_cache_path", "warn_unsaved"]
 
-_LARGEST = 1 << 32  # bytes of compiled kernels
+_LARGEST = 1 << 32  # bytes of compiled kernels, at most
 _KEEP = "keep the kernels that it compiles"
 
 
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
-    """``model.engine.sm89.kernels``, beside the engine or in `folder`: a file for each kind of GPU."""
+    """Return ``model.engine.sm89.kernels``, beside the engine or in `folder`: a file for each kind of GPU."""
     name = f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
     return (folder or engine.parent) / name
 
@@ -30,22 +31,22 @@ class KernelCache:
     """The runtime cache of one engine, and its file.
 
     Attributes:
-        loaded: kernels were found in the file and fit.
+        loaded: the file held kernels, and TensorRT accepted them.
 
     Args:
         trt: the engine.
-        config: an ``IRuntimeConfig`` of TensorRT for RTX, to make the cache from.
-        path: of the file; it need not exist.
+        config: an ``IRuntimeConfig`` of TensorRT for RTX, which makes the cache.
+        path: path of the file; it need not exist.
 
     Raises:
-        BackendError: TensorRT makes none.
+        BackendError: TensorRT makes no cache.
     """
 
     def __init__(self, trt: TensorRT, config: Any, path: Path) -> None:
         self._trt, self._path = trt, path
         self._cache = config.create_runtime_cache()
         trt.check(self._cache, _KEEP)
-        self._config = config  # TensorRT's bindings do not say whether the cache needs it
+        self._config = config  # kept: TensorRT's bindings do not say whether the cache needs it
         try:
             stored = read_file(path, _LARGEST)
         except OSError:
@@ -54,14 +55,14 @@ class KernelCache:
         self._stored = stored if self.loaded else b""
 
     def share(self, config: Any) -> None:
-        """Let the contexts that are made with a configuration use it. Where TensorRT refuses, they do without."""
+        """Let contexts with this configuration use the cache. If TensorRT refuses, warn."""
         try:
             self._trt.check(config.set_runtime_cache(self._cache), _KEEP)
         except BackendError as error:
             warn_unsaved(error)
 
     def save(self) -> None:
-        """Write the file if there is anything new. A folder that cannot be written is worth a warning, not an error."""
+        """Write the file if there are new kernels. If the folder cannot be written, warn."""
         blob = self._cache.serialize()
         content = b"" if blob is None else bytes(memoryview(blob))
         if not content or content == self._stored:
@@ -76,5 +77,5 @@ class KernelCache:
 
 
 def warn_unsaved(why: Exception) -> None:
-    """Say that the next start compiles again, which is worth no error."""
+    """Warn that the next start compiles again."""
     warnings.warn(f"compiled kernels are not kept for the next start: {why}", RuntimeWarning, stacklevel=3)

@@ -1,6 +1,6 @@
-"""An engine file -> an opened engine that is known to be what its manifest says.
+"""Opens an engine file, and checks that it is the engine that its manifest describes.
 
-Every return of TensorRT is checked by `TensorRT.check`, which adds what TensorRT itself reported.
+`TensorRT.check` checks every return value of TensorRT, and adds TensorRT's own messages.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from trt_kvcache.runtime.trt.cuda import Cuda
 __all__ = ["TensorRT", "load_tensorrt", "open_engine"]
 
 _OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsupported toolchain")
-"""CUDA's own words: cudaErrorInsufficientDriver, which comes before TensorRT for RTX 1.7.1 can diagnose anything, and
-cudaErrorUnsupportedPtxVersion, for a GPU that a library has no code of its own for: the driver compiles PTX for it."""
+"""CUDA's messages of an old driver. cudaErrorInsufficientDriver comes before TensorRT for RTX 1.7.1 can diagnose
+anything. cudaErrorUnsupportedPtxVersion comes for a GPU that a library has no code for: the driver compiles its PTX."""
 
 _OTHER_GPUS = "does not support this compute capability"
-"""Words of TensorRT for RTX 1.7.1 about a GPU for which no other build would help either."""
+"""Message of TensorRT for RTX 1.7.1 for a GPU that no build of it supports."""
 
 
 def load_tensorrt(backend: str) -> Any:
-    """The module of a manifest's backend: ``tensorrt`` or ``tensorrt_rtx``.
+    """Return the module of a manifest's backend: ``tensorrt`` or ``tensorrt_rtx``.
 
     Raises:
-        BackendError: it does not import.
+        BackendError: the module cannot be imported.
     """
     package = PACKAGES[Target(backend)]
     try:
@@ -49,15 +49,15 @@ def load_tensorrt(backend: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TensorRT:
-    """An opened engine, and what must live as long as it.
+    """An opened engine, and objects that must live as long.
 
     Attributes:
         module: ``tensorrt`` or ``tensorrt_rtx``.
         engine: ``ICudaEngine``.
         runtime: kept alive for the engine.
-        recorder: what TensorRT reports as an error; see `make_recorder`.
+        recorder: collects the errors that TensorRT reports; see `make_recorder`.
         title: name and version, for messages.
-        rtx: it is TensorRT for RTX, which compiles kernels on the GPU and has its own CUDA graphs.
+        rtx: True for TensorRT for RTX, which compiles kernels on the GPU and has its own CUDA graphs.
     """
 
     module: Any
@@ -68,14 +68,14 @@ class TensorRT:
     rtx: bool
 
     def let_go(self) -> None:
-        """Report nothing to Python any more: to be called before it is dropped, as `Context.let_go` of its contexts."""
+        """Stop error reports to Python. Call this before the engine is dropped, after `let_go` of its contexts."""
         self.engine.error_recorder = self.runtime.error_recorder = None
 
     def check(self, ok: Any, what: str) -> None:
-        """Raise what TensorRT said where it returned False or None.
+        """Raise TensorRT's message if a call returned False or None.
 
         Raises:
-            BackendError: it did.
+            BackendError: the call returned False or None.
         """
         if ok is None or ok is False:
             words = self.recorder.take()
@@ -91,15 +91,15 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
     """Deserialize an engine, and compare it with its manifest.
 
     Args:
-        path: of the engine, whose hash has been checked.
-        manifest: of the engine.
+        path: path of the engine, whose hash has been checked.
+        manifest: manifest of the engine.
         module: see `load_tensorrt`.
         cuda: the GPU.
 
     Raises:
-        BackendError: TensorRT cannot open it here: another GPU, another version, a damaged file.
-        ManifestError: its tensors, profiles or aliases are not those of the manifest.
-        UnsupportedModelError: it wants a tensor in host memory.
+        BackendError: TensorRT cannot open the engine here: another GPU, another version, a damaged file.
+        ManifestError: its tensors, profiles or aliases differ from those of the manifest.
+        UnsupportedModelError: it needs a tensor in host memory.
     """
     target = Target(manifest.backend)
     title = f"{PACKAGES[target].title} {module.__version__}"
@@ -112,7 +112,8 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
             words = recorder.take()
             reasons = _reasons(module, runtime, data)
             raise BackendError(_refusal(path, manifest, title, str(module.__version__), cuda, words, reasons))
-    engine.error_recorder = recorder  # documented as inherited, and contexts' too; it costs nothing to be sure
+    # the engine and its contexts inherit it, as documented; setting it again makes sure
+    engine.error_recorder = recorder
     if differences := reconcile(manifest, view_of(engine)):
         raise ManifestError(
             f"{path}: the engine and its manifest differ: {'; '.join(differences)}; do not run it: build it again"
@@ -122,7 +123,7 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
 
 
 def _check_locations(path: Path, module: Any, engine: Any) -> None:
-    """Refuse an engine that reads an input on the host: every buffer of the runtime is on the GPU."""
+    """Refuse an engine that reads an input on the host: all buffers of the runtime are on the GPU."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     on_host = [name for name in names if engine.get_tensor_location(name) != module.TensorLocation.DEVICE]
     if on_host:
@@ -135,7 +136,7 @@ def _check_locations(path: Path, module: Any, engine: Any) -> None:
 def _refusal(
     path: Path, manifest: Manifest, title: str, version: str, cuda: Cuda, words: str, reasons: tuple[str, ...]
 ) -> str:
-    """Why an engine was not opened, in TensorRT's own words, and what to do."""
+    """Return why an engine was not opened, in TensorRT's words, and what to do."""
     built = f"{manifest.backend_version}"
     if manifest.compute_capabilities:
         built += f" for {', '.join(manifest.compute_capabilities)}"
@@ -160,7 +161,7 @@ def _refusal(
 
 
 def _reasons(module: Any, runtime: Any, data: Any) -> tuple[str, ...]:
-    """The diagnostics of TensorRT for RTX, by name; nothing on TensorRT, which has no such question."""
+    """Return the diagnostics of TensorRT for RTX, by name; an empty tuple on TensorRT, which gives none."""
     if not hasattr(runtime, "get_engine_validity"):
         return ()
     _, diagnostics = runtime.get_engine_validity(data)

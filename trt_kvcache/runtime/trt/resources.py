@@ -1,4 +1,4 @@
-"""The objects of TensorRT and CUDA that an open runner holds, and the order in which it lets go of them."""
+"""The objects of TensorRT and CUDA that an open runner holds, and the order in which it frees them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Resources"]
 
 
 class Resources:
-    """Apart from the runner, which may be gone: GPU memory is no Python object, and would stay until the process ends.
+    """Resources of a runner, freed even after the runner is gone: Python's garbage collection does not free GPU memory.
 
     Attributes:
-        cuda: the GPU, and all memory that was taken.
+        cuda: the GPU, and all allocated memory.
         trt: the engine, once it is open.
-        factory: of contexts, once the engine is open.
-        contexts: one for each profile.
-        functions: other engines that run there.
-        graphs: the recorded steps; None where none are.
-        in_use: a call is under way.
+        factory: the factory of contexts, once the engine is open.
+        contexts: one context for each profile.
+        functions: other engines that run on this GPU.
+        graphs: the recorded steps; None if steps are not recorded.
+        in_use: a call is running.
     """
 
     trt: TensorRT
@@ -40,16 +40,16 @@ class Resources:
         self._process = os.getpid()
 
     def close(self) -> None:
-        """Free everything, and keep compiled kernels for the next start.
+        """Free everything, and save compiled kernels for the next start.
 
-        Nothing where a call is under way: the process ends, and a thread is left that does not. Nor in a fork: CUDA
+        Do nothing if a call is running: then the process is ending, but this thread is not. Do nothing in a fork: CUDA
         does not work there.
         """
         if self.in_use or os.getpid() != self._process:
             return
         with self.cuda.activated():
             try:
-                # Where the GPU is lost, whoever ran the step that lost it knows; what is left is to let go.
+                # If the GPU is lost, the step that lost it has raised that error; here only freeing remains.
                 with suppress(BackendError):
                     self.cuda.sync()
                     for factory in (self.factory, *(function.factory for function in self.functions)):
@@ -61,7 +61,7 @@ class Resources:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Free what TensorRT holds, and then the memory that it is bound to."""
+        """Drop the objects of TensorRT, and then the memory that they are bound to."""
         while self.contexts:
             self.contexts.pop().let_go()
         while self.functions:

@@ -1,7 +1,7 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
-    file       the manifest agrees with itself, the engine with its hash, TensorRT with the manifest
-    memory     what is needed is compared with what is free; then everything is allocated, once
+    files      compare the manifest with itself, the engine with its hash, TensorRT with the manifest
+    memory     compare what is needed with what is free; then allocate everything, once
     step       inputs through pinned memory -> context of the phase, bound to a row range of the caches -> logits
 
 Past and present of a cache are bound to one address (`DeviceCaches.bindings`); a row range is an offset to it.
@@ -45,34 +45,35 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Bindings:
-    """The foreign modules that the runner calls; tests put others in their place."""
+    """The modules of TensorRT and CUDA that the runner calls; tests replace them."""
 
     tensorrt: Any
     cuda: CudaBindings
 
 
 class TensorRTRunner:
-    """A `Runner` on a GPU. Not safe to use from several threads at once; one after the other is.
+    """A `Runner` on a GPU. Not thread-safe, but several threads may use it one after the other.
 
     Attributes:
-        host_choice: why the host chooses tokens among all scores; empty where the GPU finds the best and the highest.
+        host_choice: why the host chooses tokens among all scores; empty if the GPU finds the best and the highest
+            scores.
 
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
-        max_batch: rows of every cache, at most and by default what the engine was built for. Fewer need less memory.
-        max_chunk: most tokens of one row per step, at most and by default what the engine was built for. Fewer need
-            less memory for logits.
-        device: number of the GPU.
+        max_batch: rows of every cache; default and maximum: the engine's own. Fewer rows need less memory.
+        max_chunk: most tokens of one row per step; default and maximum: the engine's own. Fewer tokens need less memory
+            for logits.
+        device: index of the GPU.
         cuda_graphs: record decode steps as CUDA graphs.
-        kernel_cache: folder for what TensorRT for RTX compiles; None: beside the engine.
+        kernel_cache: folder for kernels that TensorRT for RTX compiles; None: the engine's folder.
         bindings: the modules to call; None: the real ones.
 
     Raises:
-        ManifestError: the manifest is missing, contradicts itself, or is not of this engine.
+        ManifestError: the manifest is missing, contradicts itself, or belongs to another engine.
         BackendError: TensorRT or a driver is missing, the engine is for another GPU or version, or the GPU has too
             little memory.
         OptionError: `max_batch` or `max_chunk` is more than the engine was built for.
-        UnsupportedModelError: an input or output has no known part in decoding.
+        UnsupportedModelError: an input or output has no known role in decoding.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class TensorRTRunner:
         check_engine(self._manifest, path)
         bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
         self._bound: dict[tuple[int, int], dict[str, int]] = {}
-        self._last = 0  # context of the last step
+        self._last = 0  # index of the last step's context
         self._cuda = Cuda(device, bindings.cuda)
         self._kernels = None if kernel_cache is None else Path(kernel_cache)
         self._resources = Resources(self._cuda)
@@ -107,7 +108,7 @@ class TensorRTRunner:
         except BaseException:
             self._resources.let_go()
             raise
-        self._end = weakref.finalize(self, self._resources.close)  # where nobody closes it, and at exit
+        self._end = weakref.finalize(self, self._resources.close)  # closes it at garbage collection or exit
 
     def _open(self, path: Path, module: Any, cuda_graphs: bool) -> None:
         manifest, cuda = self._manifest, self._cuda
@@ -115,7 +116,7 @@ class TensorRTRunner:
         self._shapes = StepShapes(manifest, self._inputs, self._caches.buffers)
         needed = self._caches.bytes_for
         caches = Need(f"caches for {self._max_batch} sequences", needed(self._max_batch), needed)
-        # Before the engine is opened, which takes memory for the weights: about as much as the file is long.
+        # Before the engine is opened: its weights take about as much memory as the file.
         admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self._max_batch)
         self._resources.trt = trt = open_engine(path, manifest, module, cuda)
         self._name = f"{trt.title}, {cuda.name}"
@@ -144,7 +145,7 @@ class TensorRTRunner:
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """The recorded steps; None where steps are not to be recorded."""
+        """The recorded steps; None if steps are not recorded."""
         return self._resources.graphs
 
     @property
@@ -153,7 +154,7 @@ class TensorRTRunner:
 
     @property
     def name(self) -> str:
-        """Runtime and device, for people."""
+        """Runtime and device as text."""
         return self._name
 
     @property
@@ -183,17 +184,17 @@ class TensorRTRunner:
 
     @property
     def max_logits(self) -> int | None:
-        """Most positions per row that a step gives logits of; None: all."""
+        """Most positions per row whose logits a step returns; None: all."""
         return 1 if self._logits.last_only else self._manifest.max_logits
 
     @property
     def vocab(self) -> int:
-        """Token ids are 0 to ``vocab - 1``."""
+        """Size of the vocabulary: token ids are 0 to ``vocab - 1``."""
         return min(self._logits.vocab, self._manifest.vocab or self._logits.vocab)
 
     @property
     def max_positions(self) -> int | None:
-        """Rows of the model's smallest position table, beyond which TensorRT would silently read the last one."""
+        """Rows of the model's smallest position table; beyond it TensorRT would silently read the last row."""
         return self._inputs.positions(self._manifest.max_positions)
 
     @property
@@ -203,7 +204,7 @@ class TensorRTRunner:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory that is allocated here: caches, inputs, outputs, activations. Constant once open."""
+        """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations. Constant once open."""
         return self._cuda.allocated
 
     def identity(self) -> str:
@@ -287,21 +288,21 @@ class TensorRTRunner:
             self._caches.unpack_rows(row, start, stop, data)
 
     def read_output(self, name: str) -> Array:
-        """A copy of an output of the last step that is neither logits nor a cache; not of steps that were recorded."""
+        """A copy of an output that is neither logits nor a cache, from the last step that ran without a CUDA graph."""
         with self.running():
             return self._buffers.output(name, self._contexts[self._last].output_shape(name))
 
     def view(self, name: str) -> Any:
-        """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. Not to be used after `close`."""
+        """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. It must not be used after `close`."""
         with self.running():
             return self._caches.view(name, self)
 
     def close(self) -> None:
-        """Free everything, and keep compiled kernels for the next start. Closing again does nothing."""
+        """Free all memory, and save compiled kernels for the next start. Closing again does nothing."""
         self._end()
 
     def encoder_beside(self, engine: Path) -> tuple[Path | None, str]:
-        """The engine of the encoder that was built with this one's; None: there is none, and why."""
+        """Return the encoder's engine that was built with this one; or None, and why there is none."""
         built = self._manifest.encoder
         if built is None:
             return None, f"{engine} was built without the engine of an encoder"
@@ -309,11 +310,11 @@ class TensorRTRunner:
         return (path, "") if path.is_file() else (None, f"{path}, which was built with {engine}, is not there")
 
     def open_function(self, engine: Path, manifest: Manifest) -> EngineFunction:
-        """Open another engine on this GPU and stream; it is closed with the runner.
+        """Open another engine on this GPU and stream; the runner closes it at its end.
 
         Args:
-            engine: its path; its hash has been checked.
-            manifest: of it.
+            engine: path of the engine; its hash has been checked.
+            manifest: manifest of the engine.
 
         Raises:
             BackendError, ManifestError, UnsupportedModelError: see `EngineFunction`.
@@ -325,9 +326,9 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """For the calls of an open runner: CUDA's context is current, and faults are the session's.
+        """Make CUDA's context current for a call of an open runner, and raise its faults as SessionError.
 
-        Not to be held by two threads at once.
+        Two threads must not enter it at once.
         """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
@@ -338,13 +339,14 @@ class TensorRTRunner:
         except BackendError as error:
             raise SessionError(str(error)) from error
         except BaseException:
-            self._cuda.sync()  # what an interrupt left on the stream reads what the next step fills
+            # wait: work that an interrupt left on the stream may read memory that the next step fills
+            self._cuda.sync()
             raise
         finally:
             self._resources.in_use = False
 
     def _give_back(self, pinned: Pinned) -> None:
-        if self._end.alive:  # else all went with the runner
+        if self._end.alive:  # else it was freed with the runner
             with self.running():
                 self._cuda.free_pinned(pinned)
 
@@ -352,14 +354,14 @@ class TensorRTRunner:
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """The address of every tensor for a step from this row on; at most two for each row."""
+        """Return the address of every tensor for a step from this row on; cached, at most two entries per row."""
         if (first_row, side) not in self._bound:
             self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
         return self._bound[first_row, side]
 
 
 def _within(name: str, asked: int | None, most: int) -> int:
-    """The number that was asked for, or the most that the engine was built for."""
+    """Return the number that was asked for; by default, the engine's maximum."""
     if asked is not None and as_whole(asked, name) < 1:
         raise OptionError(f"{name} is {asked}; it must be at least 1")
     if asked is not None and asked > most:

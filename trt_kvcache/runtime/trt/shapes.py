@@ -1,4 +1,4 @@
-"""The shapes of a step: which profile of the engine takes them, and how large they become."""
+"""The shapes of a step: its profile in the engine, and the largest sizes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class StepShapes:
     """Shapes and profiles of an engine's steps.
 
     Args:
-        manifest: of the engine.
-        inputs: what the model takes.
-        buffers: the caches, by the name of the past.
+        manifest: manifest of the engine.
+        inputs: inputs of the model.
+        buffers: the caches, by name of the past tensor.
     """
 
     def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, CacheBuffer]) -> None:
@@ -41,10 +41,10 @@ class StepShapes:
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
-        """Profile and shapes of a step; worked out once for steps of one signature, as decoding has them.
+        """Return profile and shapes of a step; they are computed once for each signature.
 
         Raises:
-            BackendError: no profile takes it.
+            BackendError: no profile fits the step.
         """
         kind = self._kinds.get(signature)
         if kind is None:
@@ -56,20 +56,20 @@ class StepShapes:
         return kind
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
-        """The largest shapes of all tensors but caches, over all steps that can come; outputs as TensorRT infers them.
+        """The largest shapes of all tensors except caches, over all possible steps; TensorRT infers the outputs'.
 
         Args:
             contexts: one for each profile.
             rows: most rows of a step.
-            chunk: most tokens of each.
-            max_logits: most positions that a step gives logits of; None: all.
+            chunk: most tokens per row.
+            max_logits: most positions per row whose logits a step returns; None: all.
 
         Raises:
             UnsupportedModelError: a size depends on the data, or state changes its shape.
         """
         carried = set(self._buffers) | {b.carried.present for b in self._buffers.values()}
         largest: dict[str, Shape] = {}
-        fixed = self._inputs.fixed_length  # whatever is asked for
+        fixed = self._inputs.fixed_length  # independent of `chunk`
         for length in (fixed,) if fixed else sorted({chunk, 1}):
             end = max(b.carried.capacity for b in self._buffers.values())
             tokens = np.zeros((rows, length), np.int64)
@@ -100,12 +100,12 @@ class StepShapes:
         return largest
 
     def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
-        """The shapes of every input in a step."""
+        """Return the shapes of every input in a step."""
         caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._buffers.items()}
         return self._inputs.shapes(batch) | caches | self._adapters
 
     def _largest_constants(self) -> Constants:
-        """As large as the profiles allow; without contents."""
+        """Return constants as large as the profiles allow; their contents are zeros."""
         arrays: dict[str, Array] = {}
         for tensor in self._inputs.constants.tensors:
             ranges = [p.shapes[tensor.name].max for p in self._manifest.profiles if tensor.name in p.shapes]
@@ -114,7 +114,7 @@ class StepShapes:
         return Constants(arrays) if arrays else NO_CONSTANTS
 
     def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
-        """The profile for a step: that for decoding where it fits."""
+        """Return the index of a profile that fits the step; the decode profile if it fits."""
         profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
         for index, profile in profiles:
             if all(
