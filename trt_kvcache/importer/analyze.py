@@ -35,6 +35,7 @@ from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.planning.routes import check_dtypes
 from trt_kvcache.importer.protos import all_nodes
+from trt_kvcache.importer.recognize.caches import stack_in_words
 from trt_kvcache.importer.recognize.states import find_states
 from trt_kvcache.importer.steps.later_tokens import see_later_tokens
 
@@ -63,6 +64,8 @@ def analyze(
     caches = analyze_caches(graph, options)
     foreign = _foreign_cache(graph) if not caches else ""
     if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
+        if stack := stack_in_words(graph):
+            raise UnsupportedModelError(stack)
         raise UnsupportedModelError(
             f"{path}: updates no cache that is known here "
             f"(found: {foreign or _holder(graph) or 'no cache that a step writes'}); supported are "

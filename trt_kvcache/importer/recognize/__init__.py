@@ -29,7 +29,7 @@ from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, ex
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.plan import PlanOptions, StateUpdate
 from trt_kvcache.importer.protos import elem_type_of, shape_of
-from trt_kvcache.importer.recognize.caches import find_caches, state_inner_sizes
+from trt_kvcache.importer.recognize.caches import find_caches, stack_in_words, state_inner_sizes
 from trt_kvcache.importer.recognize.cut import Cutter, Region
 from trt_kvcache.importer.recognize.fixed import fold_fixed
 from trt_kvcache.importer.recognize.probe import Blueprint
@@ -124,6 +124,8 @@ def recognize(
                 raise
         return among(caches)
     except RecognizeError as error:
+        if stack := stack_in_words(graph):
+            raise UnsupportedModelError(stack) from None
         raise UnsupportedModelError(
             f"{error}; supported are caches that the caller gives and takes back whole, with the new rows after those "
             "of earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch "

@@ -28,6 +28,7 @@ from trt_kvcache.importer.recognize.records import Cache
 from trt_kvcache.importer.recognize.states import words_of
 
 _PASTS, _PRESENTS = (4, 5), (1, 2)
+_TOKENS, _RANK = 2, 4  # axes of token ids, and of a cache with heads
 
 
 def find_caches(graph: gs.Graph) -> list[Cache]:
@@ -145,3 +146,22 @@ def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
         past = input_or_none(node, index)
         if past is not None:
             yield past, node.outputs[output] if output < len(node.outputs) else gs.Variable.empty(), update
+
+
+def stack_in_words(graph: gs.Graph) -> str:
+    """The refusal of an input that holds caches of several layers; empty: there is no such input.
+
+    It has an axis before the batch, or more axes than a cache, and an output has as many.
+    """
+    tokens = (t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) == _TOKENS)
+    batches = {t.shape[0] for t in tokens if isinstance(t.shape[0], str)}
+    ranks = {len(t.shape or ()) for t in graph.outputs}
+    for t in graph.inputs:
+        shape = t.shape or ()
+        large = elem_type(t) in FLOATS and len(shape) >= _RANK and len(shape) in ranks
+        if large and (len(shape) > _RANK or batches.intersection(shape[1:])):
+            return (
+                f"'{t.name}' {list(shape)} holds several caches in one tensor; supported is a tensor of its own for "
+                "each cache: export by optimum, or by torch with DynamicCache"
+            )
+    return ""

@@ -7,6 +7,7 @@ shifted    past [.., L, ..]: the newest token in the last row
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,12 @@ from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 _HIDES = -30000.0  # in masks of numbers
+
+
+_MISFIT = re.compile(
+    r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
+)
+"""ONNX Runtime's words, seen of 1.31 and 1.32."""
 
 
 class Runner:
@@ -91,6 +98,12 @@ class Runner:
         try:
             return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
         except RunError as error:
+            if misfit := _MISFIT.search(str(error)):
+                op, name, one, other = misfit.groups()
+                raise RecognizeError(
+                    f"{op} '{name}' takes sizes {one} and {other}, which do not fit each other, in a step of several "
+                    "tokens after others; if one of them is a mask, export it over all tokens of the text"
+                ) from None
             raise RecognizeError(f"the region of '{self._name}' does not run: {error}") from None
 
     def held(self, cache: Cache, sample: Sample) -> int:

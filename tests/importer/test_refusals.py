@@ -1,0 +1,66 @@
+"""Refusals name what is not supported, not what was looked at last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from concat_graphs import Build, Decoder, make_decoder
+from onnx import TensorProto, helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.plan import PlanOptions
+
+
+def stacked(model: onnx.ModelProto, batch_first: bool) -> onnx.ModelProto:
+    """The model with its four caches in one tensor: ``[4, B, N, P, D]``, or ``[B, 4, N, P, D]``."""
+    graph, axis = model.graph, 1 if batch_first else 0
+    pasts = [v for v in graph.input if "past" in v.name]
+    presents = [v for v in graph.output if "present" in v.name]
+    dims = [d.dim_param or d.dim_value for d in pasts[0].type.tensor_type.shape.dim]
+
+    def declared(name: str, last: str) -> onnx.ValueInfoProto:
+        shape = [dims[0], dims[1], last, dims[3]]
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [*shape[:axis], len(pasts), *shape[axis:]])
+
+    graph.initializer.append(helper.make_tensor("axes", TensorProto.INT64, [1], [axis]))
+    parts = [f"part_{at}" for at in range(len(pasts))]
+    first = [helper.make_node("Split", ["caches"], parts, axis=axis, num_outputs=len(parts))]
+    first += [helper.make_node("Squeeze", [p, "axes"], [v.name]) for p, v in zip(parts, pasts, strict=True)]
+    whole = [f"whole_{at}" for at in range(len(presents))]
+    last = [helper.make_node("Unsqueeze", [v.name, "axes"], [w]) for v, w in zip(presents, whole, strict=True)]
+    last += [helper.make_node("Concat", whole, ["new_caches"], axis=axis)]
+    nodes, inputs, outputs = ([*first, *graph.node, *last], [*graph.input], [*graph.output])
+    for field, values in (
+        (graph.node, nodes),
+        (graph.input, [*(v for v in inputs if v not in pasts), declared("caches", "past")]),
+        (graph.output, [*(v for v in outputs if v not in presents), declared("new_caches", "total")]),
+    ):
+        del field[:]
+        field.extend(values)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_several_caches_in_one_tensor(batch_first: bool, tmp_path: Path) -> None:
+    onnx.save(stacked(make_decoder(Decoder(layers=2)), batch_first), tmp_path / "model.onnx")
+    with pytest.raises(
+        UnsupportedModelError, match=r"'caches' \[.*\] holds several caches in one tensor; supported is"
+    ):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
+
+
+def test_a_mask_over_the_new_tokens_alone(tmp_path: Path) -> None:
+    """As Whisper's decoders have it that take one prompt and then single tokens."""
+
+    def over_new(g: Build, scores: str) -> str:
+        rows = g.Range(g.constant(0), g.length, 1)
+        seen = g.LessOrEqual(rows, g.Unsqueeze(rows, [1]))
+        return g.Add(scores, g.Where(seen, g.number(0), g.number(-1e9)))
+
+    onnx.save(make_decoder(Decoder(mask="none", masked=over_new)), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"Add '.*' takes sizes \d+ and \d+, .*; if one of them is a mask"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
