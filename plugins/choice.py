@@ -26,7 +26,7 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
 KERNELS = ("best_token", "set_maxima", "candidates")
 """Entry functions: three addresses (`candidates` four), int32 keep, vocab and blocks, int64 pitch.
 
-The second address is that of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0.
+The second address is the address of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0.
 """
 
 MOST_TOKENS = 1 << 30

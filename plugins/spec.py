@@ -178,7 +178,7 @@ class LaunchParams:
 
     Attributes:
         grid: number of blocks (x; y and z are 1).
-        block: threads in each (x).
+        block: threads per block (x; y and z are 1).
         scalars: the int32 extra arguments, in the order of `Arguments.scalars`.
     """
 

@@ -110,7 +110,7 @@ def _in_time(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
 
 
 class UnfusedSession:
-    """ONNX Runtime, node by node: fusions would hide differences.
+    """Runs a model in ONNX Runtime node by node: fusions would hide differences.
 
     Attributes:
         backend: name and version.

@@ -78,7 +78,7 @@ def allow_memory(size: int) -> None:
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield the limits of Linux' nested control groups around this process, and how much each group uses.
 
-    In a container the innermost group is the root of the file system, whatever its name on the host.
+    In a container the innermost group is the root of the file system, independent of its name on the host.
     """
     groups = [("", "/"), *(tuple(line.split(":", 2)[1:]) for line in _lines("/proc/self/cgroup"))]
     for controllers, name in groups:

@@ -64,7 +64,7 @@ class Runner(Protocol):
     name: str
 
     def start(self, rows: int) -> None:
-        """Begin as many texts, without tokens."""
+        """Begin `rows` texts, without tokens."""
         ...
 
     def step(self, piece: Piece, tokens: Array) -> Array:

@@ -126,7 +126,7 @@ class Exported:
         self._texts: list[_Text] = []
 
     def start(self, texts: Sequence[Sequence[int]]) -> None:
-        """Begin as many texts; earlier ones are forgotten."""
+        """Begin as many texts as `texts` has; earlier texts are forgotten."""
         self._texts = [_Text() for _ in texts]
 
     def step(self, pieces: Sequence[Sequence[int]]) -> list[Array]:

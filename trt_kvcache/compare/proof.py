@@ -107,7 +107,7 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """A proof."""
+    """A proof: its facts, and its arrays by name."""
 
     facts: Facts
     arrays: dict[str, Array] = field(default_factory=dict)

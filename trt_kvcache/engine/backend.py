@@ -46,7 +46,7 @@ PACKAGES = {
 }
 
 PACKED_NATIVE_SINCE = (11, 0)
-"""The first TensorRT whose KV-cache layer takes packed updates. TensorRT for RTX takes them since its floor."""
+"""The first TensorRT whose KV-cache layer takes packed updates. Every supported TensorRT for RTX takes them."""
 
 WRONG_REFIT = (11, 0), (11, 3)
 """The first and the last TensorRT that may drop a bias if any weights can be refitted (``kREFIT``), even if none are;

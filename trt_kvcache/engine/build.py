@@ -219,12 +219,12 @@ class _Part:
     """A model that becomes an engine.
 
     Attributes:
-        path: of the model's file; external data lie in the same folder.
+        path: path of the model's file; external data lie in the same folder.
         files: all files of the model, by path, with their names in the manifest.
         sources: the models as read.
         model: the rewritten model; taken out when it is sent to TensorRT.
         flipped: external data whose bytes change for TensorRT.
-        weights: their size in bytes.
+        weights: size of all weights in bytes.
     """
 
     path: Path

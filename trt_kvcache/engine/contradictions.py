@@ -82,7 +82,7 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
 
 
 def _described(manifest: Manifest) -> Iterator[str]:
-    """Check that inputs and outputs of these roles are exactly those that the rest of the plan describes."""
+    """Check that inputs and outputs of these roles are exactly the ones that the rest of the plan describes."""
     plan = manifest.plan
     carried = [c for c in plan.caches if c.carried]
     products = () if plan.adapters is None else plan.adapters.products

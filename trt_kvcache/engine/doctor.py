@@ -126,7 +126,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Diagnose this machine. Missing parts are part of the answer; they raise nothing."""
+    """Diagnose this machine. Missing parts are reported; they raise no errors."""
     packages = tuple(PackageStatus(name, _version(name), use) for name, use in _PACKAGES.items())
     backends = tuple(_backend(name) for name in _BACKENDS)
     driver, gpus, problem = find_gpus()
@@ -195,7 +195,7 @@ def _backend(name: str) -> BackendStatus:
     except ModuleNotFoundError as error:
         problem = "not installed" if error.name == module_name and installed is None else _line(error)
         return BackendStatus(name, installed, False, problem, False, False, False)
-    except Exception as error:  # noqa: BLE001 a package without its libraries may raise any exception of its loader
+    except Exception as error:  # noqa: BLE001 - a package without its libraries may raise any exception of its loader
         return BackendStatus(name, installed, False, _line(error), False, False, False)
     layer = getattr(trt, "IKVCacheUpdateLayer", None)
     return BackendStatus(

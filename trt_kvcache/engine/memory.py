@@ -2,7 +2,7 @@
 
 Measured with TensorRT for RTX 1.7.1: the peak of memory that the system cannot reclaim, over all processes:
 
-    float16, 0.70 GB of weights    1.23 GB; 2.36 GB if decode steps have weights of their own
+    float16, 0.70 GB of weights    1.23 GB; 2.36 GB if decode steps have their own copy of the weights
     float16, 1.35 GB               2.39 GB
     float16, 4.02 GB               6.59 GB
     float32, 0.92 GB               1.58 GB

@@ -35,7 +35,7 @@ class _Heard:
     warnings: list[str] = field(default_factory=list)
 
     def hear(self, news: bytes) -> None:
-        """Take a message."""
+        """Handle a message."""
         match msgspec.json.decode(news, type=Event):
             case Stage(name):
                 if name != self.stage:

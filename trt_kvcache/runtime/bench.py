@@ -192,7 +192,7 @@ Tokens = Callable[[int], list[int]]
 
 @dataclass(frozen=True)
 class _Steps:
-    """How often a step is run."""
+    """Limits of repeating a step: measured runs, warmup runs, and seconds."""
 
     repeats: int
     warmup: int

@@ -45,7 +45,7 @@ class KVCache:
         guard: the lock of the session.
         prefix_cache: bytes for rows that sequences with the same beginning share; None: no prefix cache.
         adapters: adapters of the session; None: no adapters.
-        max_sequences: most slots; those that do not run give up their rows to others. None: as many as rows; slots that
+        max_sequences: most slots; slots that do not run give up their rows to others. None: as many as rows; slots that
             were offloaded do not count.
 
     Attributes:
@@ -285,7 +285,7 @@ class KVCache:
             raise
 
     def crop(self, slot: int, length: int) -> None:
-        """Forget all tokens from `length` on, those that wait included; their cache rows are zeroed.
+        """Forget all tokens from `length` on, including tokens that wait; their cache rows are zeroed.
 
         The other tokens keep their positions; new tokens follow them.
 

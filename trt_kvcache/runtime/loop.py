@@ -511,7 +511,7 @@ class DecodeLoop:
         self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """End a sequence whose last outcome is told. If an interrupt prevents that, the next step does it."""
+        """End a sequence that has its last outcome. If an interrupt prevents that, the next step does it."""
         if slot in self._cache:
             self._cache.slot(slot).running = False
             if not self._runs[slot].keep_slot:

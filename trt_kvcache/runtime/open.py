@@ -35,7 +35,7 @@ def open_runner(
     Args:
         path: path of the file.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        options: options of the runner; it chooses those that are None.
+        options: options of the runner; the runner chooses options that are None.
         check: when to compare an engine with its proof: ``"first"``, ``"always"`` or ``"off"``; see
             `trt_kvcache.runtime.check`.
         default_capacity: capacity of caches that grow, if the options have no ``capacity``; None: the importer's
@@ -81,7 +81,7 @@ def open_runner(
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
     """Read a ``tokenizer.json``: the named one; for None, the one beside the model. False: no tokenizer.
 
-    Other objects are returned as they are.
+    Other objects are returned unchanged.
     """
     if tokenizer is None or tokenizer is False:
         return None if tokenizer is False else find_tokenizer(model)

@@ -192,7 +192,7 @@ class DecodeSession:
                 these adapters, unless `plan_options` has a ``lora_rank``.
             draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
                 several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
-            max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
+            max_chunk: most tokens of one sequence per step (CPU); None: the engine's own, or 512.
             prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
                 wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If the tokens of
                 one step see each other in this model, a prompt is written in one step.
@@ -626,7 +626,7 @@ class DecodeSession:
     def stop(self, slot: int) -> None:
         """End a running sequence; its slot stays, with its tokens and caches, as after `add` with `keep`.
 
-        A sequence that has already ended stays as it is. A stream that the sequence belongs to reports it as cancelled.
+        Nothing happens if the sequence has already ended. A stream that it belongs to reports it as cancelled.
 
         Raises:
             SlotError: the slot is not in use.

@@ -143,7 +143,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The tokens, in the form that llguidance reads."""
+    """The vocabulary, in the form that llguidance reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -171,7 +171,7 @@ class _Vocabulary:
 
 
 class _Compiled:
-    """A grammar."""
+    """A compiled grammar; each sequence gets a copy of its matcher."""
 
     def __init__(self, matcher: Any, most: int) -> None:
         self._matcher, self._words = matcher, most

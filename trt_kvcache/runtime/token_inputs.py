@@ -52,7 +52,7 @@ class Positions:
     """The positions of a sequence's tokens: first the caller's, then consecutive ones.
 
     A token without a position of its own comes one after the largest position before it, in every plane
-    (``rope_deltas`` in transformers). Positions do not change what a token sees: all tokens before it in the sequence.
+    (``rope_deltas`` in transformers). A token sees all tokens before it in the sequence; positions do not change that.
 
     Attributes:
         array: int64 ``[planes, K]``: positions of the first K tokens; K may be 0.

@@ -30,7 +30,7 @@ class FirstStep:
 
     Args:
         path: path of the first step's model, or of one with both steps.
-        wanted: names of outputs; those that the model lacks are left out.
+        wanted: names of outputs; names that the model lacks are left out.
 
     Attributes:
         path: as the argument.

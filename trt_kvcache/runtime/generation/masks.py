@@ -1,4 +1,4 @@
-"""Masks of tokens: one bit for each token of the vocabulary, 1 where the token may come next."""
+"""Masks of tokens: one bit for each token of the vocabulary, 1 if the token may come next."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Context:
         self._context.error_recorder = None
 
     def __del__(self) -> None:
-        """Call `let_go` if nobody did, for example after an interrupt right after the context was made."""
+        """Call `let_go`, which an interrupt right after the context was made may have prevented."""
         self.let_go()
 
     def enqueue(self) -> None:
@@ -127,7 +127,7 @@ class ContextFactory:
 
     @property
     def activation_bytes(self) -> int:
-        """The bytes that the largest profile needs."""
+        """Bytes of activation memory that the largest profile needs."""
         return int(self._trt.engine.device_memory_size_v2)
 
     def allocate(self, contexts: Iterable[Context]) -> None:

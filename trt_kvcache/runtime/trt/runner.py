@@ -302,7 +302,7 @@ class TensorRTRunner:
         self._end()
 
     def encoder_beside(self, engine: Path) -> tuple[Path | None, str]:
-        """Return the encoder's engine that was built with this one; or None, and why there is none."""
+        """Return the encoder's engine that was built with this one; or None, and the reason."""
         built = self._manifest.encoder
         if built is None:
             return None, f"{engine} was built without the engine of an encoder"
