@@ -111,7 +111,8 @@ def _checked(name: str, kind: Any, setting: Setting, value: Any) -> Any:
         except (ValueError, TypeError):
             raise OptionError(f"{name} is {shown(value)}; {_one_of([member.value for member in kind])}") from None
     if kind is bool:
-        return as_switch(value, name)
+        is_text = isinstance(value, str) and value in setting.choices
+        return value == "on" if is_text else as_switch(value, name)
     if setting.choices and (not isinstance(value, str) or value not in setting.choices):
         raise OptionError(f"{name} is {shown(value)}; {_one_of(setting.choices)}")
     if setting.is_path:

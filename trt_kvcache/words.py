@@ -15,9 +15,9 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 """Control characters, line breaks, and marks that change the direction of text."""
 
 FLAGS = (
-    "allow-origin", "backend", "bandwidth", "cache-dtype", "cache-layout", "capacity", "check", "check-memory",
-    "check-seconds", "checkpoint", "chunks", "compute-capabilities", "config", "constants", "declare-aliases",
-    "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "logits",
+    "allow-origin", "backend", "bandwidth", "beyond-length", "cache-dtype", "cache-layout", "capacity", "check",
+    "check-memory", "check-seconds", "checkpoint", "chunks", "compute-capabilities", "config", "constants",
+    "declare-aliases", "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "logits",
     "lora-rank", "lora-slots", "lora-targets", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes",
     "memory-check", "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding",
     "strip-plan", "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers",

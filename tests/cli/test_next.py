@@ -21,6 +21,7 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.summary import tell_next
 from trt_kvcache.engine.backend import can_build, driver_present
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import Target
 
 GROWING = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"
@@ -163,4 +164,6 @@ def test_a_capacity_beyond_the_models_texts_is_allowed_and_warned_of(export: Pat
         "config.json): its output is unreliable beyond them\n"
     )
     assert run("plan", export, "--capacity", 96).stderr == ""
-    assert plan_model(export, PlanOptions(capacity=97, beyond_length=True)).warnings
+    assert plan_model(export, PlanOptions(capacity=97, beyond_length="on")).warnings
+    with pytest.raises(OptionError, match='give at most capacity=96, or beyond_length="on"$'):
+        plan_model(export, PlanOptions(capacity=97))

@@ -80,11 +80,11 @@ class PlanValues(TypedDict, total=False):
 
     target: Target | Literal["tensorrt", "tensorrt-rtx"]
     capacity: int | None
-    beyond_length: bool
+    beyond_length: bool | Literal["on", "off"]
     cache_layout: CacheLayout | Literal["auto", "preserve"]
-    attention_span: bool
+    attention_span: bool | Literal["on", "off"]
     fallback: Fallback | Literal["auto", "contract", "functional"]
-    packed_native: bool
+    packed_native: bool | Literal["on", "off"]
     config: str | os.PathLike[str] | None
     sliding: Sliding | Literal["linear", "circular"]
     window_chunk: int
