@@ -190,7 +190,7 @@ def cross_model(
         ones = g.input("encoder_attention_mask", _INT, [batch, "encoder_length"])
         seen = g.Unsqueeze(g.Cast(ones, to=TensorProto.BOOL), [1, 2])
     elif mask == "bool":
-        seen = g.input("heard", TensorProto.BOOL, [batch, 1, 1, "encoder_length"])
+        seen = g.input("cross_attention_mask", TensorProto.BOOL, [batch, 1, 1, "encoder_length"])
     hidden = g.input("encoder_hidden_states", _FLOAT, [batch, "encoder_length", WIDTH]) if kind == "hidden" else ""
     for layer, cross in (("a", "c"), ("b", "d")):
         x = d.attention(x, layer)
@@ -225,7 +225,7 @@ def encoder_constants(kind: str, mask: str, length: int, seed: int) -> dict[str,
     if mask == "ones":
         given["encoder_attention_mask"] = heard[None].astype(np.int64)
     elif mask == "bool":
-        given["heard"] = heard[None, None, None]
+        given["cross_attention_mask"] = heard[None, None, None]
     return given
 
 

@@ -126,7 +126,7 @@ def test_stop_keeps_the_slot(session: DecodeSession) -> None:
 
 
 def chat(folder: Path, *lines: str, code: int = 0, options: tuple[str, ...] = ()) -> Any:
-    arguments = ["chat", str(folder), "--max-new-tokens", "6", "--ignore-eos", *options]
+    arguments = ["chat", str(folder), "--max-new-tokens", "6", "--ignore-eos", "--temperature", "0", *options]
     result = CliRunner().invoke(app, arguments, input="".join(f"{line}\n" for line in lines))
     assert result.exit_code == code, result.output
     return result
@@ -185,28 +185,6 @@ def test_another_answer_draws_anew(session: DecodeSession) -> None:
     assert [message["role"] for message in talk.messages] == ["user", "assistant"]
     spoken(talk, "and")
     assert len(talk.messages) == 4
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no termios")
-def test_what_is_typed_during_an_answer_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pty
-    import termios
-
-    from trt_kvcache.cli.chat import _unseen
-
-    terminal, typed = pty.openpty()
-    with os.fdopen(typed) as stdin, os.fdopen(terminal, "wb", 0) as keys:
-        monkeypatch.setattr(sys, "stdin", stdin)
-
-        def echoes() -> bool:
-            return bool(termios.tcgetattr(typed)[3] & termios.ECHO)
-
-        assert echoes()
-        with _unseen():
-            assert not echoes()
-            keys.write(b"next\n")
-        assert echoes()
-        assert stdin.readline() == "next\n"
 
 
 def test_chat_goes_on_after_an_error(folder: Path) -> None:

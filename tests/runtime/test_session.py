@@ -232,8 +232,8 @@ def test_a_failed_update_is_undone() -> None:
         ([[1, -1]], PromptError, "token id -1 is out of range"),
         ([[1, 10**20]], PromptError, "token id 100000000000000000000 is out of range"),
         ([[1.5]], PromptError, "float64"),
-        ([[[1, 2]]], PromptError, "flat list of integers"),
-        ([[[1, 2], [3]]], PromptError, "flat list of integers"),
+        ([[[1, 2]]], PromptError, "flat list of whole numbers"),
+        ([[[1, 2], [3]]], PromptError, "flat list of whole numbers"),
         ("text", PromptError, "there is no tokenizer"),
         (["text"], PromptError, "there is no tokenizer"),
         ([[1] * 65], CapacityError, "prompt 0 has 65 tokens, and a sequence may have 64"),
@@ -275,7 +275,7 @@ def test_bad_additions() -> None:
     refused(SlotError, "slot 7 is not in use", add, [1], slot=7)
     refused(OptionError, "for beam search use generate", add, [1], config(4, num_beams=2))
     for call, prompt in ((session.generate, [[1]]), (session.stream, [[1]]), (add, [1])):
-        refused(OptionError, "config is dict; give a GenerationConfig", call, prompt, settings)
+        refused(OptionError, "config is a dict; give its entries by name", call, prompt, settings)
     refused(OptionError, "need a tokenizer", add, [1], config(4, stop_strings="x"))
     slot = add([1], config(4))
     refused(SlotError, f"slot {slot} is generating", add, [2], config(4), slot=slot)
@@ -284,7 +284,12 @@ def test_bad_additions() -> None:
     held = cache.acquire()
     refused(SlotError, "all 1 rows hold a sequence", add, [2], config(4))
     cache.release(held)
-    for ids, words in (([-4], "token id -4 is out of range"), ([1.5], "float64"), ([True], "bool"), ("12", "integers")):
+    for ids, words in (
+        ([-4], "token id -4 is out of range"),
+        ([1.5], "float64"),
+        ([True], "bool"),
+        ("12", "whole numbers"),
+    ):
         refused(PromptError, words, cache.acquire, ids)
     slot = cache.acquire()
     session.update({slot: [1] * 60})

@@ -288,7 +288,7 @@ def test_what_the_frontend_reads(module: Any, folder: Path, session: DecodeSessi
     assert config == {"architectures": ["trt_kvcache"], "model_type": "trt_kvcache", "eos_token_id": []}
     own = tmp_path / "own"
     own.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (own / name).write_bytes((folder / name).read_bytes())
     assert module.write_texts(folder, own, session) == written  # the same contents: workers of one model
     (own / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "eos_token_id": 2}))

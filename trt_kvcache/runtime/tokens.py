@@ -27,7 +27,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
     try:
         array = np.asarray(tokens)
     except ValueError:
-        raise PromptError("a prompt is a nested list; token ids are a flat list of integers") from None
+        raise PromptError("a prompt is a nested list; token ids are a flat list of whole numbers") from None
     if array.size == 0:
         return []
     # too large for NumPy's integers
