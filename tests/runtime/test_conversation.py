@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any

@@ -35,6 +35,7 @@ from trt_kvcache.importer.weights import storage
 _FEW = 32  # rows that a long axis keeps, at least
 _LONG = 128  # a size that shrinks alone
 _LEAST = 2  # of what is divided: one block, and another one
+_MATRIX = 2  # axes of a weight that is no stack of experts
 _TRIES = 2  # divisors for one set of sizes
 _FLOATS8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
@@ -47,7 +48,7 @@ class _Choice:
 
     Attributes:
         sizes: the smaller ones.
-        experts: the size of the first axis that all matrices of a mixture have, which stays; 0: there is none.
+        experts: the size of the first axis of all stacked matrices of a mixture, which stays; 0: there is none.
     """
 
     sizes: Mapping[int, int]
@@ -112,9 +113,10 @@ def drawn(region: Region) -> Region:
 def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
     weights = [list(t.dims) for m in region.models for t in m.graph.initializer if storage(t) is not None]
     matrices = [dims for dims in weights if len(dims) > 1]
-    firsts = {dims[0] for dims in matrices}
-    experts = firsts.pop() if len(firsts) == 1 and sum(len(dims) > 2 for dims in matrices) > 1 else 0
-    inner = {d for dims in matrices for axis, d in enumerate(dims) if axis or not experts}
+    stacks = [dims for dims in matrices if len(dims) > _MATRIX]
+    firsts = {dims[0] for dims in stacks}
+    experts = firsts.pop() if len(firsts) == 1 and len(stacks) > 1 else 0
+    inner = {d for dims in matrices for axis, d in enumerate(dims) if axis or not experts or len(dims) == _MATRIX}
     sizes = sorted((d for d in inner if d >= _LEAST), reverse=True)
     if has_caches(region, plan):
         # Rows of tables that no position reaches, and what products take sums over: heads keep their sizes.
