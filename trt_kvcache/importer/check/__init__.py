@@ -1,8 +1,8 @@
-"""The check: it alone decides if a rewritten model is taken. Recognizers guess, and no guess is believed.
+"""The check alone decides whether a rewritten model is correct. Recognizers only guess, and the check tests each guess.
 
-The check cuts every part that the two models compute differently out of the model as exported and out of the rewritten
-one. Both parts run in ONNX Runtime on random queries, keys and values, over steps that tell masks, windows and layouts
-from each other.
+The check finds every part that the two models compute differently, and cuts it out of both models. Both parts run in
+ONNX Runtime on random queries, keys and values. Their steps are chosen so that different masks, windows and layouts
+give different numbers.
 
     graph         digests: tensors that are equal by construction
     pair          both models, with the inputs that mean the same on both sides
@@ -18,8 +18,8 @@ from each other.
     models        both models in, verdicts out
     process       all of this in a process with limits on memory and time (checker)
 
-Only a verdict of "equal" passes. The check does not see a model that is odd at one single length, away from every
-number in its graph. The thorough schedule (`verify --thorough`) also runs after every past up to 4,096.
+Only a verdict of "equal" passes. The check tries lengths close to every number in the graph. It misses a model that is
+wrong at a single length elsewhere. The thorough schedule (`verify --thorough`) also runs after every past up to 4,096.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Checked:
     """Facts that the check adds to a plan.
 
     Attributes:
-        notes: on what was not compared, and on what is seen in runs alone.
+        notes: name parts that were not compared, and facts that only running the model shows.
         whole_prompts: see `CachePlan`.
     """
 
@@ -54,7 +54,7 @@ class Checked:
     whole_prompts: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
-        """The plan with it."""
+        """Return the plan with these facts."""
         whole = plan.whole_prompts or self.whole_prompts
         return replace(plan, notes=(*plan.notes, *self.notes), whole_prompts=whole)
 
@@ -68,7 +68,7 @@ def check_rewrite(
     *,
     thorough: bool = False,
 ) -> Checked:
-    """Refuses a rewritten model that does not give the original's numbers.
+    """Refuse a rewritten model that does not compute the same numbers as the original.
 
     Args:
         original: the model as exported, without functions; its weights may be stand-ins.

@@ -1,7 +1,7 @@
 """The child process of the check: it runs parts of a foreign model, with limits on memory and time.
 
-Run as ``python -m trt_kvcache.importer.check.checker``. Two models follow each request. Events of progress are its
-news, and it asks for the weights inside of the model, which the caller has.
+Run as ``python -m trt_kvcache.importer.check.checker``. Two models follow each request. The process sends progress
+events as news. It asks the caller for weights that are stored inside the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict
 
 
 class _Asked(Mapping[str, onnx.TensorProto]):
-    """The weights inside of the model, which the caller has: each is asked for whenever it is read."""
+    """The weights inside the model. The caller has them, and each read asks the caller again."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller

@@ -1,4 +1,4 @@
-"""Tolerances, and the first difference between what both sides of a region make."""
+"""Tolerances of the check, and the first difference between the outputs of both sides of a region."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten time
 
 
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
-    """Largest differences as a share of the scale: of joins, and of rows of caches.
+    """Largest allowed differences, as a share of the scale: one for joins, one for rows of caches.
 
-    They follow from the original alone: the rewritten side may not widen them by what it rounds.
+    They follow from the original alone. Rounding in the rewritten model must not widen them.
 
     `wide`: both sides compute in float32; `caches`: the region reads caches.
     """
@@ -51,11 +51,11 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
 
 def added_rounding(region: Region) -> str:
-    """In words, where the rewritten side alone rounds to a narrower type; or nothing.
+    """Say where only the rewritten side rounds to a narrower type; empty if it does not.
 
-    The numbers do not show it: both sides run in float32, or within a tolerance that the original's own rounding needs.
-    So this follows from the graphs. What reaches a result of the original without a cast to a narrower type has to do
-    so in the rewritten model.
+    Numbers cannot show such rounding: both sides run in float32, or with a tolerance for the original's own rounding.
+    So this function reads the graphs. If a tensor reaches a result of the original without a cast to a narrower type,
+    it must do so in the rewritten model.
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
@@ -75,7 +75,7 @@ def added_rounding(region: Region) -> str:
 
 
 def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
-    """Digits of the narrowest type on the widest way from `sources` to each tensor."""
+    """Binary digits that a value keeps from `sources` to each tensor, along the path that keeps most."""
     digits = dict.fromkeys(sources, _DIGITS[TensorProto.FLOAT])
     for node in graph.nodes:
         ways = [digits[name] for name in graph.reads[id(node)] if name in digits]
@@ -93,7 +93,7 @@ def _type_name(kind: int) -> str:
 def cache_differs(
     cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], limit: int | None, exact: float
 ) -> tuple[str, bool]:
-    """The first difference of a cache in words, and True if it lies in a row that was there before the step.
+    """Describe the first difference of a cache; True if a row that existed before the step differs.
 
     `first` is the original's output, in the layout of the plan; `rows` of the batch count, of which the original keeps
     at most `limit` rows of the cache.
@@ -120,7 +120,7 @@ def cache_differs(
 
 
 def _rows(cache: Array, first: int, end: int) -> Array:
-    """The rows of some tokens, which go round in a ring."""
+    """The rows of tokens ``first .. end - 1``; in a ring, token t lies in row t modulo the number of rows."""
     return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 
@@ -138,7 +138,7 @@ def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array
 
 
 def sequence_axis(shape: Sequence[Term]) -> int | None:
-    """The axis that the tokens of a step lie along; None: there is none."""
+    """The axis along which the tokens of a step lie; None if the shape has no such axis."""
     return next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1 and not t.batch), None)
 
 
@@ -157,20 +157,20 @@ def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array
 
 
 def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
-    """The parts of a batch as one."""
+    """Concatenate the parts of a batch."""
     axis = _batch_axis(shape)
     return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
 
 
 def hidden(scores: Array) -> Array:
-    """Scores with -inf where ONNX Runtime's Attention writes the lowest number of the type."""
+    """Replace the lowest number of the type, which ONNX Runtime's Attention writes to hidden scores, with -inf."""
     return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
 
 
 def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
     """The first place at which two arrays of one shape differ by more than a share of the first one's scale.
 
-    Numbers of other types than float have to be the same, unless what makes them rounds.
+    Integers and booleans must be equal, unless the operators round.
     """
     if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
         other = np.argwhere(a != b)

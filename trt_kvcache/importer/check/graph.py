@@ -1,8 +1,8 @@
-"""A model as the check reads it: constants by themselves, every tensor with a digest of how it is computed.
+"""The check's view of a model: constants apart from nodes, and a digest of each tensor's computation.
 
-Two tensors with one digest are equal by construction, in whichever graph they stand. Digests do not depend on names of
-nodes and tensors, on the order of nodes, on the order of operands that may change places, on attributes that state
-their default, on Identity, or on how a constant is stored.
+Two tensors with the same digest are equal by construction, even in different graphs. Digests do not depend on names,
+on the order of nodes, on the order of operands of a commutative operator, on attributes that state their default, on
+Identity, or on how a constant is stored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Graph:
     """A model with its functions inlined.
 
     Attributes:
-        inputs: graph inputs by name, but for those with a default.
+        inputs: graph inputs by name, without inputs that have a default.
         constants: initializers, and the values of Constant nodes.
-        nodes: all other nodes, each after those that it reads.
+        nodes: all other nodes, in topological order.
         makes: the node that makes a tensor.
         reads: the tensors that a node reads, by its `id`.
     """
@@ -53,7 +53,7 @@ class Graph:
         self._attributes: dict[int, list[tuple[str, bytes]]] = {}
 
     def constant_digest(self, name: str) -> str:
-        """The digest of a constant: of its contents, or of the name, type and shape of a weight."""
+        """Digest a small constant by its contents, and a weight by its name, type and shape."""
         if name not in self._digests:
             self._digests[name] = _digest_of(_contents(self.constants[name], name))
         return self._digests[name]
@@ -87,8 +87,8 @@ class Graph:
         """The digest of every tensor.
 
         Args:
-            leaves: digests of graph inputs, or of what a part of the graph is fed with.
-            taken: tensors that count as equal on both sides: for their readers they are leaves of their name.
+            leaves: digests of graph inputs, or of the inputs of a part of the graph.
+            taken: tensors that count as equal on both sides. Their readers see a digest of the name alone.
             nodes: the part; None: the whole graph.
 
         Returns:
@@ -127,16 +127,16 @@ class Graph:
         return seen, own
 
     def operands(self, node: onnx.NodeProto, digests: Mapping[str, str]) -> list[str]:
-        """The tensors that a node reads: operands that may change places in the order of their digests."""
+        """The tensors that a node reads. Operands of a commutative operator are in the order of their digests."""
         direct = sorted(node.input, key=lambda n: digests.get(n, "")) if _is_commutative(node) else node.input
         return [*direct, *self._inner[id(node)]]
 
     def _holds(self, name: str) -> bool:
-        """The graph itself has the tensor, not a body in it."""
+        """True if the tensor belongs to the graph itself, not to a subgraph of a node."""
         return name in self.makes or name in self.constants or name in self.inputs
 
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
-        """All that depends on `roots`; not through the tensors `through`, and not through shapes if `shapes` is off."""
+        """All tensors that depend on `roots`. Paths end at the tensors `through`, and at shapes if `shapes` is off."""
         tainted = set(roots)
         for node in self.nodes:
             if not shapes and node.op_type in ("Shape", "Size"):
@@ -174,7 +174,7 @@ class Graph:
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    """The nodes without Identity: both names of a tensor become one, that of a graph output if there is one."""
+    """Yield the nodes without Identity. Its input and output get a single name: that of a graph output, if one is."""
     fixed = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
     fixed.update(*(names_read(node) - set(node.input) for node in graph.node))  # bodies keep the names that they read
     names: dict[str, str] = {}
@@ -219,7 +219,7 @@ def _contents(tensor: TensorProto, name: str) -> object:
 
 
 def _said(a: onnx.AttributeProto) -> bytes:
-    """The value of an attribute, however its tensor is stored."""
+    """The value of an attribute as bytes, independent of how its tensor is stored."""
     if a.type == a.TENSOR and a.t.data_location != TensorProto.EXTERNAL:
         values = numpy_helper.to_array(a.t)
         return repr((values.shape, values.dtype.str)).encode() + values.tobytes()
@@ -230,5 +230,5 @@ def _said(a: onnx.AttributeProto) -> bytes:
 
 
 def _digest_of(said: object) -> str:
-    """A short text that stands for any plain value."""
+    """A digest of the value's `repr`."""
     return hashlib.sha1(repr(said).encode(), usedforsecurity=False).hexdigest()

@@ -1,13 +1,13 @@
-"""Sequences of a batch that depend on each other are refused: a neighbour in a batch must not change a text.
+"""Refuse models whose sequences depend on each other: a text must not change with its neighbours in the batch.
 
     long = ReduceMax(positions) > 4096                  one answer for the whole batch (LongRoPE, dynamic NTK)
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
-Regions compare such operators with the original, row by row. Here everything outside of the regions of caches runs in
-two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. Where
-tokens are not the same one by one as together, as with a mean over those of a step, prompts must not be split.
-Large weights are not read: random ones of rank 1 stand in for them, and the dependences stay. Mixtures of large
-experts are left out, as caches are.
+Regions of caches are compared with the original row by row. This module runs all operators outside of these regions, in
+two batches that share one sequence. The results of that sequence must be equal in both batches. The module also runs
+the tokens of a step one by one. If they differ from the tokens of one step, as with a mean over the step, sessions must
+not split prompts. Random weights of rank 1 replace large weights, which keeps all dependences. This module skips
+mixtures of large experts, and caches.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _EXACT = 1e-5  # experts take as many tokens as come, and sums are taken in anot
 
 
 def compare_batches(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """The verdict on what is computed outside of the regions of caches; `load` gives a model the data of its weights.
+    """Judge all operators outside of the regions of caches; `load` gives a model the data of its weights.
 
-    None: neither sequences nor tokens depend on which come with them, as far as ONNX Runtime runs this part of the
-    model.
+    Returns None if no sequence depends on its neighbours, and no token on the other tokens of its step. Also returns
+    None if ONNX Runtime cannot run this part of the model.
     """
 
     @lru_cache
@@ -70,7 +70,7 @@ def compare_batches(pair: ModelPair, regions: Sequence[Region], limits: IndexLim
     for compare in (_sequences, _tokens):
         with suppress(RunError, OptionError, UnsupportedModelError):
             verdict = verdict or compare(pair, outside)
-            # Nothing was changed here: what does not run, no region vouches for either.
+            # The rewrite changes no node here, and no region depends on this run.
     return verdict
 
 
@@ -101,7 +101,7 @@ def _sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | N
 
 
 def _tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
-    """The verdict on tokens of one step, but for states, which each token changes for the next."""
+    """Judge whether tokens of one step depend on each other. Models with states are skipped."""
     steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     rows = min((c.capacity for c in pair.plan.caches), default=0)
@@ -117,9 +117,9 @@ def _tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None
 
 
 class _Outside:
-    """The rewritten model without what caches are read for, or all of it (`whole`); `inner`: each tensor is an end.
+    """The rewritten model without the regions that read caches, or all of it (`whole`); `inner`: output all tensors.
 
-    Exports of a fixed batch say nothing of rows that start at different places, so that regions cannot compare these.
+    Exports of a fixed batch cannot start rows at different positions, so that regions cannot compare such steps.
     Steps are of `batch` sequences with `length` new tokens each.
     """
 
@@ -159,13 +159,13 @@ class _Outside:
         self._session = UnfusedSession(open_types(load(model), wide=True))
 
     def _axis(self, shape: tuple[Term, ...] | None) -> int | None:
-        """The axis that sequences lie along, alone or as the outer one of several."""
+        """The axis along which sequences lie, alone or as the outer factor of the axis."""
         if shape and self._is_fixed:  # shapes are numbers: the batch is first
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
     def runs(self, past: int) -> bool:
-        """True if it runs after so many tokens in each sequence; beyond the end of a table ONNX Runtime fails."""
+        """True if the model runs after `past` tokens per sequence. ONNX Runtime fails beyond the end of a table."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError:
@@ -173,7 +173,7 @@ class _Outside:
         return True
 
     def why_it_ends(self, past: int) -> str:
-        """In words, what does not run after so many tokens."""
+        """Say which operator does not run after `past` tokens."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
@@ -185,9 +185,9 @@ class _Outside:
         return "what is computed of positions ends there"
 
     def longest_past(self, last: int) -> int:
-        """One more than the most tokens, fewer than `last`, after which the model still runs; 0: it runs after `last`.
+        """The smallest past, up to `last`, after which the model does not run; 0 if it runs after `last`.
 
-        TensorRT gives any numbers beyond the end of a table.
+        TensorRT returns arbitrary numbers beyond the end of a table.
         """
         if self.runs(last):
             return 0
@@ -198,9 +198,9 @@ class _Outside:
         return fails
 
     def first_dependent(self, own: int, other: int, row: int) -> str:
-        """The first tensor in which the sequence `row` is not the same beside others; empty: there is none.
+        """Name the first tensor in which the sequence `row` differs between the two batches; empty if none differs.
 
-        Before the step it holds `own` tokens, and so do all others in the first batch; in the second they hold `other`.
+        Before the step, sequences of the first batch hold `own` tokens. In the second batch the others hold `other`.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
@@ -216,10 +216,10 @@ class _Outside:
         return self._same(a[both], b[both])
 
     def first_counted(self, start: int) -> str:
-        """The first tensor in which tokens are not the same together as one by one; empty: there is none.
+        """Name the first tensor in which tokens differ between one step and steps of one token; empty if none differs.
 
         Raises:
-            RunError: nothing says which part of an input is that of a token.
+            RunError: the part of an input that belongs to a token is unknown.
         """
         starts, tokens = [start] * self._batch, SingleTokens(self._plan)
         feeds, short = self._feeds(starts, 0), self._feeds(starts, 0, 1)
@@ -269,7 +269,7 @@ class _Outside:
         return feeds
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
-        """The second batch, with one sequence of the first."""
+        """The feeds of the second batch, with sequence `row` taken from the first batch."""
         inputs = [t for t in self._plan.tensors if t.io == "input"]
         axes = {t.name: t.axes.index("batch") for t in inputs if "batch" in t.axes}
         axes |= {t.name: 0 for t in inputs if t.name not in axes and self._is_fixed and t.shape[:1] == (self._batch,)}
@@ -296,7 +296,7 @@ class _Outside:
 
 
 def _ends(pair: ModelPair, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:
-    """The results of the regions of caches and of experts, with shapes, and the tensors that go into them."""
+    """The results of the regions of caches and of experts, with shapes, and the tensors that these regions read."""
     graph = pair.rewritten
     ends: dict[str, tuple[Term, ...]] = {}
     taken: list[str] = []
@@ -320,7 +320,7 @@ def _separates_tokens(shape: Sequence[Term]) -> bool:
 
 
 def _reads_experts(region: Region) -> bool:
-    """A token chooses matrices: large ones would be multiplied for each, where products and lookups take a row."""
+    """True if tokens choose among large matrices: stand-ins of rank 1 exist only for products and lookups."""
     weights = region.models[1].graph.initializer
     return any(math.prod(t.dims[1:]) > _LARGEST for t in weights if len(t.dims) > 2)
 
@@ -332,10 +332,10 @@ def _shape(pair: ModelPair, name: str) -> tuple[Term, ...] | None:
 def _light(
     nodes: Sequence[NodeProto], constants: Mapping[str, TensorProto], pair: ModelPair
 ) -> tuple[list[NodeProto], list[TensorProto]]:
-    """The same dependences without large constants.
+    """Replace large constants with random stand-ins; all dependences stay.
 
     Raises:
-        RunError: an operator is not known, and reads a large constant.
+        RunError: an unsupported operator reads a large constant.
     """
     shapes = {name: tuple(t.dims) for name, t in constants.items()}
     large = {name for name, shape in shapes.items() if math.prod(shape) > _LARGEST}
@@ -368,7 +368,7 @@ def _fixed(pair: ModelPair, name: str) -> tuple[int, ...]:
 def _rank_one(
     node: NodeProto, shapes: Mapping[str, tuple[int, ...]], large: set[str], drawn: dict[str, TensorProto]
 ) -> Iterator[NodeProto]:
-    """A product with a weight, or a lookup in a table, with ``u v^T`` in its place.
+    """Yield a product with a weight, or a lookup in a table, with ``u v^T`` in place of the weight.
 
     Raises:
         RunError: the operator is another one.

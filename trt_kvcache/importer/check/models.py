@@ -1,4 +1,4 @@
-"""Both models in, verdicts out."""
+"""Compare two models: find the regions, and return a verdict for each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_models(
     *,
     thorough: bool = False,
 ) -> list[Verdict]:
-    """A verdict for every region; for the arguments see `check_rewrite`."""
+    """Return a verdict for every region; `check_rewrite` describes the arguments."""
     plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
     pair = pair_models(original, rewritten, plan)
     limits = index_limits(rewritten, plan)
@@ -87,7 +87,7 @@ def _judge(
 
 
 def _with_batch(tensor: TensorRole) -> TensorRole:
-    """The batch, where an exporter gave the first axis a symbol of its own, as if it could be another number."""
+    """Name the first axis batch if an exporter gave it a different symbol than the batch."""
     counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
     if tensor.axes[:1] != ("?",) or "batch" in tensor.axes or not (counted or len(tensor.axes) >= _RANK):
         return tensor
@@ -103,7 +103,7 @@ def _compared(
     *,
     thorough: bool,
 ) -> Verdict:
-    """The verdict with the weights of the model where caches are, and with random ones in few rows elsewhere."""
+    """Compare with the model's own weights in regions with caches; elsewhere with random weights and few rows."""
     own = has_caches(region, plan)
     first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)
     readable = bytes_read(region.models) <= _WEIGHTS
@@ -112,7 +112,7 @@ def _compared(
         read = tuple(_loaded(model, weights, folder) for model in region.models)
         return run_region(replace(region, models=(read[0], read[1])), plan, limits, thorough=thorough)
 
-    # Numbers that one side alone reads may not matter as they are, and would matter as random ones.
+    # A weight that only one side reads may have no effect with its own numbers, but an effect with random ones.
     if readable and (own or first != second or not first):
         return with_own_weights()
     stuck: Verdict | None = None

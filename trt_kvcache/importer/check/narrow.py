@@ -1,14 +1,14 @@
-"""Regions with large weights: the same computation with fewer rows and columns, and with random weights.
+"""Shrink regions with large weights: the same computation with fewer rows and columns, and with random weights.
 
     MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias of as many rows
     QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
 
-What an operator does with one row of a weight it does with all of them. So both sides shrink alike: wherever a size
-stands (in the shape of a weight, in an attribute, among a few whole numbers, in the shape of a boundary), a smaller one
-takes its place. Sizes that do not fit together do not run, and the next choice is tried.
+An operator treats all rows of a weight alike. So both sides may shrink in the same way: a smaller size replaces a size
+everywhere (in shapes of weights and boundaries, in attributes, in small integer constants). If the smaller sizes do not
+fit together, ONNX Runtime refuses the model, and the check tries the next choice.
 
-Constants that lie in the graph itself, such as zero points that the rewritten side adds, keep their contents: rows that
-are not like the first one are among those that stay.
+Constants in the graph itself, such as zero points that the rewritten side adds, keep their contents. The kept rows
+include rows that differ from the first one.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _NUMBERS = 4  # in a constant that shapes are computed with
 
 @dataclass(frozen=True)
 class _Choice:
-    """Smaller sizes for sizes.
+    """A choice of smaller sizes.
 
     Attributes:
-        sizes: the smaller ones.
-        experts: the size of the first axis of all stacked matrices of a mixture, which stays; 0: there is none.
+        sizes: the smaller size for each size that shrinks.
+        experts: the size of the first axis of all stacked matrices of a mixture, which stays; 0 without a mixture.
     """
 
     sizes: Mapping[int, int]
     experts: int = 0
 
     def of(self, size: int) -> int:
-        """The size of any place."""
+        """The smaller size, or the size itself if it stays."""
         return self.sizes.get(size, size)
 
     def shape(self, dims: Sequence[int]) -> list[int]:
-        """The shape of a constant; axes of rows and columns may be one."""
+        """The smaller shape of a constant; a single axis may combine rows and columns."""
         if len(dims) == 1 and dims[0] not in self.sizes:
             for size in sorted(self.sizes, reverse=True):
                 if dims[0] % size == 0:
@@ -67,12 +67,12 @@ class _Choice:
         return [d if not axis and d == self.experts else self.of(d) for axis, d in enumerate(dims)]
 
     def terms(self, shape: Sequence[Term]) -> tuple[Term, ...]:
-        """The shape of a boundary or a join."""
+        """The smaller shape of a boundary or a join."""
         return tuple(t if t.factor == self.experts else replace(t, factor=self.of(t.factor)) for t in shape)
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Bytes of the constants of both sides; data that both read count once."""
+    """Bytes of the constants of both sides; data that both sides read counts once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -84,9 +84,9 @@ def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
 def narrowed(
     region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
-    """The region with few rows and columns: of at most `few` bytes first, then of at most `most`.
+    """Yield the region with fewer rows and columns: first variants of at most `few` bytes, then of at most `most`.
 
-    A region of `few` bytes stays whole.
+    A region of at most `few` bytes is also yielded whole.
     """
     if bytes_read(region.models) <= few:
         yield region, plan, limits
@@ -102,7 +102,7 @@ def narrowed(
 
 
 def drawn(region: Region) -> Region:
-    """The region with random numbers in the place of all weights that do not lie in its graphs."""
+    """Replace all weights that are stored outside of the region's graphs with random numbers."""
     models = copied(region.models[0]), copied(region.models[1])
     for tensor in (t for model in models for t in model.graph.initializer):
         if (own := storage(tensor)) is not None:
@@ -148,7 +148,7 @@ def has_caches(region: Region, plan: CachePlan) -> bool:
 def _smaller(
     region: Region, plan: CachePlan, limits: IndexLimits, choice: _Choice
 ) -> tuple[Region, CachePlan, IndexLimits] | None:
-    """Both sides with other sizes; None: constants of the rewritten side would lose what they say."""
+    """Resize both sides; None if constants of the rewritten side would lose rows that matter."""
     rows = _rows(region, choice)
     if rows is None:
         return None
@@ -180,9 +180,9 @@ def _smaller(
 
 
 def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
-    """The rows that stay, by the size of their axis: half of them unlike the first one, if there are so many.
+    """The rows that stay, by the size of their axis. Up to half of them differ from the first row.
 
-    None: there are some, and more sizes than one shrink: then rows belong together.
+    None: such rows exist and more than one size shrinks, so that rows of several axes belong together.
     """
     rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]

@@ -1,4 +1,4 @@
-"""Both models as the check reads them: inputs that mean the same, types and shapes, and that outputs are the same."""
+"""Pair both models for the check: inputs with the same meaning, types, shapes, and equal interfaces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelPair:
 
 
 def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
-    """Reads both models; of the plan, only the roles of inputs and outputs are believed."""
+    """Read both models. Only the roles of inputs and outputs are taken from the plan."""
     sides = (Graph(_runnable(extensions.unstacked(original, plan))), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
@@ -42,7 +42,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
 
     def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """The axes of an input; in constants, an axis that nothing explains is as long as the text of the encoder."""
+        """The axes of an input. In constants, an unexplained axis has the length of the encoder's text."""
         return tuple(
             "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
         )
@@ -69,12 +69,12 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
 
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model in operators that ONNX Runtime has."""
+    """Convert the model to operators that ONNX Runtime supports."""
     return extensions.for_cpu(extensions.define(model))[0]
 
 
 def _same(plan: CachePlan) -> set[str]:
-    """Inputs that mean the same on both sides."""
+    """Names of inputs that have the same meaning on both sides."""
     after = {t.name: t for t in plan.tensors if t.io == "input"}
     return {
         t.name
@@ -90,7 +90,7 @@ def _same(plan: CachePlan) -> set[str]:
 
 
 def check_interface(pair: ModelPair, presents: set[str]) -> None:
-    """Every output of one side is one of the other, of the type and shape of the plan; the plan says what is gone."""
+    """Check that both sides have the same outputs, with planned types and shapes. The plan must name removed ones."""
     original, rewritten = pair.sides
     gone = [c.old for c in pair.plan.changes if c.io == "output" and not c.new]
     for name in (name for name in original.outputs if name not in rewritten.outputs):
@@ -122,7 +122,7 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
 
 
 def _depends_on_text(pair: ModelPair, name: str) -> bool:
-    """An output of the original follows from numbers of tokens, keys or values; it may be one of them unchanged."""
+    """True if an output of the original is computed from tokens or float inputs, and is no unchanged input."""
     graph = pair.original
     inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
     inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}
@@ -131,7 +131,7 @@ def _depends_on_text(pair: ModelPair, name: str) -> bool:
 
 
 def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
-    """The type and shape that inference finds are those of the plan, as far as it finds them."""
+    """True if the inferred type and shape agree with the plan, as far as they are known."""
     if kind.elem_type and dtype_name(kind.elem_type) != tensor.dtype:
         return False
     if kind.shape is None:

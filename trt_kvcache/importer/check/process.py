@@ -1,4 +1,4 @@
-"""The caller's side of the check's process: it is started early, and ended if it exceeds its limits.
+"""The caller's side of the check's process. The caller starts it early, and ends it if it exceeds its limits.
 
 One child process serves all checks of its parent, so that Python and ONNX Runtime start once.
 """
@@ -43,7 +43,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Request:
-    """A check to do; the bytes of the original and of the rewritten model follow.
+    """A request for a check. The bytes of the original and of the rewritten model follow it.
 
     Attributes:
         folder: the folder of external data.
@@ -58,15 +58,15 @@ class Request:
 _lock = threading.Lock()
 _asking = threading.Lock()
 _current: dict[int, Child] = {}
-"""By bytes of address space; there is one, and another one while that has to answer."""
+"""Processes by bytes of address space: one, and a second one while the first still has to answer."""
 _answering: list[Child] = []
-"""The one that was asked, for which another caller waits."""
+"""Processes that still have to answer a caller."""
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """The process that checks; it loads ONNX Runtime while the caller goes on.
+    """Start the process that checks, or return the running one. It loads ONNX Runtime while the caller continues.
 
-    `to_ask`: nobody ends it until it is taken from `_answering`.
+    `to_ask`: the process joins `_answering`; no other call ends it until it leaves that list.
     """
     memory = options.check_memory << 30
     with _lock:

@@ -1,10 +1,10 @@
 """Cut the changed parts out of both graphs: regions, each small enough to run without weights.
 
-A tensor of one name that the two graphs compute differently is a *join*. Whatever reads a join takes both tensors as
-equal, and a region has to show that they are. The region goes back from its join to *boundaries* (tensors of the text
-that are equal by construction; they are fed with random numbers), to other joins, and to graph inputs. All other
-outputs of the graph must be equal by construction, or get a region each, back to inputs and boundaries. So every path
-from an input to an output is covered.
+A *join* is a tensor with the same name in both graphs that they compute differently. Readers of a join assume that both
+tensors are equal, and a region has to show it. The region goes back from its join to *boundaries*, to other joins, and
+to graph inputs. Boundaries are tensors of the text that are equal by construction; the check feeds them random numbers.
+All other outputs of the graph must be equal by construction, or get a region each. So regions cover every path from an
+input to an output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Boundary:
         names: in the original and in the rewritten graph; several where a graph computes it more than once.
         elem_type: as in the original.
         shape: in B and S.
-        in_span: on the rewritten side it has the last positions only, as many as the logits span is long.
+        in_span: on the rewritten side the tensor has only the last positions, as many as the logits span is long.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -58,13 +58,13 @@ class Region:
         in_span: joins that have the last positions only on the rewritten side.
         presents: names of cache outputs.
         models: of the original and of the rewritten side, without shapes; the outputs are `joins`, then `presents`.
-        boundaries: fed alike.
-        key: regions of one key give the same verdict.
-        integers: whole numbers that either side computes lengths with.
-        rows: of caches that the original holds in a fixed length, by name of the past.
-        layer: number of the attention that reads its caches, from 0; None: it reads none, or there is one attention.
-        is_end: its join is an output that no other region reads, of any type, such as a view of a cache.
-        drawn: its weights are random numbers, which show in what it makes.
+        boundaries: tensors that both sides are fed with.
+        key: regions with the same key get the same verdict.
+        integers: integers with which either side computes lengths.
+        rows: fixed numbers of rows of the original's caches, by name of the past.
+        layer: number of the attention that reads its caches, from 0; None without a cache, or with a single attention.
+        is_end: its join is a graph output of any type, such as a view of a cache; no other region reads it.
+        drawn: its weights are random numbers, so its results must vary.
     """
 
     joins: Mapping[str, tuple[Term, ...]]
@@ -134,8 +134,8 @@ def find_regions(pair: ModelPair) -> list[Region]:
         for s, graph in enumerate(pair.sides)
     ]
 
-    # A guard against NaN hides numbers that are not finite: its region goes back to products with weights, and through
-    # whatever else is computed of positions, so that such numbers arise in it.
+    # A guard against NaN hides numbers that are not finite. Its region goes back to products with weights, and through
+    # all tensors computed from positions, so that such numbers arise inside the region.
     products = [
         {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
         for stop, graph in zip(stops, pair.sides, strict=True)
@@ -161,9 +161,9 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Keys, values and scores of the original with a number for each row of a cache, whether it holds a token or not.
+    """Keys, values and scores of the original that have a number for each row of a cache, with or without a token.
 
-    They are no joins: rows without a token hold garbage, and the numbers that a join is fed with are none.
+    They cannot be joins: rows without a token hold garbage, but the check feeds joins with normal numbers.
     """
     graph = pair.original
     softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
@@ -182,7 +182,7 @@ def _over_rows(pair: ModelPair) -> set[str]:
 def _ends(
     pair: ModelPair, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
-    """The outputs that differ and that a region each can compare: they have one type and one shape in B and S.
+    """The outputs that differ. A region can compare each: it has the same type and the same shape in both models.
 
     Logits of the last positions must be equal where the Slice is taken out.
 
@@ -205,7 +205,7 @@ def _ends(
 
 
 def _without_span(graph: Graph, span: str) -> Graph:
-    """The graph with the Slice to the last positions taken out."""
+    """The graph without the Slice to the last positions."""
     below = graph.tainted([span])
     model = copied(graph.model)
     slices = [n for n in graph.nodes if n.op_type == "Slice" and not below.isdisjoint(n.input[1:])]
@@ -224,9 +224,9 @@ def _region(
     stops: Sequence[Mapping[str, str]],
     equal: Sequence[Mapping[str, str]],
 ) -> Region:
-    """The region that makes some tensors, back to `stops`; and to any of `equal` of which it reads the shape alone.
+    """The region that computes some tensors, back to `stops`, and to tensors in `equal` if it reads only their shape.
 
-    Exporters take batch and length from the embedded tokens: to go on to the table of the tokens would be for nothing.
+    Exporters take batch and length from the embedded tokens. The region need not include the embedding table for these.
     """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
@@ -249,8 +249,8 @@ def _region(
         ]
         if not any(one_sided):
             break
-        # A tensor at which only one side ends is no boundary, but for its shape. The side goes on for which it lies
-        # within the other one's part, as the sum that a fused norm gives beside its result; if there is none, both do.
+        # A tensor at which only one side ends is no boundary, unless that side reads only its shape. If it lies inside
+        # the other side's part (as the sum that a fused norm returns), this side grows; else both sides grow.
         inside = [
             {same[o] for node in cone[0] for o in node.output if o in same and o not in outputs}
             for cone, same in zip(cones, equal, strict=True)
@@ -307,7 +307,7 @@ def _layer(plan: CachePlan, inputs: Iterable[str]) -> int | None:
 
 
 def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
-    """Names of what a region multiplies with queries and with the weights of a softmax: keys and values."""
+    """Names of the keys and values of a region: tensors that it multiplies with queries and with softmax weights."""
     graph = Graph(model)
     weights = {name for node in graph.nodes if node.op_type == "Softmax" for name in node.output}
     of_caches = graph.tainted(caches, through=weights, shapes=False)
@@ -316,7 +316,7 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 
 def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
-    """Caches of which the models read the shape alone, and that they do not give out."""
+    """Caches of which the models read only the shape, and which they do not return."""
     both = list(models)
     nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
     outputs = ({value.name for value in model.graph.output} for model in both)
@@ -324,14 +324,14 @@ def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """The model with other outputs."""
+    """A copy of the model with these outputs."""
     copy = copied(model)
     replace_field(copy.graph.output, (onnx.ValueInfoProto(name=name) for name in names))
     return copy
 
 
 def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Tensors that some nodes read, and of which they read the shape alone."""
+    """Tensors of which these nodes read only the shape."""
     read: set[str] = set()
     measured: set[str] = set()
     for node in nodes:
@@ -348,7 +348,7 @@ def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tu
 
 
 def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
-    """The region as a model; shapes are open, since steps have many."""
+    """The region as a model. Its shapes are open, since steps differ in size."""
     nodes, fed, used = cone
     inputs = []
     for name in fed:
@@ -364,7 +364,7 @@ def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping
 
 
 def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
-    """The node, with other names for outputs that are boundaries."""
+    """Rename outputs of a node that are boundaries, since the model gets these as inputs."""
     if fed.isdisjoint(node.output):
         return node
     copy = copied(node)
@@ -391,7 +391,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """The computation of each output: boundaries, weights and caches by number, other inputs by name."""
+    """Digests of each output's computation: boundaries, weights and caches appear by number, other inputs by name."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
@@ -423,7 +423,7 @@ def _key(
 
 
 def _facts(tensor: OriginalTensor | None) -> str:
-    """All that the check reads of an input or output of the original but its name and symbols."""
+    """All facts that the check reads of an original input or output; names and symbols do not matter."""
     if tensor is None:
         return ""
     sizes = tuple(size if isinstance(size, int) else "?" for size in tensor.shape)
@@ -437,7 +437,7 @@ def _leaves(
     leaves: Container[str],
     seen: Mapping[str, str],
 ) -> Iterator[str]:
-    """The leaves in the order in which the outputs, from the first on, read them."""
+    """Yield the leaves in the order in which the outputs read them, starting with the first output."""
     makes = {name: node for node in nodes for name in node.output}
     todo = [*outputs][::-1]
     done = set()
@@ -453,7 +453,7 @@ def _leaves(
 
 
 def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
-    """The data of weights that both sides read: a verdict with one set of numbers in them holds for all."""
+    """The data of weights that both sides read. A verdict found with one set of numbers holds for every set."""
     data = [
         {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(pair.sides, cones, strict=True)
@@ -462,7 +462,7 @@ def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
 
 
 def _data(graph: Graph, name: str) -> str:
-    """A text for the contents of a constant, whatever type and shape they are read as."""
+    """A text that identifies the contents of a constant, independent of its type and shape."""
     return storage(graph.constants[name]) or graph.constant_digest(name)
 
 
@@ -476,7 +476,7 @@ def _reads_weight(graph: Graph, name: str) -> bool:
 
 
 def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
-    """Whole numbers in the constants of a region, but for those that only divide sizes without tokens, as of heads."""
+    """Integers in the constants of a region, except those that only split axes without tokens, such as heads."""
     divides: dict[str, bool] = {}
     for node in cone[0]:
         features = _divides_features(node, kinds, rows)
@@ -495,7 +495,7 @@ def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> 
 
 
 def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int]) -> bool:
-    """True for a Reshape or Split that leaves the axes of tokens, and the `rows` of caches, as they are."""
+    """True for a Reshape or Split that changes neither the axes of tokens nor the `rows` of caches."""
     if node.op_type not in ("Reshape", "Split") or len(node.input) < 2:
         return False
     shapes = [kind.shape for name in (node.input[0], node.output[0]) if (kind := kinds.get(name)) and kind.shape]
@@ -506,7 +506,7 @@ def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int])
 
 
 def _is_text(pair: ModelPair, name: str) -> bool:
-    """The same float type and the same shape in B and S on both sides."""
+    """True if a tensor has the same float type and the same shape in B and S on both sides."""
     kinds = [kinds.get(name) for kinds in pair.kinds]
     known = [k for k in kinds if _known(k)]
     return bool(known) and all(k == known[0] for k in known)

@@ -49,7 +49,7 @@ _FEW = 64  # keys, each of which is changed to find the one that only one side s
 
 
 def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Verdict:
-    """The verdict for a region: both sides run over all steps that it needs."""
+    """Run both sides of a region over all steps that it needs, and return the verdict."""
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = False
     alive: set[str] = set()
@@ -74,7 +74,7 @@ def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough
 
 
 def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Iterator[_Run]:
-    """As many runs as the region needs: in short caches and at the end of long ones; in float32 and as exported."""
+    """Yield the runs that a region needs: in short caches and at the end of long ones, in float32 and as exported."""
     capacities = [c.capacity for c in plan.caches]
     capacity = min((c.capacity for c in _caches(region, plan)), default=max(capacities, default=1))
     allowed = read_limits(plan, _BATCH)
@@ -86,7 +86,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
         return _Run(Sides(region, plan, limits, wide=wide, sessions=sessions[0]), steps)
 
     def by_length(plan: CachePlan, steps: Sequence[Step]) -> Iterator[_Run]:
-        """The steps of few tokens, and those of many with short heads where that can be."""
+        """Yield a run for cheap steps, and one for expensive steps, which uses short heads if possible."""
         few, many = ([s for s in steps if (_cost(s) > _MANY) is large] for large in (False, True))
         short = slim(region, plan) if many else None
         if short is None:
@@ -98,7 +98,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
     at = plan
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
-        # Whatever holds no number of the capacity runs on short caches, too.
+        # A region without a constant near the capacity also runs on short caches.
         short = _shortened(plan, rows)
         first, *others = by_length(short, plan_steps(read_limits(short, _BATCH), region.integers, rows))
         if first.has_verdict(first=True) or first.opens():
@@ -119,14 +119,14 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
 
 def _has_norm(region: Region) -> bool:
-    """True if queries, keys or values may be normalized: the epsilon of a norm shows among small numbers alone."""
+    """True if queries, keys or values may be normalized. Only small numbers show the epsilon of a norm."""
     norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
     operators = {node.op_type for model in region.models for node in model.graph.node}
     return any(op in norms or "Normalization" in op for op in operators)
 
 
 def _cost(step: Step) -> int:
-    """About as many scores as the step has."""
+    """The approximate number of scores in a step."""
     return len(step.starts) * (step.length + 8) * (max(step.starts) + step.length)
 
 
@@ -136,12 +136,12 @@ class _Run:
     Attributes:
         sides: what runs.
         compared: steps that were compared.
-        alive: joins that are not one number throughout.
+        alive: joins whose numbers differ within or between steps.
 
     Args:
         sides: what runs.
         steps: to run.
-        whole: the run that decides where this one, with short heads, does not find every step equal.
+        whole: the run that decides if this one, with short heads, does not find every step equal.
     """
 
     def __init__(self, sides: Sides, steps: Sequence[Step], whole: Callable[[], _Run] | None = None) -> None:
@@ -166,18 +166,18 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """Steps were compared, now or when the verdict was stored."""
+        """True if steps were compared, now or when the verdict was stored."""
         return bool(self.compared) or self._was_compared
 
     def has_verdict(self, *, first: bool) -> bool:
-        """True if a verdict is stored, that nothing differs; it is taken."""
+        """True if a stored verdict says that nothing differs; the run then uses it."""
         alive = None if self._verdicts is None else self._verdicts.find(self._name(first=first))
         if alive is not None:
             self.alive, self._was_compared = set(alive), True
         return alive is not None
 
     def judge(self, *, first: bool) -> str:
-        """The first difference in words; empty: there is none.
+        """Describe the first difference; empty if both sides are equal.
 
         Args:
             first: no run of the region has compared a step so far.
@@ -218,7 +218,7 @@ class _Run:
         return bool(self.sides.sessions)
 
     def compare(self) -> str:
-        """The first difference in words; empty: there is none."""
+        """Describe the first difference; empty if both sides are equal."""
         if not self._steps:
             return ""
         if not self.sides.sessions:
@@ -234,7 +234,12 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """The first difference in words; True if the original reads garbage in its step, or in any if there is none."""
+        """Describe the first difference.
+
+        Returns:
+            The difference, or an empty text; True if the original reads garbage in that step, or, without a
+            difference, in any step.
+        """
         self.compared = []
         leaks = False
         for step in self._steps:
@@ -258,17 +263,17 @@ class _Run:
         return "", leaks
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
-        """True if the original itself lets garbage of this magnitude through: it may outweigh what differs."""
+        """True if garbage of this magnitude changes the original's result, and so may hide a difference."""
         if not self.sides.shows_garbage or not self.region.joins:
             return False
         clean = self.sides.original(step, self.sides.feeds(step, 0.0))
         return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
-        """In words, a product of the rewritten side that is no finite number in rows without a token; or nothing.
+        """Name a product operand of the rewritten side that is not finite in cache rows without a token; else empty.
 
-        The caches hold finite numbers there. ONNX hides what a mask hides with Where; a kernel may add the mask, and
-        NaN stays NaN.
+        The caches hold finite numbers there. ONNX Runtime hides masked scores with Where, but a kernel may add the mask
+        instead, and NaN plus a mask stays NaN.
         """
         if not self.compared:
             return ""
@@ -283,7 +288,7 @@ class _Run:
 
     def _differ(self, step: Step, first: Feeds, second: Feeds, span: int) -> str:
         interface = self.sides.interface
-        # Of rows with fewer tokens than the step an original without lengths says nothing.
+        # An original without lengths has no result for rows with fewer tokens than the step.
         rows = [
             b
             for b, (s, v) in enumerate(zip(step.starts, step.valid, strict=True))
@@ -313,7 +318,7 @@ class _Run:
         return ""
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], span: int) -> str:
-        """The query at which the sides differ, and a key that only one side sees, in words."""
+        """Describe the query at which the sides differ, and a key that only one side sees."""
         axis = sequence_axis(shape)
         query = None if axis is None else at[axis] + (step.length - span if name in self.region.in_span else 0)
         words = "" if query is None else f"; query {query} of the step"
@@ -337,7 +342,7 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Numbers of the wide boundaries that are not written into a cache, which rounds them on both sides."""
+    """Indices of float32 boundaries that no cache stores; a cache would round them on both sides."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
@@ -349,15 +354,15 @@ def _queries(region: Region) -> list[int]:
 
 
 class _LargeRun(_Run):
-    """Both sides over float32 numbers that no float16 holds: the rewritten one must not make them float16.
+    """Run both sides on float32 numbers beyond the range of float16: the rewritten side must not cast them to float16.
 
-    What overflows in the original counts for nothing. Numbers of this size are not compared otherwise: scores of
-    millions leave one key to each query.
+    Results that overflow in the original do not count. The run looks for overflows only: with scores of millions, a
+    softmax leaves a single key for each query.
 
     Args:
         sides: in their own types.
         steps: to run.
-        large: numbers of the boundaries of float32, of which one at a time is large.
+        large: indices of the float32 boundaries; one at a time holds large numbers.
     """
 
     def __init__(self, sides: Sides, steps: Sequence[Step], large: Sequence[int]) -> None:
@@ -365,7 +370,7 @@ class _LargeRun(_Run):
         self._large = large
 
     def compare(self) -> str:
-        """The first overflow in words; empty: there is none."""
+        """Describe the first overflow; empty if nothing overflows."""
         if self._steps and not self.opens():
             return ""  # a type that ONNX Runtime does not compute in
         for number in self._large:
@@ -389,7 +394,7 @@ class _LargeRun(_Run):
 
 
 def _depends_on_numbers(region: Region) -> bool:
-    """False: an end that follows from shapes alone, and may well be one number."""
+    """False if the region's output follows from shapes alone, so that it may be a constant."""
     graph = Graph(region.models[0])
     return not graph.tainted(graph.inputs, shapes=False).isdisjoint(region.joins)
 
@@ -404,7 +409,7 @@ def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
 
 
 def _shortened(plan: CachePlan, rows: int) -> CachePlan:
-    """The plan with shorter caches."""
+    """The plan with caches of `rows` rows."""
 
     def shorten(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
         return (*shape[:axis], rows, *shape[axis + 1 :])

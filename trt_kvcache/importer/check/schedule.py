@@ -21,16 +21,16 @@ _SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (
 
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:
-    """Rows of a cache long enough for every step that does not end at the capacity."""
+    """Rows that a cache needs for every step of the schedule that does not end at the capacity."""
     return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Steps around every whole number, at the end of the capacity, across wraps, with ragged and idle rows.
+    """Plan steps near every integer, at the end of the capacity and across wraps, with ragged and idle rows.
 
     Args:
         limits: of the model.
-        integers: the whole numbers that the region computes lengths with; the eight smallest count.
+        integers: integers with which the region computes lengths; the eight smallest are used.
         capacity: rows of its linear caches.
         thorough: steps after a past of every length, too.
     """
@@ -38,13 +38,13 @@ def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorou
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
-    """Steps up to the last row of the capacity; one step only if it is long, since each moves whole caches."""
+    """Steps that end near the capacity; a single step if the capacity is long, since each step copies whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
     return _fitting(steps[:1] if capacity > _LONG else steps, limits, capacity)
 
 
 def _fitting(steps: Iterable[Step], limits: Limits, capacity: int) -> list[Step]:
-    """Each step as the model takes it, once."""
+    """Adapt each step to the limits of the model, without duplicates."""
     return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
 
 
@@ -95,7 +95,7 @@ def _even(batch: int, past: int, length: int) -> Step:
 
 
 def _fit(step: Step, limits: Limits, capacity: int) -> Step | None:
-    """The step as the model takes it; None: it takes none like it."""
+    """Adapt a step to the limits of the model; None if no similar step fits."""
     length, starts = step.length, step.starts
     counts = [v - s if v else 0 for s, v in zip(starts, step.valid, strict=True)]
     if limits.length is not None and length != limits.length:

@@ -1,4 +1,4 @@
-"""Shapes of tensors as terms in the batch B and the new tokens S, from two inferences with numbers in their place."""
+"""Shapes of tensors as terms in the batch B and the new tokens S, from two inferences with numbers for B and S."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Term:
         return int(self.factor * batch**self.batch * sequence**self.sequence)
 
     def __str__(self) -> str:
-        """For messages."""
+        """The term as text, such as ``2*B*S``."""
         return "*".join([*[str(self.factor)][: self.factor != 1], *"B" * self.batch, *"S" * self.sequence]) or "1"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Element type and shape of a tensor; the shape is None if a dimension is no term in B and S."""
+    """Element type and shape of a tensor; the shape is None if a dimension is not a term in B and S."""
 
     elem_type: int
     shape: tuple[Term, ...] | None
 
     def __str__(self) -> str:
-        """For messages."""
+        """Type and shape as text."""
         return f"{dtype_name(self.elem_type)} [{', '.join(map(str, self.shape or ('?',)))}]"
 
 
@@ -78,7 +78,7 @@ class Kinds:
         return self._kinds.get(name)
 
     def compute(self) -> None:
-        """Computes the numbers that shapes consist of, for tensors whose shapes inference alone does not find."""
+        """Evaluate integers from which shapes are computed, to find shapes that inference alone does not find."""
         for inference in self._inferences:
             inference.compute()
         self._kinds = self._read()
@@ -119,7 +119,7 @@ class _Inference:
         return types
 
     def compute(self) -> None:
-        """Infers again with the whole numbers that follow from shapes, as long as more become known."""
+        """Evaluate integers that follow from shapes, and infer again, until no more become known."""
         graph = self._model.graph
         values = {
             t.name: numpy_helper.to_array(t)
@@ -191,7 +191,7 @@ def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> npt.NDArray[An
 
 
 def terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
-    """A shape at both `POINTS` as terms; None if a dimension is none, or is not known."""
+    """Derive the terms of a shape from its sizes at both `POINTS`; None if a dimension is not a term, or is unknown."""
     if first is None or second is None or len(first) != len(second):
         return None
     terms = [_term(a, b) for a, b in zip(first, second, strict=True)]

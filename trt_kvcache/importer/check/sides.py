@@ -1,4 +1,4 @@
-"""Both sides of a region: what a step feeds them, and what they give."""
+"""Both sides of a region: their inputs in a step, and their outputs."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Sides:
         interface: the original's own, if it has one.
         shows_garbage: the original gets rows of caches without a token.
         garbage: magnitude of the numbers in such rows.
-        settled: tokens of a past are as a step of the original leaves them, for models that round a whole cache.
+        settled: tokens of a past have the values that a step of the original leaves (for models that round a cache).
         sessions: of the original and of the rewritten side, once they are open; shared by runs of the same models.
         wide: both compute in float32.
-        large: number of the boundary that holds numbers which no float16 holds; None: none does.
+        large: index of the boundary that holds numbers beyond the range of float16; None: no boundary.
         small: all boundaries hold small numbers, also beside caches.
     """
 
@@ -102,7 +102,7 @@ class Sides:
         return OriginalInterface(replace(self.plan, original=original), twin=True)
 
     def reads(self) -> bytes:
-        """All that decides what both sides give in a step, for the key of a verdict."""
+        """All data that decide the results of both sides in a step, for the key of a verdict."""
         region = self.region
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
@@ -115,12 +115,12 @@ class Sides:
 
     @property
     def counts_tokens(self) -> bool:
-        """An input says how many tokens there were before a step."""
+        """True if an input of a side gives the number of tokens before a step."""
         fed = {name for b in self.region.boundaries for side in b.names for name in side}
         return not fed.issuperset(self._needed[0] | self._needed[1])
 
     def is_small(self, step: Step) -> bool:
-        """The step has small numbers, among which an epsilon shows: after odd pasts, where no cache sets the scale."""
+        """True if a step uses small numbers, which show an epsilon: after odd pasts, if no cache rows are read."""
         reads_rows = any(c.role.name not in self._unread for c in self.caches)
         return self.small or (not reads_rows and self.large is None and step.starts[0] % 2 == 1)
 
@@ -136,7 +136,7 @@ class Sides:
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
     def open(self, steps: Iterable[Step]) -> None:
-        """Opens both sides with the first of some steps that the original runs.
+        """Open both sides with the first of these steps that the original runs.
 
         Raises:
             RunError: a side does not run.
@@ -160,7 +160,7 @@ class Sides:
             raise RunError(f"the original's part does not run: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """All numbers of a step: inputs, boundaries by number, and caches as the original has them."""
+        """Make all inputs of a step: graph inputs, boundaries by index, and caches in the original's form."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         inputs = StepInputs(
@@ -195,7 +195,7 @@ class Sides:
                     old[row, :tokens] = new[row, :tokens]
 
     def change_key(self, key: int, first_new: int, feeds: Feeds) -> None:
-        """Puts another number in the place of one token of the text, in caches or in the new rows."""
+        """Change the numbers of one token, in caches if it is an old one, else in the new rows."""
         for cache in self.caches:
             if key < first_new and cache.update is not None:
                 rows = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
@@ -207,7 +207,7 @@ class Sides:
                 np.moveaxis(feeds[f"boundary {number}"], axis, 0)[key - first_new] += 3
 
     def originals(self, step: Step, feeds: Feeds) -> Iterator[Feeds]:
-        """The original's joins and presents: of each sequence alone, and of all in one run, where it takes that.
+        """Yield the original's joins and presents: with each sequence alone, and with all in one run if it can do both.
 
         Raises:
             RunError: it does not run the step.
@@ -220,7 +220,7 @@ class Sides:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """The original's joins and presents; `together`: of as many sequences as one run can take.
+        """Run the original for its joins and presents; `together`: with as many sequences per run as possible.
 
         Raises:
             RunError: it does not run the step.
@@ -241,7 +241,7 @@ class Sides:
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
     def _singly(self, interface: OriginalInterface, step: Step, feeds: Feeds, *, together: bool) -> Feeds:
-        """The same, of tokens that the original takes one by one."""
+        """Run the original on the tokens of a step one by one; see `original`."""
         read = {c.role.name: c.output for c in self.caches if c.role.name in self._needed[1]}
         if missing := [name for name, present in read.items() if present not in self.region.presents]:
             raise UnsupportedModelError(f"nothing says what '{missing[0]}' holds after each token of a step")
@@ -260,7 +260,7 @@ class Sides:
         return outputs
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
-        """The original's inputs, for one or several runs of a part of the rows each."""
+        """The original's inputs, for one or several runs; each run takes some rows of the batch."""
         batch = len(step.starts)
 
         def boundaries(rows: slice) -> Feeds:
@@ -278,14 +278,14 @@ class Sides:
         ]
 
     def logits_spans(self, step: Step) -> tuple[int, ...]:
-        """Numbers of last positions whose logits the rewritten side is asked for, in one run each."""
+        """Lengths of the logits span to test on the rewritten side, one run each."""
         span = self.plan.logits_span
         if span is None or span.name not in self._needed[1]:
             return (step.length,)
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
     def rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
-        """The rewritten side's joins and presents; caches in its own layout.
+        """Run the rewritten side for its joins and presents; caches are in its own layout.
 
         Raises:
             StuckError: it does not run.
@@ -318,7 +318,7 @@ class Sides:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """The cache as the original holds it, where it became a ring."""
+        """The cache in the original's form, if the rewrite made it a ring."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

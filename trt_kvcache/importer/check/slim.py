@@ -1,10 +1,10 @@
-"""Regions with short heads, for long steps: there lengths and masks decide, and the numbers of a head only repeat.
+"""Shorten the heads of regions for long steps, which test lengths and masks; all numbers of a head are treated alike.
 
     queries [B, 4, S, 256], cache [B, 1, L, 256]    ->    queries [B, 4, S, 16], cache [B, 1, L, 16]
 
-The size of a head takes another value where it is a size: in boundaries, caches, and the shapes of Reshape and Expand.
-Where it may mean something else, such as a window, or weights have it, heads keep their size. Short steps always run
-with whole heads, and so does whatever differs or does not run with short ones.
+A smaller size replaces the size of a head in boundaries, caches, and the shapes of Reshape and Expand. Heads keep their
+size if the same number may mean something else, such as a window, or if weights have this size. Short steps always run
+with whole heads. A region that differs or does not run with short heads runs again with whole heads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def slim(region: Region, plan: CachePlan) -> tuple[Region, CachePlan] | None:
 
 
 def _is_plain(cache: CacheUpdate, size: int) -> bool:
-    """Numbers of a head lie along the last axis, and no other axis is as long."""
+    """True if the numbers of a head lie along the last axis, and no other axis has the same size."""
     last = len(cache.logical_shape) - 1
     return (
         cache.layout is not PhysicalLayout.VIEW and cache.sequence_axis < last and cache.logical_shape.count(size) == 1
@@ -81,12 +81,12 @@ def _terms(shape: Iterable[Term], size: int) -> tuple[Term, ...]:
 
 
 def _is_mixed(term: Term, size: int) -> bool:
-    """The size of a head times something else."""
+    """True if a term is the size of a head times another factor."""
     return term.factor % size == 0 and term != Term(size, 0, 0)
 
 
 def _with_short_heads(model: onnx.ModelProto, size: int) -> onnx.ModelProto | None:
-    """The model with short heads; None: their size may mean something else."""
+    """The model with short heads; None if the size of a head may also mean something else."""
     readers: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in model.graph.node:
         for a in node.attribute:
@@ -112,7 +112,7 @@ def _with_short_heads(model: onnx.ModelProto, size: int) -> onnx.ModelProto | No
 
 
 def _uses(name: str, readers: Mapping[str, list[tuple[NodeProto, int]]]) -> set[bool]:
-    """True if a whole number becomes a part of a shape, False if it becomes something else."""
+    """The uses of an integer constant: True for a part of a shape, False for any other use."""
     uses: set[bool] = set()
     todo, done = [name], set[str]()
     while todo:

@@ -1,12 +1,12 @@
-"""Stored verdicts: regions that were equal once are not compared again.
+"""Store verdicts, so that the check does not compare equal regions again.
 
     ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
 
-A key is the digest of all that a comparison reads: the models of both sides with their weights, the plan, the steps,
-and the versions and sources of what compares. Differences are never stored: regions that differ are compared again.
+A key is a digest of all inputs of a comparison: the models of both sides with their weights, the plan, the steps, and
+the versions and sources of the code that compares. Differences are never stored: such regions are compared again.
 
-A stored verdict is believed only from a folder that nobody but the user can write, and so up to the root. No verdict
-lies beside a model or an export: the author of the model could have written it.
+The check trusts a stored verdict only if no other user (except root) can write its folder or any folder above. Verdicts
+never lie beside a model or an export: the author of the model could have written them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from blake3 import blake3
 
 import trt_kvcache
 
-SWITCH = "TRT_KVCACHE_VERDICTS"  # of the environment; "off": none is stored, and none is believed
+SWITCH = "TRT_KVCACHE_VERDICTS"  # environment variable; "off": the check neither stores nor uses verdicts
 _MOST = 2000  # verdicts; the oldest half goes when there are more
 _LARGEST = 1 << 16  # bytes of one
 
@@ -48,7 +48,7 @@ class Verdicts:
 
     Args:
         folder: it exists, and `is_private`.
-        again: none is believed; new ones are stored.
+        again: do not use stored verdicts, but store new ones.
     """
 
     def __init__(self, folder: Path, *, again: bool = False) -> None:
@@ -77,7 +77,7 @@ class Verdicts:
         return frozenset(entry.alive)
 
     def keep(self, key: str, alive: Iterable[str]) -> None:
-        """Store the verdict that a comparison found no difference; where that fails, the comparison runs again."""
+        """Store the verdict that a comparison found no difference. If storing fails, the comparison runs again."""
         part = self._folder / f".{key}.{secrets.token_hex(4)}"
         with suppress(OSError):
             self._tidy()
@@ -89,7 +89,7 @@ class Verdicts:
             part.replace(self._folder / key)
 
     def _tidy(self) -> None:
-        """Removes the oldest verdicts where there are too many."""
+        """Remove the oldest verdicts if there are too many."""
         if self._tidied:
             return
         self._tidied = True
@@ -103,13 +103,13 @@ _current: ContextVar[Verdicts | None] = ContextVar("verdicts", default=None)
 
 
 def current_verdicts() -> Verdicts | None:
-    """The verdicts to look in. None: a caller who runs comparisons in a process of its own keeps none."""
+    """The verdicts in use; None outside of `keeping`."""
     return _current.get()
 
 
 @contextmanager
 def keeping(verdicts: Verdicts | None) -> Iterator[None]:
-    """Meanwhile comparisons look for their verdicts, and keep them."""
+    """Within this context, comparisons look up and store their verdicts."""
     token = _current.set(verdicts)
     try:
         yield
@@ -118,7 +118,7 @@ def keeping(verdicts: Verdicts | None) -> Iterator[None]:
 
 
 def open_verdicts(*, again: bool) -> Verdicts | None:
-    """The verdicts of this user; None where they could not be believed, or where the user wants none."""
+    """The verdicts of this user; None if the folder is not private, or if the user switched verdicts off."""
     base = cache_folder()
     if base is None or os.environ.get(SWITCH) == "off":
         return None
@@ -133,7 +133,7 @@ def open_verdicts(*, again: bool) -> Verdicts | None:
 
 
 def cache_folder() -> Path | None:
-    """The folder for what programs of this user can make again; None: there is no such folder."""
+    """The user's folder for data that programs can make again; None if the user has no such folder."""
     folder = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
     if folder and Path(folder).is_absolute():  # others are to be ignored, says the XDG specification
         return Path(folder)
@@ -144,7 +144,7 @@ def cache_folder() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """True if nobody but this user and root can write a folder, or put another one in its place.
+    """True if only this user and root can write a folder or replace it.
 
     On Windows the folder below %LOCALAPPDATA% has the rights of the user's profile.
     """
@@ -154,18 +154,18 @@ def is_private(folder: Path) -> bool:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """True if the file is this user's, and of no use to others."""
+    """True if the file belongs to this user, and others have no rights to it."""
     return sys.platform == "win32" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
 
 
 def _is_protected(parent: os.stat_result) -> bool:
-    """Others cannot rename what lies in it: in folders such as /tmp (sticky) they rename only what is theirs."""
+    """True if other users cannot rename this user's files in a folder: no rights, or a sticky folder such as /tmp."""
     written = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
     return sys.platform == "win32" or (parent.st_uid in (0, os.geteuid()) and not written)
 
 
 def key_of(*parts: bytes) -> str:
-    """The key of a comparison that reads these parts, with all that compares."""
+    """The key of a comparison: a digest of these parts and of the code that compares."""
     digest = blake3(_compares())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -175,7 +175,7 @@ def key_of(*parts: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _compares() -> bytes:
-    """Versions, and the digest of the importer's own sources, which change without one."""
+    """Digest of versions and of the importer's own sources, which may change without a new version."""
     versions = (
         trt_kvcache.__version__, onnx.__version__, ort.__version__, np.__version__, ml_dtypes.__version__,
         sys.version, platform.system(), platform.machine(),

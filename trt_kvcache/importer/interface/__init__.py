@@ -2,13 +2,13 @@
 
 Caches are facts of the graph. For everything else, in this order:
 
-1. the user's own name patterns (``--config``): what is said outright is not argued with;
-2. what the graph says for certain (`trt_kvcache.importer.interface.evidence`): what looks up the table of embeddings,
-   and what cache updates and attention name;
+1. the user's own name patterns (``--config``), which override all other evidence;
+2. certain facts of the graph (`trt_kvcache.importer.interface.evidence`): the input that looks up the embedding table,
+   and inputs of cache updates and attention;
 3. the shipped name patterns (``configs/*.yaml``).
 
-What has several roles, and a role that several tensors claim where a decode loop has only one, is an error: a guess
-would feed wrong values to a model that then answers nonsense without complaint.
+It is an error if a tensor fits several roles, or if several tensors claim a role that only one can have: a guess would
+feed the model wrong values, and its answers would be nonsense without an error.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def find_roles(
     Args:
         model: inlined, with shapes inferred; external data need not be there.
         known: its caches and states.
-        config: a YAML file with name patterns. It decides for the names that it matches, whatever the graph says; only
-            caches it cannot name, nor take away.
-        tokens: the input that brings the new tokens, if neither the graph nor a name says it.
+        config: a YAML file with name patterns. Its patterns override the graph for the names that they match, but they
+            cannot add or remove caches.
+        tokens: the input of the new tokens, if neither the graph nor a name tells it.
 
     Returns:
-        Roles with the axes of fixed sizes named, too; see `open_axes`.
+        Roles with names for all axes, also those of fixed sizes; see `open_axes`.
 
     Raises:
         AmbiguousRoleError: a tensor fits several roles equally well, or several tensors fit a role that only one can
@@ -89,10 +89,10 @@ def find_roles(
 
 
 def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
-    """Roles from before an edit, and those of the inputs that it added, for the model after it.
+    """Update roles after an edit of the model.
 
     Args:
-        roles: of the inputs and outputs before, and of those that were added; others may be among them.
+        roles: of inputs and outputs before the edit, and of added ones; may contain others.
         model: after the edit, with shapes inferred.
     """
     before = {(r.io, r.name): r for r in roles}
@@ -109,7 +109,7 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
 
 
 def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Finding | None:
-    """The role that the user, or a cache or a state gives; None: none of them does."""
+    """The role from the user's pattern, or of a cache or state; None without either."""
     is_cache = name in (known.caches if io == "input" else known.caches.values())
     is_state = name in (known.states if io == "input" else known.states.values())
     if named is not None and (is_cache or is_state):
@@ -142,7 +142,7 @@ def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -
 
 
 def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding]) -> list[_Finding]:
-    """Masks ``[B, E]`` over what an encoder made, ``[B, N, E, H]``, come with it, whatever exporters call them."""
+    """Masks ``[B, E]`` over encoder constants ``[B, N, E, H]`` become constants, too, under any name."""
     shapes = [shape_of(info) or () for info, _ in tensors]
     pairs = list(zip(shapes, findings, strict=True))
     lengths = {shape[2] for shape, f in pairs if f.role is Role.CONSTANT and len(shape) == 4}
@@ -174,7 +174,7 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
 def _settle_single_roles(
     tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
 ) -> list[_Finding]:
-    """Let only one tensor play a role that only one can play: the user's, else the one that a shipped pattern names."""
+    """Keep one tensor for a role that only one can have: the user's choice, else a shipped pattern's."""
     settled = list(findings)
     for role in _SINGLE:
         claims = [i for i, finding in enumerate(findings) if finding.role is role]

@@ -1,4 +1,4 @@
-"""The axes of graph inputs and outputs: batch, tokens of this step, keys, and so on."""
+"""Name the axes of graph inputs and outputs: batch, tokens of this step, keys, and so on."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Dropout", "Tanh
 
 
 def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> tuple[TensorRole, ...]:
-    """Fill in `TensorRole.axes`, of fixed sizes too.
+    """Fill in `TensorRole.axes`, also for fixed sizes.
 
-    A size that the model gives a symbol means the same wherever the symbol stands; what each symbol means comes from
-    the tensors whose layout is known by their role. Those layouts also name the sizes that have no symbol.
+    A symbol has the same meaning everywhere in the model. Tensors with a known layout, by their role, give each symbol
+    its meaning. Their layouts also name sizes without a symbol.
 
     Raises:
-        UnsupportedModelError: the axes of positions or of a mask are in no order that is known here.
+        UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
     """
     roles = [_with_all_logits(role, roles, index) for role in roles]
     batches = {r.shape[0] for r in roles if r.role is Role.CACHE and r.shape}
@@ -56,15 +56,15 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
 
 
 def open_axes(role: TensorRole) -> TensorRole:
-    """The same, with the axes of fixed sizes left empty."""
-    # Of positions with several planes, not even a fixed size says which axis is the batch.
+    """A copy of the role in which axes of fixed sizes have no name."""
+    # Positions with several planes keep the name: their shape does not show which axis is the batch.
     named = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
     dims = zip(role.shape, role.axes, strict=True)
     return replace(role, axes=tuple("" if isinstance(d, int) and (a not in named or d == 1) else a for d, a in dims))
 
 
 def _check_order(role: TensorRole) -> None:
-    """Refuse positions and masks whose axes are in another order than those that steps are filled in.
+    """Refuse positions and masks whose axes have another order than steps can fill.
 
     Raises:
         UnsupportedModelError: naming them.
@@ -88,7 +88,7 @@ def _check_order(role: TensorRole) -> None:
 
 
 def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
-    """Logits that are declared for one token, or for as many as nothing says, and computed for all."""
+    """Correct logits that the model declares for one token, or an unknown number, but computes for all tokens."""
     tokens = next((r for r in roles if r.role is Role.TOKENS and len(r.shape) > 1), None)
     if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3:
         return role
@@ -104,10 +104,10 @@ def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: Graph
 def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
     """True if the embeddings of all tokens reach the logits along their own axis.
 
-    Exporters that trace one step of decoding declare ``[batch, 1, vocab]`` for what the graph computes as ``[batch, S,
-    vocab]``, or a symbol that stands nowhere else. The graph tells: element-wise operators, norms and products with
-    weights keep the sequence axis, and by the residual stream they lead from the embeddings of the tokens to the
-    logits, unless something picks a token on the way.
+    Exporters that trace one decode step may declare ``[batch, 1, vocab]``, or a new symbol, for logits that the graph
+    computes as ``[batch, S, vocab]``. The graph shows it: element-wise operators, norms and products with weights keep
+    the sequence axis. Along the residual stream they lead from the token embeddings to the logits, unless an operator
+    picks a single token on the way.
 
     Args:
         index: of the model.
@@ -125,7 +125,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
             continue
         seen.add((name, axis))
         if is_op(node, "Gather") and index.weight(node.input[0]):
-            ids = index.source(node.input[1])  # exporters reshape them to what they are
+            ids = index.source(node.input[1])  # exporters add reshapes that change nothing
             if ids == tokens and len(index.shape(name) or ()) == 3 and axis == 1:
                 return True
         if any(is_op(node, op) for op in _ELEMENTWISE):
@@ -134,7 +134,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
             perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), [2, 1, 0])
             stack.append((node.input[0], perm[axis]))
         elif is_op(node, "MatMul"):
-            for weight, source, row_axis in ((1, 0, 1), (0, 1, 2)):  # x @ W, and W @ x of what is transposed
+            for weight, source, row_axis in ((1, 0, 1), (0, 1, 2)):  # x @ W, and W @ x with transposed x
                 if index.weight(node.input[weight]) and axis == row_axis:
                     stack.append((node.input[source], axis))
         elif node.op_type in (*NORMS, "LogSoftmax"):
@@ -145,7 +145,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
 def _layout(
     role: TensorRole, index: GraphIndex, known: Known, symbols: dict[str, str], batches: Collection[Dim]
 ) -> list[str]:
-    """The meaning of each axis of a tensor by its role, ``"?"`` if that says nothing."""
+    """The meaning of each axis of a tensor by its role; ``"?"`` if unknown."""
     rank = len(role.shape)
     packed = bool(known.update_lengths)
     first = symbols.get(str(role.shape[0])) if rank else None

@@ -1,4 +1,4 @@
-"""Say which inputs and outputs of a model as exported change, old to new."""
+"""Describe how inputs and outputs of a model change from export to canonical form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find_changes(
         exported: inputs and outputs of the model as exported.
         model: the canonical form.
         counts: outputs that were dropped because they count tokens.
-        copies: outputs that were dropped because they are an input unchanged.
+        copies: outputs that were dropped because they return an input unchanged.
     """
     changes: list[InterfaceChange] = []
     known = {t.name for t in exported}
@@ -61,7 +61,7 @@ def find_changes(
 
 
 def _dims(tensor: OriginalTensor) -> Iterable[int | str]:
-    """The sizes of a tensor as exported; symbols by their meaning."""
+    """The sizes of an exported tensor; symbols are named by their meaning."""
     is_present = tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE
     names = {**_SIZES, "past": "P + S"} if is_present else _SIZES
     return [d if isinstance(d, int) else names.get(a, d) for a, d in zip(tensor.axes, tensor.shape, strict=True)]

@@ -1,14 +1,14 @@
 """Name patterns for roles, from YAML: the shipped ones in ``configs/``, and the user's own (``--config``).
 
-A file looks like this; every pattern is a regular expression of RE2, which matches in time linear in the name's length,
-whatever the pattern. It must match a whole name::
+A file looks like this. Every pattern is a regular expression of RE2, which needs time linear in the name's length. A
+pattern must match the whole name::
 
     roles:
       tokens: input_ids
       positions: [position_ids, cache_position]
       logits: (lm_)?logits
 
-Caches are not named: which inputs and outputs are caches is a fact of the graph.
+Patterns do not name caches: the graph shows which inputs and outputs are caches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NamePattern:
 
 
 def example(names: Mapping[Role, Sequence[str]]) -> str:
-    """A config, on one line, that gives roles to the tensors of these names."""
+    """Write a config, on one line, that gives roles to tensors of these names."""
 
     def pattern(name: str) -> str:
         plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None and yaml.safe_load(name) == name

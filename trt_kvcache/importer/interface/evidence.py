@@ -1,7 +1,7 @@
-"""Facts of the graph about its inputs and outputs. Names are not looked at.
+"""Facts of the graph about its inputs and outputs, independent of their names.
 
-An input that looks up the table of embeddings brings the tokens. What a cache update or an Attention names, and gets
-unchanged from an input, is that input's role.
+The input that looks up the embedding table holds the tokens. If an operand of a cache update or an Attention comes
+unchanged from an input, the operand's meaning is the role of that input.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from trt_kvcache.importer.protos import (
 
 @dataclass(frozen=True)
 class Known:
-    """Caches and states, known before roles are looked for, as tensor names.
+    """Names of caches and states, known before the search for roles.
 
     Attributes:
         caches: past -> present, graph inputs and outputs.
         states: past -> present of state that is no cache, graph inputs and outputs.
         write_indices: used as TensorScatter's write indices.
         update_lengths: cumulative lengths ``[B + 1]`` of packed updates.
-        updates: written into a cache -> what each of its axes is, as in `TensorRole.axes`.
+        updates: tensor written into a cache -> meaning of each axis, as in `TensorRole.axes`.
     """
 
     caches: dict[str, str]
@@ -49,7 +49,7 @@ class Fact:
     """A role that the graph gives to an input or output.
 
     Attributes:
-        certain: it goes before names.
+        certain: the fact overrides shipped name patterns.
     """
 
     role: Role
@@ -62,7 +62,7 @@ _BOUNDS = {"Mod", "Min", "Max"}
 
 
 class GraphIndex:
-    """Lookups in a model whose graph is read many times; nodes in bodies of control flow count."""
+    """Index of a model's graph for repeated lookups; includes nodes in bodies of control flow."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -85,7 +85,7 @@ class GraphIndex:
         return int(self.constants[name].data_type) if name in self.constants else elem_type_of(self.infos.get(name))
 
     def weight(self, name: str) -> str | None:
-        """The initializer of a tensor: the tensor itself, or before it is reordered, cast or dequantized."""
+        """The initializer from which a tensor comes by reordering, casting or dequantizing only; else None."""
         while name not in self.constants:
             node = self.producers.get(name)
             if node is None or node.op_type not in {*_PRESERVING, "DequantizeLinear"} or not node.input:
@@ -94,7 +94,7 @@ class GraphIndex:
         return name
 
     def source(self, name: str) -> str | None:
-        """The graph input that a tensor is, unchanged but for its shape, type and bounds; None: it is computed."""
+        """The graph input from which a tensor comes with only its shape, type or bounds changed; else None."""
         while name not in self.inputs:
             node = self.producers.get(name)
             if node is None:
@@ -109,7 +109,7 @@ class GraphIndex:
         return name
 
     def reached(self, names: set[str]) -> set[str]:
-        """The tensors that are computed from any of these, in a sorted graph."""
+        """These tensors, and all tensors computed from their numbers, in a sorted graph."""
         found = set(names)
         for node in self.nodes:
             if node.op_type not in ("Shape", "Size") and not found.isdisjoint(names_read(node)):
@@ -118,7 +118,7 @@ class GraphIndex:
 
 
 def facts(index: GraphIndex, known: Known) -> dict[str, list[Fact]]:
-    """The roles that the graph gives, by name of the input or output; caches and states are left out."""
+    """Roles that the graph shows, by name of the input or output, without caches and states."""
     found: dict[str, list[Fact]] = {}
     for tensor, fact in (*_named_by_operators(index, known), *_tokens(index, known)):
         name = tensor if tensor in index.outputs else index.source(tensor)
@@ -142,7 +142,7 @@ def _named_by_operators(index: GraphIndex, known: Known) -> Iterator[tuple[str, 
 
 
 def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
-    """Tokens look up a table with as many rows as an output is wide, the logits, else the widest table."""
+    """Find the tokens: they index a table with as many rows as the logits are wide, else the widest table."""
     presents = set(known.caches.values())
     outputs = {n: index.shape(n) or () for n in index.outputs if n not in presents and index.elem_type(n) in FLOATS}
     tables = []
@@ -163,7 +163,7 @@ def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
 
 
 def fits(index: GraphIndex, name: str, role: Role) -> bool:
-    """True if dtype and rank are such that the tensor can play the role at all."""
+    """True if the tensor's dtype and rank allow the role."""
     shape, is_float = shape_of(index.infos[name]), index.elem_type(name) in FLOATS
     if shape is None:
         return False

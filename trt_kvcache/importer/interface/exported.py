@@ -1,4 +1,4 @@
-"""Inputs and outputs of a model as exported: tokens, positions, lengths, masks, caches and the others."""
+"""Inputs and outputs of a model as exported: tokens, positions, lengths, masks, caches and others."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Interface:
 
     Attributes:
         tokens: name of the input that brings the new tokens.
-        roles: of all inputs and outputs, as `find_roles` has them.
-        tensors: the same in the terms of a model as exported.
+        roles: of all inputs and outputs, from `find_roles`.
+        tensors: all inputs and outputs as `OriginalTensor`.
         states: the model's state that is no cache.
 
     Args:
@@ -85,7 +85,7 @@ class Interface:
         return [t for t in self.inputs.values() if t.role in roles]
 
     def fixed_capacity(self, asked: int | None) -> int | None:
-        """The capacity of fixed caches, or of shifted ones where there are no others; None: it is the caller's choice.
+        """The capacity of fixed caches, or of shifted ones if there are only these; None: the caller chooses it.
 
         Raises:
             OptionError: `asked` contradicts it.
@@ -112,10 +112,10 @@ class Interface:
 
     @property
     def fixed_rows(self) -> int | None:
-        """Rows of a past that always has as many, of which a mask hides those that hold nothing; None: it grows.
+        """Rows of a past with a fixed length, in which a mask hides rows without a token; None: the past grows.
 
         Raises:
-            UnsupportedModelError: caches have it otherwise.
+            UnsupportedModelError: caches have different fixed lengths.
         """
         growing = self.of(OriginalRole.GROWING_CACHE)
         lengths = {t.fixed_rows for t in growing}
@@ -166,10 +166,10 @@ class Interface:
         return tokens[1] if len(tokens) > 1 and isinstance(tokens[1], int) else None
 
     def _check_names(self) -> None:
-        """Refuse inputs of positions and masks that have neither a name nor a part in the graph.
+        """Refuse inputs that look like positions or masks, but have neither a known name nor a role in the graph.
 
         Raises:
-            AmbiguousRoleError: with the config to write, in which shapes suggest the roles.
+            AmbiguousRoleError: the message suggests a config with roles guessed from shapes.
         """
         tokens = self._inputs[self.tokens]
         suggested: dict[Role, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Positions of models of text and images (M-RoPE): several per token, such as time, height and width, in planes."""
+"""Positions of text and image models (M-RoPE): several planes per token, such as time, height and width."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
     Args:
         name: of the positions.
         shape: their shape.
-        batches: sizes that are the batch, symbols and numbers.
+        batches: symbols and numbers that mean the batch.
 
     Raises:
         UnsupportedModelError: the shape does not say which axis is which.
@@ -41,15 +41,15 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
 
 
 def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Positions as a model takes them, for proofs and verification.
+    """Arrange positions for a model's input, for proofs and verification.
 
-    Where it takes several planes, the first holds the tokens' own positions, and each other one its own: what holds
-    with them holds for the tokens of images, too, whose planes differ.
+    With several planes, the first one holds the tokens' positions, and the other planes hold different numbers. So
+    results are also valid for image tokens, whose planes differ.
 
     Args:
         rows: int64 ``[B, S]``.
-        shape: as the model takes them; a batch of 1 takes the first row.
-        axes: what the axes of the shape are.
+        shape: of the model's input; a batch of 1 takes the first row.
+        axes: meaning of each axis of the shape.
     """
     batch = axes.index("batch") if "batch" in axes else None
     values = rows if batch is not None and shape[batch] == len(rows) else rows[:1]

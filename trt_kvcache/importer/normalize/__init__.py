@@ -7,7 +7,7 @@
     windows as circular buffers                         ring_windows
     what was done, for the plan                         findings
 
-A model whose caches are canonical already, or that has none, goes through as it is.
+Models without caches, or with canonical caches, stay unchanged.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def normalize(
         folder: of external data.
 
     Returns:
-        The model and what was done; the same object and None where nothing was to do.
+        The new model and findings; the same object and None if the model needs no change.
 
     Raises:
-        UnsupportedModelError: what was found is not what is supported.
+        UnsupportedModelError: a cache or an attention is not supported.
         OptionError: the capacity contradicts the model.
     """
     if any(node.op_type in ("TensorScatter", "TRT_KVCacheUpdate") for node in model.graph.node):
@@ -66,7 +66,7 @@ def normalize(
 
 
 def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.ModelProto, Findings]:
-    """Edit the graph, and free it from what only the caches as exported needed."""
+    """Edit the graph into canonical form, and remove operators that only the exported caches needed."""
     graph, interface, samples = recognized.graph, recognized.interface, recognized.samples
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     canonical = Canonical(graph, tokens, recognized.caches[0].past, samples.capacity)
@@ -115,7 +115,7 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
 
 
 def _own_masks(attentions: Sequence[Attention]) -> list[str]:
-    """Notes on the masks that the caller gives."""
+    """Notes on masks that the caller provides."""
     own = [a.mask.own for a in attentions if not a.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [
@@ -126,7 +126,7 @@ def _own_masks(attentions: Sequence[Attention]) -> list[str]:
 
 
 def _narrower(attentions: Sequence[Attention]) -> list[str]:
-    """A note on weights of keys that are computed in float32, and here in the type of the caches."""
+    """Note that attention weights, float32 in the export, get the type of the caches."""
     kinds = {elem_type(a.key.past) for a in attentions if a.wide_weights and not a.wide}
     return [
         f"the weights that a softmax makes of scores are float32 in the model as exported, and {name} here, which "
@@ -137,7 +137,7 @@ def _narrower(attentions: Sequence[Attention]) -> list[str]:
 
 
 def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
-    """Take away outputs that count the tokens in the cache: the caller knows."""
+    """Remove outputs that count the tokens in the cache, which the caller knows; returns their names."""
 
     def counts(tensor: gs.Tensor) -> bool:
         values = [(step, step.probe.value(tensor.name)) for step in samples.plain]

@@ -5,9 +5,9 @@
     present = TensorScatter(past [B, N, L, D], update [B, N, S, D], write_indices, axis=2)
     output  = Attention(query [B, Hq, S, D], present key, present value, own mask?, nonpad_kv_seqlen, is_causal=1)
 
-It is the form of mobius-onnx's static caches (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
-https://onnx.ai/onnx/operators/onnx__Attention.html), which the importer plans. It is standard ONNX but for one input
-more, or two, that an Attention may have here: `SINKS` and `SLOPES`, of which the rewrite leaves none.
+mobius-onnx exports static caches in this form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
+https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer plans it. It is standard ONNX with one exception:
+an Attention may have the extra inputs `SINKS` and `SLOPES`. The rewrite removes both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Canonical:
 
     @property
     def write_indices(self) -> gs.Variable:
-        """int64 ``[B]``: the row that the first new token of each sequence goes to."""
+        """int64 ``[B]``: the row at which each sequence writes its first new token."""
         return self._input("write_indices", Role.WRITE_INDICES)
 
     @property
@@ -77,7 +77,7 @@ class Canonical:
         return positions
 
     def write(self, cache: Cache) -> None:
-        """Make `cache.present` by TensorScatter from `cache.past`, whatever made it before."""
+        """Make `cache.present` with a TensorScatter into `cache.past`, in place of its old producer."""
         update, perm, axis = cache.update, cache.perm, cache.axis
         assert update is not None
         if perm != tuple(range(len(perm))):
@@ -97,7 +97,7 @@ class Canonical:
         self.idioms[past.name] = cache.idiom
 
     def attend(self, attention: Attention) -> None:
-        """Make `attention.result` by Attention over caches, whatever made it before."""
+        """Make `attention.result` with an Attention over caches, in place of its old producer."""
         emit, mask, sizes = self.emit, attention.mask, attention.sizes
         kind = elem_type(attention.key.past) or attention.query_type
         kind = FLOAT if attention.wide and kind in _HALVES else kind
@@ -143,7 +143,7 @@ class Canonical:
             output.dtype = query.dtype
 
     def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
-        """The mask of an attention, bool or in the type of its queries; None: it has none beside its attributes."""
+        """The mask of an attention, bool or in the type of its queries; None if its attributes say all."""
         emit, seen, mask = self.emit, attention.mask, attention.mask.own
         if attention.key.shifted and (rows := attention.key.kept) is not None:
             mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
@@ -159,7 +159,7 @@ class Canonical:
         return own_mask
 
     def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
-        """A present as ``[B, N, L, D]``, in a wider type if the products have one."""
+        """A present as ``[B, N, L, D]``, cast to float32 if the products need it."""
         tensor = self._heads_major(write, size)
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
             return tensor
@@ -169,7 +169,7 @@ class Canonical:
         return wide
 
     def _heads_major(self, write: Cache, size: int) -> gs.Tensor:
-        """A present as ``[B, N, L, D]``: the importer then changes the layout of the cache itself."""
+        """A present as ``[B, N, L, D]``. The importer later changes the layout of the cache itself."""
         if write.axis == 2 and len(write.perm) == 4:
             return write.present
         tensor = write.present

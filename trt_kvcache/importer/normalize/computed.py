@@ -1,10 +1,10 @@
-"""Keys and values that a graph computes from caches, row by row, as those of multi-head latent attention.
+"""Emit keys and values that a graph computes from caches row by row, as multi-head latent attention does.
 
     latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
     rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
 
-Once caches have their capacity they are computed anew, from constants and from as many rows of the caches as are in
-use: what is left is plain attention.
+Once caches have a fixed capacity, the graph computes keys and values again from constants and the cache rows in use.
+Plain attention over these keys and values remains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Computed:
         self._rows = Rows(graph, caches, samples)
 
     def place(self, attention: Attention, canonical: Canonical) -> Attention:
-        """Emit what an attention reads; returns the plain attention over that.
+        """Emit the keys and values of an attention; returns the plain attention over them.
 
         Raises:
             UnsupportedModelError: keys or values are not computed row by row.
@@ -69,7 +69,7 @@ class Computed:
 
 
 def _rows_in_use(leaf: RowFunction, canonical: Canonical) -> gs.Tensor:
-    """The rows in use of a cache."""
+    """Slice a cache to its rows in use."""
     cache = leaf.writes[0]
     rows = (cache.present.shape or ())[cache.axis]
     return emit_row_slice(canonical.emit, cache.present, cache.axis, int(rows))

@@ -27,14 +27,14 @@ def is_plain(layout: Layout) -> bool:
 def relaid(
     emit: Emitter, tokens: gs.Tensor, tensor: gs.Tensor, old: Layout, new: Layout, sizes: Mapping[str, int]
 ) -> gs.Tensor:
-    """The same numbers in another layout.
+    """Reshape and transpose a tensor into another layout.
 
     Args:
         emit: of the graph.
-        tokens: the input of the new tokens, whose shape says batch and new tokens.
+        tokens: the input of the new tokens; its shape gives B and S.
         tensor: in the layout `old`.
         old: its layout.
-        new: that of the result.
+        new: the layout of the result.
         sizes: of heads (n), queries for each (g), and numbers of a head (d).
     """
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
@@ -49,14 +49,14 @@ def relaid(
 
 
 def _size(axis: Sequence[Dim]) -> Dim:
-    """The size of an axis of these; "?" where it is more than one of batch and new tokens, or one of them and more."""
+    """The size of an axis with these parts; "?" if it combines batch or new tokens with another part."""
     if len(axis) == 1:
         return axis[0]
     return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"
 
 
 def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
-    """A shape of numbers, "batch" and "sequence" of the tokens, and one "?" at most."""
+    """Emit a shape, int64. A dimension is a number, "batch" or "sequence" (read from the tokens), or one "?" (-1)."""
     if "?" not in dims:
         last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
         dims = tuple("?" if i == last else d for i, d in enumerate(dims))

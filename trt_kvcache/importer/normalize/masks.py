@@ -1,4 +1,4 @@
-"""Masks and biases that the canonical form has beside the attributes of an Attention."""
+"""Emit masks and biases that an Attention of the canonical form needs beside its attributes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trt_kvcache.importer.recognize.records import Array
 def emit_visible(
     emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
 ) -> gs.Variable:
-    """The rows of a ring that queries see: bool ``[B, 1, S, R]``, emitted once for all attentions alike.
+    """Emit the rows of a ring that queries see, bool ``[B, 1, S, R]``, once for all equal attentions.
 
     Args:
         emit: of the graph.
         write_indices: int64 ``[B]``, tokens before the step.
-        lengths: int64 ``[B]``, 0 where a row takes no part in the step; None: all do.
-        query: ``[B, H, S, D]``, or what else has S as its axis 1: alike are those with one symbol for S, or one name.
+        lengths: int64 ``[B]``, 0 for a batch row that takes no part in the step; None: all batch rows take part.
+        query: ``[B, H, S, D]``, or a tensor with S as its axis 1. Equal symbols for S, or equal names, share a mask.
         window: W.
         rows: R.
     """
@@ -55,10 +55,11 @@ def emit_visible(
 
 
 def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Variable:
-    """Rows up to the position of each query: bool ``[B, 1, S, rows]``; positions ``[B, S]`` go on after the end.
+    """Emit a mask that shows rows up to the position of each query: bool ``[B, 1, S, rows]``; positions ``[B, S]``.
 
-    After the end of a circular cache each row holds a token, of which the lengths that sessions give say only that
-    there are L: masked by these, query ``i`` of S sees rows ``j <= L - S + i``, and by positions all of them.
+    Positions keep growing after the end of a circular cache, where each row holds a token. The lengths that sessions
+    give stay at L there: a mask by lengths shows query ``i`` of S only rows ``j <= L - S + i``; a mask by positions
+    shows all rows.
     """
 
     def make() -> gs.Variable:
@@ -70,9 +71,9 @@ def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Var
 
 
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
-    """A bias by distance over all rows of the caches, float32 ``[B, H, S, L]``, emitted once for all layers alike.
+    """Emit a bias by distance over all rows of the caches, float32 ``[B, H, S, L]``, once for all equal layers.
 
-    The rewrite cuts the rows where it begins: see `rows_in_use`.
+    The rewrite slices it to the rows in use, see `rows_in_use`.
 
     Args:
         emit: of the graph.

@@ -1,18 +1,18 @@
-"""Free what is left of a graph from the length of its past.
+"""Remove the remaining dependences of a graph on the length of its past.
 
-Once caches have a fixed capacity and attention is canonical, nothing else may know how long the text is, but for the
-positions of the new tokens, which some exporters count from the length of a cache, and a constant beside them:
+Once caches have a fixed capacity and attention is canonical, only the positions of the new tokens may depend on the
+length of the text. Some exporters count positions from the length of a cache, and may add a constant:
 
     Range(P, P + S) -> Unsqueeze -> [1, S]          becomes         write_indices + arange(S)  [B, S]
     Slice(table [positions, H], P, P + S)  [S, H]                   Gather(table, write_indices + arange(S))  [B, S, H]
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
 onnxruntime-genai's Whisper cuts rows out of a table, torch looks up Marian's for all sequences at once, and M2M-100
-counts no pads. Whatever else still depends on the length is refused by name. Which tensors depend on it is seen from
-samples that differ in nothing but P.
+counts no pads. If another tensor still depends on the length, the import fails and names the tensor. Samples that
+differ only in P show which tensors depend on it.
 
-What only crosses a model goes, too: outputs that are an input again (caches of cross-attention), and shapes read off
-inputs that go (``Shape(attention_mask)`` becomes ``Shape(tokens)``).
+This module also removes outputs that return an input unchanged (caches of cross-attention). It replaces shapes that
+are read off removed inputs (``Shape(attention_mask)`` becomes ``Shape(tokens)``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
 
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> bool:
-    """Replace positions counted from the past, and refuse whatever else still depends on its length.
+    """Replace positions counted from the past, and refuse any other tensor that depends on its length.
 
     Args:
         graph: its caches and attention are canonical already; dead nodes are gone.
@@ -93,11 +93,11 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
             if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
                 continue
             if contains(caches, tensor) and _is_view(node):
-                caches += node.outputs  # a view is as long
+                caches += node.outputs  # a view has the same length
                 queue += node.outputs
                 continue
             if contains(caches, tensor) and not is_op(node, "Shape", "Size"):
-                continue  # who reads what a cache holds is checked elsewhere
+                continue  # `check_readers` checks who reads the contents of a cache
             for output in node.outputs:
                 if output.name in seen or output.is_empty():
                     continue
@@ -118,7 +118,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
 
 def check_readers(graph: gs.Graph) -> None:
-    """Refuse a cache that something else than attention reads.
+    """Refuse a cache that another node than attention reads.
 
     Args:
         graph: canonical; dead nodes are gone.
@@ -138,7 +138,7 @@ def check_readers(graph: gs.Graph) -> None:
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:
-    """A node that reads a cache, or a view of one, and is neither its update nor attention over it."""
+    """A node that reads a cache, or a view of it, and is neither its update nor an attention over it."""
     for node in consumers(tensor):
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
@@ -150,12 +150,12 @@ def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Nod
 
 
 def _is_view(node: gs.Node) -> bool:
-    """True if the numbers of a cache are the same after a node, for attention in another layout or in float32."""
+    """True if a node only changes the layout of a cache, or casts it to float32."""
     return is_op(node, "Transpose", "Reshape") or (is_op(node, "Cast") and node.attrs["to"] == FLOAT)
 
 
 def drop_copies(graph: gs.Graph) -> set[str]:
-    """Take away, in place, outputs that are a graph input unchanged; returns their names."""
+    """Remove, in place, graph outputs that return a graph input unchanged; returns their names."""
 
     def is_copy(tensor: gs.Tensor) -> bool:
         while (node := producer(tensor)) is not None and is_op(node, "Identity"):
@@ -168,7 +168,7 @@ def drop_copies(graph: gs.Graph) -> set[str]:
 
 
 def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """Read B and S off the tokens, in place, where only the shape of an input is read that is on its way out."""
+    """Read B and S from the tokens, in place, where a node reads only the shape of an input that will be removed."""
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     reached = _numbers_of(graph, {t.name for t in interface.of(*_LOST)}) - {t.name for t in graph.inputs}
     for node in [n for n in graph.nodes if is_op(n, "Shape") and n.inputs[0].name in reached]:
@@ -190,7 +190,7 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: S
 
 
 def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None:
-    """Put these sizes, int64 ``[1]``, in the place of a Shape."""
+    """Replace a Shape node with these sizes, int64 ``[1]`` each."""
     taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
     if taken:
         shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
@@ -200,7 +200,7 @@ def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None
 def _sizes(
     emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
 ) -> list[gs.Tensor | None]:
-    """The sizes of a tensor of these shapes in samples, int64 ``[1]``; None where they follow from something else."""
+    """Derive the sizes of a tensor from its shapes in samples, int64 ``[1]`` each; None for an unknown origin."""
     sizes = []
     for axis in range(len(shapes[0][1]) if shapes else 0):
         found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]
@@ -251,7 +251,7 @@ def _follow(
         if after_all and all(_place(t, samples) is not None for t in after_all):
             return True
         if not _keeps_shapes(graph, output, place[1], samples.twins[0]) and positioned().holds(output):
-            return True  # of positions per row, what is made of them row by row may fit
+            return True  # a later tensor, computed row by row, may fit positions per sequence
         replace_uses(output, _positions(output, *place, canonical, samples))
         return False
     if _gather_rows(graph, node, canonical, samples):
@@ -265,9 +265,9 @@ def _follow(
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor has the same value whatever the past: also after all that there is room for.
+    """True if a tensor has the same value after every sampled past, up to the longest that fits.
 
-    Steps of positions, such as floor(p / 16), are the same after short pasts.
+    Short pasts are not enough: they give the same step of positions, such as floor(p / 16).
     """
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
@@ -277,7 +277,7 @@ def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
 
 
 def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
-    """Tensors that the numbers of some inputs reach, with these, in a sorted graph."""
+    """The inputs of these names, and all tensors that depend on their numbers, in a sorted graph."""
     reached = set(names)
     for node in graph.nodes:
         if not is_op(node, "Shape", "Size") and any(t.name in reached for t in node.inputs):
@@ -286,10 +286,10 @@ def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
 
 
 def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """Put a constant in the place of what is made of a padding mask, if it is one number for all tokens of a step.
+    """Replace a tensor computed from a padding mask with a constant, if it holds one number for all tokens of a step.
 
-    Such as the newest columns of it, by which inputs of states are multiplied: a mask over the rows of the caches has
-    these elsewhere.
+    For example, some models multiply inputs of states by the newest columns of the mask. A mask over the rows of the
+    caches has these columns elsewhere.
     """
     values = [(s, s.probe.value(output.name)) for s in (*samples.plain, *samples.twins)]
     first = values[0][1]
@@ -306,7 +306,7 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
 
 
 def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, axis: int, sample: Sample) -> bool:
-    """True if all outputs keep their shapes with positions of its own for each row of the batch."""
+    """True if all graph outputs keep their shapes when each row of the batch has its own positions."""
     value = sample.probe.value(output.name)
     assert value is not None
     rows = sample.probe.with_values({output.name: np.repeat(value[:1], sample.batch, 0)})
@@ -334,7 +334,7 @@ def _counted(value: Array | None, sample: Sample) -> tuple[int, int] | None:
 
 
 def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, samples: Samples) -> gs.Variable:
-    """The positions of each sequence's own, in the rank and type of `output`."""
+    """The positions of each sequence, in the rank and type of `output`."""
     emit, positions = canonical.emit, _shifted(canonical, offset)
     others = [i for i in range(1, len(samples.twins[0].probe.shape(output.name) or ())) if i != axis]
     if others:
@@ -346,7 +346,7 @@ def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, 
 
 
 def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
-    """int64 ``[B, S]``: the position of each new token, and `offset` more."""
+    """int64 ``[B, S]``: the position of each new token plus `offset`."""
     positions, emit = canonical.positions(), canonical.emit
     if not offset:
         return positions
@@ -357,9 +357,9 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Put a Gather by position in the place of a node that takes the new tokens' rows of a table.
+    """Replace a node that takes the new tokens' rows of a table with a Gather by position.
 
-    A constant beside P stays, where a table has other rows before that of the first position, as BART's.
+    An offset to P stays: a table may have other rows before the row of the first position, as BART's has.
     """
     rows = node.outputs[0]
     if not is_op(node, "Slice", "Gather") or not all(_added_per_row(graph, rows, s) for s in samples.twins):
@@ -374,7 +374,7 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
-    """The distance from P of the rows ``[S, H]`` that a node takes of a table: seen from a table of row numbers."""
+    """The distance from P of the rows ``[S, H]`` that a node takes from a table; found with a table of row numbers."""
     table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
@@ -387,7 +387,7 @@ def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
 
 
 def _added_per_row(graph: gs.Graph, rows: gs.Tensor, sample: Sample) -> bool:
-    """True if rows ``[S, H]`` are only added to ``[B, S, H]``: rows for each sequence fit."""
+    """True if the graph only adds rows ``[S, H]`` to ``[B, S, H]``, so that rows per sequence fit, too."""
     shape = sample.probe.shape(rows.name)
     if shape is None or len(shape) != 2 or contains(graph.outputs, rows):
         return False
@@ -400,7 +400,7 @@ def _added_per_row(graph: gs.Graph, rows: gs.Tensor, sample: Sample) -> bool:
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Let a node that adds P, and a constant, to integers ``[B, S]`` of the tokens add each sequence's own length."""
+    """If a node adds P (and a constant) to integers ``[B, S]`` of tokens, make it add each sequence's own length."""
     output, twins = node.outputs[0], samples.twins
     kind = twins[0].probe.elem_type(output.name)
     sizes = [s.probe.shape(output.name) for s in twins]

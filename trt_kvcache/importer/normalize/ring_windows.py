@@ -9,17 +9,17 @@
     output  = Attention(q, k, v, visible [B, 1, S, R])
 
 with ``R = W + C - 1`` rows for updates of up to C tokens: the first token of an update still sees its W keys after the
-last one is written. Row ``j`` then holds the newest token at a position that is ``j`` modulo R; with ``w`` the
-position of the first new token and S new ones:
+last one is written. Row ``j`` then holds the newest token whose position is ``j`` modulo R. If ``w`` is the position of
+the first new token, and the step has S new tokens:
 
     newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
     visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
 
-A row of a model with lengths of its own has w + S valid tokens, or none: then its queries see nothing. They cannot say
-less: rows may be gone that the first queries of such a step saw.
+If a model has its own lengths, each sequence has w + S valid tokens, or 0: then its queries see nothing. Lengths
+between are not allowed: the ring may have overwritten rows that the first queries of such a step need.
 
-Memory and step time stop growing with the text. A cache that some attention sees whole stays linear. A model that
-reads the length of a cache elsewhere, or computes its lengths or write indices, is refused by the check.
+Memory and step time stop growing with the text. A cache stays linear if one attention sees all of it. The check refuses
+a model that reads the length of a cache elsewhere, or computes its lengths or write indices.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Rings:
 
 
 def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onnx.ModelProto, Findings | None]:
-    """A model that was canonical from the start, with its windowed caches circular, and what was done.
+    """Make the windowed caches of a canonical model circular; returns the model and findings about the change.
 
     Args:
         model: not changed.
@@ -184,9 +184,9 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if a node sees a window of the newest tokens: without lengths, causality starts at the first row."""
+    """True if a node sees a window of the newest tokens. It needs lengths: else causality starts at the first row."""
     if any(is_used(graph, tensor) for tensor in node.outputs[1:]):
-        return False  # of scores, a column is a row of the cache
+        return False  # a column of the scores is a row of the cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
     plain = input_or_none(node, 3) is None and input_or_none(node, SLOPES) is None
     return causal and plain and int(node.attrs.get("left_window_size", -1)) >= 0
@@ -204,7 +204,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _bound(indices: gs.Tensor) -> gs.Node | None:
-    """A node that makes write indices of others so that they are no count of tokens; None: there is none."""
+    """The node that changes write indices so that they no longer count tokens, such as Min or Mod; else None."""
     node = producer(indices)
     if node is None:
         return None

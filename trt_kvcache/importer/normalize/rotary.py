@@ -1,11 +1,11 @@
-"""Rotary factors that a graph makes of positions by itself, where they meet the tokens.
+"""Give rotary factors that a graph computes from its own positions the new tokens' positions.
 
     cos = Cos(Range(0, P + S) x frequencies)[P : P + S]  [S, D]           Mul(query [B, H, S, D], cos)
 becomes
     cos = Cos((write_indices + arange(S))  [B * S] x frequencies)  ->  [B, 1, S, D]
 
-The same operators run over the new tokens' positions of all sequences, one after the other. So it does not matter how
-the model as exported picks the rows, or in which order it does what.
+The same operators run over the new tokens' positions of all sequences, one after the other. So the result does not
+depend on how the exported model picks the rows, or on the order of its operators.
 
     Gather(Cos(Range(0, P + S) x frequencies), position_ids)   becomes   Gather(Cos(Range(0, L) x frequencies), ...)
 """
@@ -27,7 +27,7 @@ _ELEMENTWISE = ("Add", "Sub", "Mul", "Div")
 
 
 class Positioned:
-    """Tensors that a model makes of positions, row by row."""
+    """Tensors that a model computes from positions, row by row."""
 
     def __init__(self, graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
         self._canonical = canonical
@@ -41,7 +41,7 @@ class Positioned:
         self._all: dict[str, gs.Tensor] = {}
 
     def meets_tokens(self, node: gs.Node) -> bool:
-        """Let `node` take the new tokens' rows of each sequence, if it computes with such rows, and with tokens.
+        """Feed `node` the new tokens' rows of each sequence, if it combines rows computed from positions with tokens.
 
         Returns:
             True if it was done.
@@ -62,13 +62,13 @@ class Positioned:
         return True
 
     def _tables(self, tensor: gs.Tensor) -> RowFunction | None:
-        """The rows that a rotary operator reads, before they are repeated for each sequence."""
+        """The rows that a rotary operator reads, before an Expand repeats them for each sequence."""
         node = producer(tensor)
         function = self._rows.known.get((node.inputs[0] if node is not None and is_op(node, "Expand") else tensor).name)
         return function if function is not None and function.is_new else None
 
     def _placed(self, function: RowFunction, before: tuple[int, ...], after: tuple[int, ...]) -> gs.Tensor:
-        """The same of the new tokens' positions, ``[B, before, S, after]``."""
+        """Compute a row function at the new tokens' positions, ``[B, before, S, after]``."""
         emit, tokens = self._canonical.emit, self._canonical.tokens
         flat = emit.once(
             "flat positions",
@@ -88,7 +88,7 @@ class Positioned:
         return tensor.name in self._rows.known
 
     def is_looked_up(self, node: gs.Node) -> bool:
-        """Let a Gather take rows of a table of all positions, if it takes them of one that is as long as the text.
+        """Feed a Gather a table of all positions, if its own table is only as long as the text.
 
         Returns:
             True if it was done.
@@ -101,7 +101,7 @@ class Positioned:
         return True
 
     def _shape(self, node: gs.Node, function: RowFunction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The sizes between batch and tokens, and after these, of rows as `node` takes them; None: they do not fit."""
+        """The sizes between batch and tokens, and after tokens, in which `node` can read rows; None if none fit."""
         shapes = set()
         for sample in (*self._samples.plain, *self._samples.twins):
             rows, whole = (sample.probe.shape(t.name) for t in (function.tensor, node.outputs[0]))

@@ -1,4 +1,4 @@
-"""Tensors that a graph computes row by row, from caches or from positions; and the same, computed from other rows.
+"""Find tensors that a graph computes row by row from caches or positions, and compute them from other rows.
 
     latents [B, 1, T, 512] -- MatMul(weight) -> Reshape -> [B, T, H, 256] -- Transpose -> [B, H, T, 256]
     batch at 0, rows at 2                                  rows at 1                      rows at 2
@@ -6,9 +6,9 @@
     Range(0, P + S) [T]  -- Mul(frequencies), Cos -> [T, D] -- Slice(P, P + S) -> [S, D]
     rows at 0               rows at 0                          rows of the new tokens
 
-Followed forward, operator by operator; what a tensor holds is not looked at. Shapes in a few samples say where rows go:
-one axis is as long as the text, another one as the batch. An operator may still bring rows together, as a softmax over
-rows does; the comparison with the original refuses such models.
+This module follows tensors forward, operator by operator, and reads no values. Shapes in a few samples show the axis of
+rows: one axis is as long as the text, another one as the batch. An operator may still mix rows, as a softmax over rows
+does. The check refuses such models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """The reason that an operator works on more than a row; empty where that needs no mention."""
+    """An operator mixes rows. The text is the reason; it may be empty."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Positions:
     """The positions of rows, or rows of a table by position.
 
     Attributes:
-        tensor: it holds them.
+        tensor: the tensor that holds the positions or rows.
         axis: of the rows.
-        offset: what is added to the positions.
+        offset: constant added to the positions.
         table: a Slice takes the rows out of it; None: these are positions.
     """
 
@@ -54,7 +54,7 @@ class Positions:
     table: gs.Tensor | None = None
 
     def emit(self, canonical: Canonical, positions: gs.Tensor) -> gs.Tensor:
-        """The same of other positions, int64 ``[rows]``.
+        """Emit the rows at other positions, int64 ``[rows]``.
 
         Raises:
             OptionError: the capacity is more than the table's rows.
@@ -84,14 +84,14 @@ class RowFunction:
 
     Attributes:
         tensor: as exported.
-        axes: of the batch and of the rows; of the rows alone where they come from positions and constants.
-        writes: of its caches.
+        axes: of the batch and of the rows; only of the rows if they come from positions and constants.
+        writes: the caches from which the tensor is computed.
         node: the node that makes it; None: it is a cache, or `positions`.
-        shape: the operand of a Reshape or Expand, with 0 and -1 as Reshape has them; None: there is none.
-        is_moved: it is one cache, moved, repeated and scaled.
+        shape: shape operand of a Reshape or Expand, with 0 and -1 as Reshape defines them; None for other operators.
+        is_moved: the tensor is a single cache that operators only move, repeat and scale.
         is_new: the rows are those of the new tokens, not of all.
-        takes: `node` takes the rows of the new tokens out of those of all.
-        positions: the rows, where they are not computed from anything else.
+        takes: `node` takes the new tokens' rows from the rows of all tokens.
+        positions: positions, or table rows by position, at which row functions begin.
     """
 
     tensor: gs.Tensor
@@ -108,13 +108,13 @@ class RowFunction:
 class Rows:
     """All tensors of a model as exported that are computed row by row.
 
-    With `writes`, those computed from caches, else those computed from positions. Nodes are left out that read a tensor
-    of `fed`: names of the caller's positions, and of what is computed from these.
+    With `writes`, these are tensors computed from caches; else, tensors computed from positions. Nodes that read a
+    tensor in `fed` are left out: the caller's positions, and tensors computed from these.
 
     Attributes:
         known: by name of the tensor.
         reasons: by name of a cache, why the first operator over it works on more than a row.
-        broken: the same of what is computed from a cache; empty: every operator works on single rows.
+        broken: the reason for the first such operator over computed rows; empty if every operator works row by row.
     """
 
     def __init__(self, graph: gs.Graph, writes: Sequence[Cache], samples: Samples, fed: Collection[str] = ()) -> None:
@@ -148,7 +148,7 @@ class Rows:
         canonical: Canonical,
         leaf: Callable[[RowFunction], gs.Tensor],
     ) -> gs.Tensor:
-        """Compute a tensor from other rows, which `leaf` gives; `emitted` has those so far of the same rows."""
+        """Compute a tensor from the rows that `leaf` returns; `emitted` caches tensors computed from the same rows."""
         if name not in emitted:
             function, emit = self.known[name], canonical.emit
             node = function.node
@@ -192,10 +192,10 @@ class Rows:
                     self.broken = self.broken or str(error)
 
     def _functions(self, node: gs.Node, sources: Sequence[RowFunction]) -> list[RowFunction]:
-        """The row functions that a node makes of others.
+        """Derive the row functions of a node's outputs from its inputs.
 
         Raises:
-            MixedError: it makes none.
+            MixedError: the node mixes rows.
         """
         first, output = sources[0], node.outputs[0]
         if is_op(node, "Slice", "Gather") and not first.writes and not first.is_new and first.tensor is node.inputs[0]:
@@ -221,7 +221,7 @@ class Rows:
         return functions
 
     def _positions(self, node: gs.Node) -> RowFunction | None:
-        """The positions that a node gives, or rows of a table that it takes by position."""
+        """Recognize a node that returns positions, or rows of a table by position."""
         tensor, samples = node.outputs[0], self._every
         if is_op(node, "Slice") and is_constant(node.inputs[0]):
             bounds = [[s.probe.value(t.name) for t in node.inputs[1:4]] for s in samples]
@@ -261,10 +261,10 @@ class Rows:
         return True
 
     def _axes(self, node: gs.Node, tensor: gs.Tensor, before: RowFunction, *, is_new: bool) -> Axes:
-        """Batch and rows of a tensor that an operator makes.
+        """Find the axes of batch and rows in an operator's output.
 
         Raises:
-            MixedError: no axis is as long.
+            MixedError: no axis has the length of the rows.
         """
         rank = len(self._shapes(before.tensor)[0])
         if is_op(node, "Transpose"):  # sizes of 1 would not say
@@ -281,7 +281,7 @@ class Rows:
         return (row,) if len(before.axes) == 1 else (batch[0], row)
 
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
-        """The shape that a Reshape or Expand gives, for every batch and length."""
+        """Make a shape operand for a Reshape or Expand that fits every batch and length."""
         shape = list(self._shapes(tensor)[0])
         same = [i for i in range(len(after) - 1) if before[i] == after[i]]
         for i, axis in enumerate(after):  # 0 is the same size as before, along the same axis
@@ -292,7 +292,7 @@ class Rows:
         return tuple(shape)
 
     def _moves(self, node: gs.Node, sources: Sequence[RowFunction]) -> bool:
-        """True if one cache is only moved, repeated as a whole, or scaled by one number."""
+        """True if a node only moves, repeats or scales (by one number) a single cache."""
         if len(sources) != 1 or not sources[0].is_moved:
             return False
         if is_op(node, "Mul", "Div"):
@@ -303,10 +303,10 @@ class Rows:
         return is_op(node, *MOVES) or is_float_cast(node)
 
     def _shapes(self, tensor: gs.Tensor) -> list[Axes]:
-        """In the samples.
+        """The shapes of a tensor in the samples.
 
         Raises:
-            MixedError: nothing says them.
+            MixedError: a shape is unknown.
         """
         shapes = [sample.probe.shape(tensor.name) for sample in self._samples]
         known = [shape for shape in shapes if shape is not None]
@@ -316,10 +316,10 @@ class Rows:
 
 
 def _places(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
-    """The axes that have one size after the other."""
+    """The axes whose size in each sample equals the entry of `sizes`."""
     return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]
 
 
 def is_float_cast(node: gs.Node) -> bool:
-    """True if a node changes nothing but how exact numbers are: casts to integers cut them."""
+    """True for a Cast to a float type, which changes only the precision of numbers."""
     return is_op(node, "Cast") and node.attrs.get("to") in FLOATS

@@ -1,1 +1,1 @@
-"""From a prepared graph to the plan. Reads the graph, changes nothing."""
+"""Plan a prepared graph. These modules read the graph and never change it."""

@@ -1,4 +1,4 @@
-"""Find every Attention node of a prepared graph and plan how it is computed. Reads the graph, changes nothing.
+"""Find every Attention node of a prepared graph, and plan how to compute it. This module does not change the graph.
 
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. What TensorRT's parser does with the operator (drops
 `nonpad_kv_seqlen` and the window attributes without a word, aligns `is_causal` to the upper left corner, refuses the
@@ -151,7 +151,7 @@ class _Planner:
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
-        """The cache that K or V is read from, through operators that move or select values; or is computed from."""
+        """The caches from which K or V is read or computed; operators between may move or select values."""
         if slices := row_slices(tensor):
             return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
         while tensor.name not in self._present:
@@ -162,9 +162,9 @@ class _Planner:
         return [self._present[tensor.name]]
 
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
-        """The span input of a node, one per capacity and lengths; None where the span is off or not safe.
+        """The span input of a node, one for each capacity and lengths; None if spans are off or unsafe here.
 
-        Rows at and beyond the longest valid length are masked for every query, so leaving them out changes nothing.
+        Every query masks rows at and beyond the longest valid length. So attention may leave these rows out.
         """
         if not self._options.attention_span or facts.lengths is None or facts.qk_output:
             return None  # scores have a column for every key
@@ -187,7 +187,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if the mask has, or may have, fewer keys than K: ONNX masks the rest, so K is sliced to it."""
+        """True if the mask may have fewer keys than K. ONNX masks the other keys, so K is sliced to the mask."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -212,7 +212,7 @@ class _Planner:
         return length != facts.keys or length == "?"
 
     def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> MaskGeometry | None:
-        """The mask of a node, shared by all nodes with the same geometry; None where none is needed."""
+        """The mask of a node, shared by all nodes with the same geometry; None if the node needs no mask."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
         lengths, mask, slopes = (t.name if t is not None else None for t in (facts.lengths, facts.mask, facts.slopes))
@@ -240,7 +240,7 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """The graph input that no value of `lengths` exceeds, through operators that keep or lower values."""
+    """Find the graph input that bounds `lengths`: operators between them only keep or lower values."""
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -278,7 +278,7 @@ def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
-    """The number of queries, or the graph input and its axis that have it; None where nothing says."""
+    """The number of queries, or a graph input and the axis that has this size; None if unknown."""
     if isinstance(facts.queries, int):
         return facts.queries
     places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
@@ -286,7 +286,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """The tensor of which Q is a view, or some of the positions; some of the heads are a query of their own."""
+    """The tensor of which Q is a view, or a slice of positions. A slice of heads counts as its own query."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -301,7 +301,7 @@ def whole_query(node: gs.Node) -> gs.Tensor:
 
 
 def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
-    """Every node that a Scan of the main graph over a dynamic number of steps depends on: TensorRT builds less there.
+    """Yield every node before a Scan over a dynamic number of steps, where TensorRT builds fewer operators.
 
     Measured on TensorRT for RTX 1.7.1: an IAttention that such a Scan depends on kills the builder (SIGSEGV), and
     repeats fail (see `rewrite.repeats`). Attention in plain operators builds there, and IAttention does after every
@@ -319,14 +319,14 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
 
 
 def _is_fixed(scan: gs.Node) -> bool:
-    """True if the model says how many steps a Scan makes."""
+    """True if the number of steps of a Scan is fixed."""
     count = int(scan.attrs["num_scan_inputs"])
     axes = scan.attrs.get("scan_input_axes") or [0] * count
     return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))
 
 
 def _is_widened(tensor: gs.Tensor) -> bool:
-    """True if keys or values are cast on their way from a cache.
+    """True if a Cast lies between a cache and the keys or values.
 
     Measured on TensorRT for RTX 1.7.1: an IAttention over them ends the build ("Fusing attention ops must leave the
     graph in a well-formed state"). Attention in plain operators builds.
@@ -340,7 +340,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
 
 
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Fused, decomposed or lowered to plain operators, and why."""
+    """Decide if an Attention is fused, decomposable or lowered to plain operators; returns the kind and the reason."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
     if facts.sinks is not None:

@@ -1,4 +1,4 @@
-"""Attention nodes, read off the graph.
+"""Read the facts of Attention nodes off the graph.
 
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html.
 """
@@ -21,11 +21,11 @@ class AttentionFacts:
     """One Attention node over Q, K and V ``[B, N, S, H]``.
 
     Attributes:
-        qk_output: the node's fourth output is read.
+        qk_output: True if the graph reads the node's fourth output, the scores.
         keys: number of keys: the size of K's sequence axis.
         queries: number of queries: the size of Q's sequence axis.
-        sinks: logits beside the scores, as many as query heads; None: none.
-        slopes: what a score loses with each token after its query, by query head; None: nothing.
+        sinks: logits beside the scores, one for each query head; None: no sinks.
+        slopes: number added to a score per token of key position minus query position, by query head; None: no slopes.
     """
 
     node: gs.Node
@@ -57,7 +57,7 @@ class AttentionFacts:
 
     @property
     def masked(self) -> bool:
-        """True if some query may see fewer keys than the plain or upper-left causal form says."""
+        """True if a mask, lengths or a window hide keys beyond plain or upper-left causal attention."""
         return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
 
 
@@ -132,7 +132,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
 
 
 def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
-    """Refuse masks that the text of the operator leaves undefined, though its type constraints allow them."""
+    """Refuse masks that the operator's type constraints allow, but whose meaning its text does not define."""
     shape = dims(mask)
     if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
         raise UnsupportedModelError(
@@ -147,16 +147,16 @@ def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
 
 
 def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
-    """The size of one axis; `?` where it is not known."""
+    """The size of one axis; ``?`` if unknown."""
     shape = dims(tensor)
     return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
 
 
 def gives_scores(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if something reads the scores of an Attention, its fourth output."""
+    """True if the graph reads the scores of an Attention, its fourth output."""
     return len(node.outputs) > 3 and is_used(graph, node.outputs[3])
 
 
 def is_used(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    """True if something reads an output of a node."""
+    """True if a node or a graph output reads a tensor."""
     return not tensor.is_empty() and (bool(tensor.outputs) or contains(graph.outputs, tensor))

@@ -1,4 +1,4 @@
-"""Find every cache update of a prepared graph and plan it. Reads the graph, changes nothing."""
+"""Find every cache update of a prepared graph, and plan it. This module does not change the graph."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_update(node: gs.Node) -> bool:
 
 
 def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, ...]:
-    """Plan every cache update of the graph, in the order of the graph's inputs; those of no input come last.
+    """Plan every cache update of the graph, in the order of the graph's inputs. Updates of other tensors come last.
 
     Raises:
         InvalidModelError: an update breaks a rule of its operator.
@@ -155,7 +155,7 @@ def _check_packed(node: gs.Node) -> None:
 
 
 def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
-    """Refuse as many write indices as no batch but one has."""
+    """Refuse a fixed number of write indices beside a cache with an open batch."""
     write_indices = input_or_none(node, 2)
     if write_indices is None:
         return
@@ -169,7 +169,7 @@ def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
 
 
 def _check_zero_points(update: gs.Node) -> None:
-    """Refuse rounding around another number than 0 on the way into a cache or out of it: it has no layer for that."""
+    """Refuse caches quantized with a zero point other than 0: TensorRT has no layer for these."""
     for node in (*update.inputs[1].inputs, *consumers(update.outputs[0])):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
             zero = small_constant(input_or_none(node, 2))
@@ -181,7 +181,7 @@ def _check_zero_points(update: gs.Node) -> None:
 
 
 def _check_one_reader(update: gs.Node) -> None:
-    """Refuse int8 keys or values of two attentions: the builder of TensorRT for RTX 1.7.1 dies of SIGSEGV."""
+    """Refuse an int8 cache that two attentions read: TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds it."""
     readers = _readers(update.outputs[0], "DequantizeLinear")
     if len(readers) > 1:
         raise UnsupportedModelError(
@@ -192,7 +192,7 @@ def _check_one_reader(update: gs.Node) -> None:
 
 
 def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> str:
-    """The reason that past and present cannot be one buffer, or an empty string."""
+    """The reason why past and present cannot share a buffer; empty if they can."""
     past, present = node.inputs[0], node.outputs[0]
     if not contains(graph.inputs, past):
         maker = producer(past)
@@ -211,7 +211,7 @@ def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> st
 
 
 def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
-    """False: only the shape of what it reads counts, as it is or with its axes in another order."""
+    """False if a node reads only the shape of its input, directly or after a Transpose."""
     if not is_op(node, "Transpose"):
         return not is_op(node, "Shape")
     output = node.outputs[0]
@@ -219,9 +219,9 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
-    """The Attention nodes that get this cache as K or V.
+    """Names of the Attention nodes that read this cache as K or V.
 
-    Operators that only move values or compute the cache may stand in between, and those of `through`.
+    Operators between them may move values, compute from the cache, or be listed in `through`.
     """
     readers: list[str] = []
     seen: set[int] = set()
@@ -241,7 +241,7 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
 
 
 def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:
-    """The update with the layout of its cache in the engine."""
+    """Add the cache's layout in the engine to an update."""
     shape, axis = update.logical_shape, update.sequence_axis
     native = len(shape) == 4 and axis == 2
     if native or update.route is Route.FUNCTIONAL or update.form is UpdateForm.PACKED_NHD:
@@ -255,9 +255,9 @@ def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> 
 
 
 def _heads_of(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
-    """Number of heads if every reader of this sequence-major cache wants ``[B, N, S_max, H]``, else None.
+    """Number of heads if every reader of this sequence-major cache reads ``[B, N, S_max, H]``, else None.
 
-    Readers that do: ``Transpose(0, 2, 1, 3)``; a Reshape to ``[B, S_max, N, H]`` that only such a Transpose reads.
+    Such readers are ``Transpose(0, 2, 1, 3)``, and a Reshape to ``[B, S_max, N, H]`` that only such a Transpose reads.
     """
     if len(shape) not in (3, 4):
         return None

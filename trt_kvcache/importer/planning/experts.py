@@ -1,4 +1,4 @@
-"""Mixtures of experts: what to do where tokens decide sizes, and how ONNX Runtime's own operator computes."""
+"""Advice for mixtures of experts whose sizes depend on tokens, and exact kernels of ONNX Runtime for experts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _before: list[str | None] = []
 
 @contextmanager
 def exact_experts() -> Iterator[None]:
-    """Lets ONNX Runtime's kernel of QMoE compute with activations of float32, in sessions that open meanwhile.
+    """Make ONNX Runtime's QMoE kernel keep activations in float32, for sessions opened inside this context.
 
-    With 8 bits in blocks, ONNX Runtime 1.31.1 rounds activations to 8 bits whatever the node says, and with 4 where its
-    ``accuracy_level`` says so; what it reads from the environment decides over both.
+    With blocks of 8 bits, ONNX Runtime 1.31.1 always rounds activations to 8 bits. With 4 bits it does so if the node's
+    ``accuracy_level`` says so. The environment variable overrides both.
     """
     with _lock:
         _before.append(os.environ.get(ROUNDING) if not _before else None)

@@ -1,4 +1,4 @@
-"""Upper bounds of token ids and positions: the rows of the tables that they look up."""
+"""Upper bounds of token ids and positions: the number of rows of their lookup tables."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 
 
 def table_rows(model: ModelProto, name: str) -> int | None:
-    """Rows of the smallest table that is looked up with this input, through casts, reshapes and a constant beside it.
+    """Rows of the smallest table that this input indexes, through casts, reshapes and an added constant.
 
-    Rows before that of a 0 do not count.
+    Rows before the row for 0 do not count.
     """
     constants = constants_of(model.graph)
     aliases, rows = {name: 0}, []  # and what was added on the way
@@ -62,7 +62,7 @@ def table_rows(model: ModelProto, name: str) -> int | None:
 
 
 def _shift(node: NodeProto, aliases: dict[str, int], constants: dict[str, TensorProto]) -> None:
-    """Note what a node makes of an input by adding one whole number."""
+    """Record the offset of a node's output if the node adds a constant integer to a known input."""
     pairs = [(node.input[0], node.input[1])]
     pairs += [(node.input[1], node.input[0])] * (node.op_type == "Add")
     for source, other in pairs:

@@ -1,11 +1,11 @@
-"""Logits of the last positions of a step only: what the last product reads is sliced to these.
+"""Compute logits for the last positions of a step only: a Slice cuts the input of the last product.
 
     attention -> Add -> norm -> x [B, S, H] -> MatMul -> softcap -> logits [B, S, V]
                                 `- becomes x[:, S - K :]
 
-A prefill needs the logits of one position, and V is 128,256 where H is 2,048: computed for all of them, they take from
-7 to 60 % of its products, counted in weights, and gigabytes. The check compares the model without the Slice. A tail
-that does more than a few operators after its last product computes all logits.
+A prefill needs the logits of one position only. V is large: 128,256 for H of 2,048. Logits of all positions would take
+7 to 60 % of the products (counted in weights), and gigabytes. The check compares the model without the Slice. If more
+than a few kinds of operators follow the last product, the model computes all logits.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
 def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """The place where logits of all positions are sliced to the last ones in a sorted graph, or why they are not.
+    """Find the tensor to slice to the last positions in a sorted graph, or say why it cannot be sliced.
 
-    None and nothing to say: nobody asks for it, or the model gives logits of one position anyway.
+    Returns None and an empty text if the options keep all logits, or the model returns logits of one position anyway.
     """
     logits = _only(roles, Role.LOGITS, "output")
     tokens = _only(roles, Role.TOKENS, "input")
@@ -65,7 +65,7 @@ def _only(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | None
 
 
 def _several(logits: TensorRole, tokens: TensorRole | None) -> bool:
-    """True if logits are of every token of steps that may have several."""
+    """True if the model returns logits for every token of a step, and steps may have several tokens."""
     if "tokens" in logits.axes:
         return True
     if len(logits.shape) != 3 or tokens is None or len(tokens.shape) < 2:
@@ -78,19 +78,19 @@ def _note(logits: TensorRole, why: str) -> str:
 
 
 def role_of(span: LogitsSpan) -> TensorRole:
-    """The added input."""
+    """The role of the added span input."""
     return TensorRole(span.name, "input", Role.SPAN, "int64", (span.symbol,), "added", ("kept",))
 
 
 def with_span(role: TensorRole, span: LogitsSpan | None) -> TensorRole:
-    """The role of an output of the rewritten model."""
+    """The role of an output of the rewritten model; logits get the length of the span."""
     if span is None or role.name != span.output or role.io != "output":
         return role
     return replace(role, shape=(role.shape[0], span.symbol, role.shape[2]), axes=(role.axes[0], "kept", role.axes[2]))
 
 
 def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
-    """The change for the caller; `role`: of the logits as exported."""
+    """Describe the change of the logits for the caller; `role` is the role of the exported logits."""
     names = {"batch": "B", "sequence": "S"}
     old = [names.get(a, str(d)) for d, a in zip(role.shape, role.axes, strict=True)]
     new = [old[0], span.symbol, old[2]]
@@ -99,7 +99,7 @@ def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
 
 
 def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """What the last product with a weight reads, ``[B, S, H]``, and the nodes of the tail that read it."""
+    """Find the input ``[B, S, H]`` of the last product with a weight, and the nodes of the tail that read it."""
     sources = inputs_behind(graph)
 
     def is_fixed(tensor: gs.Tensor) -> bool:
@@ -141,7 +141,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
 def _before_factor(
     graph: gs.Graph, start: gs.Tensor, readers: list[gs.Node], is_fixed: Callable[[gs.Tensor], bool]
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """One operator further back, such as the factor of a norm, so that the check need not run a large product."""
+    """Go back one operator, such as the factor of a norm, so that the check need not run a large product."""
     node = producer(start)
     if node is None or contains(graph.outputs, start) or len(consumers(start)) != len(readers):
         return None
@@ -153,11 +153,11 @@ def _before_factor(
 
 
 def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
-    """True if a node of the tail works on each position by itself, as far as is known here.
+    """True if a node of the tail is known to compute each position separately.
 
     Args:
         node: of the tail.
-        fixed: those of its inputs that are constants, or are computed from some.
+        fixed: its inputs that are constants, or are computed from constants.
     """
     if is_op(node, *_ELEMENTWISE):  # a constant with a number for each position fits steps of one length alone
         rank = len(dims(node.outputs[0]) or ())
@@ -170,7 +170,7 @@ def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
         )
     if is_op(node, "Softmax", "LogSoftmax"):
         return int(node.attrs.get("axis", -1)) in (-1, len(dims(node.outputs[0]) or ()) - 1)
-    if is_op(node, "Reshape"):  # into blocks, of which zero points of weights need the sums
+    if is_op(node, "Reshape"):  # into blocks: zero points of weights need the sum of each block
         shape = small_constant(node.inputs[1])
         return shape is not None and len(shape) > 2 and not shape[:2].any()
     if is_op(node, "ReduceSum"):

@@ -1,4 +1,4 @@
-"""The way on which a cache update reaches the engine, and why. A pure decision over facts; nothing here reads a graph.
+"""Choose the route of each cache update into the engine, with a reason. The decision uses facts only, not the graph.
 
 The facts about TensorRT were measured on TensorRT for RTX 1.7.1 (the parser family of TensorRT 11); tests/facts pins
 them.
@@ -34,11 +34,11 @@ PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4
 
 
 def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
-    """The update with its route, the reason for it, and what it asks of the caller.
+    """Add the route, its reason and its contract with the caller to an update.
 
     Args:
         facts: the update, without a route.
-        obstacle: why the cache cannot be one buffer for past and present, whatever the kernel; empty if it can.
+        obstacle: why past and present cannot share a buffer with any kernel; empty if they can.
         options: target and fallback.
 
     Raises:
@@ -66,7 +66,7 @@ def _by(update: CacheUpdate, route: Route, reason: str, contract: UpdateContract
 
 
 def without_plugin(caches: Iterable[CacheUpdate]) -> str:
-    """A way out where the plugin of a plan cannot be compiled or registered: the routes that `decide` has beside it."""
+    """Advice for a plan whose plugin cannot be compiled or registered: the other routes of `decide`."""
     needed = [c for c in caches if c.route is Route.PLUGIN]
     packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
     if packed:
@@ -147,9 +147,9 @@ def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
 
 
 def check_dtypes(tensors: Iterable[TensorRole]) -> None:
-    """Refuse inputs and outputs of dtypes that no engine has.
+    """Refuse inputs and outputs of dtypes that TensorRT engines do not support.
 
-    TensorRT makes double float32 without a message, and ends at the others with one that names no tensor (measured on
+    TensorRT turns double into float32 without a message. For other types its error names no tensor (measured on
     TensorRT for RTX 1.7.1).
     """
     for tensor in tensors:

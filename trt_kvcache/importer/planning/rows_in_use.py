@@ -1,10 +1,10 @@
-"""Caches are sliced to the rows in use for what is computed of them before attention.
+"""Slice caches to the rows in use, where a graph computes keys or values from them before attention.
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-Normalization puts such a Slice after a cache, which takes all rows, where everything from there to the attention
-works on each row by itself; and after the numbers of rows that a bias is computed from. The rewrite lets it end with
-the span: then only the rows in use are computed.
+Normalization puts a Slice of all rows after a cache, if all operators from there to the attention work row by row. It
+also puts such a Slice after the row numbers from which a bias is computed. The rewrite ends the Slice at the span, so
+that the graph computes only the rows in use.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _HINT = "rows_in_use"
 
 
 def emit_row_slice(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.Variable:
-    """All rows of an updated cache, along `axis`, of which the rewrite may take fewer."""
+    """Emit a Slice of all rows of an updated cache along `axis`; the rewrite may shorten it."""
     rows = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
     rows.shape = present.shape
     return rows
 
 
 def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
-    """True for such a Slice that does not end with a span yet, or ends with `end`."""
+    """True for a Slice from `emit_row_slice` that ends at a constant, or at `end`."""
     return (
         is_op(node, "Slice")
         and node.name.startswith(NAME_PREFIX + _HINT)
@@ -33,9 +33,9 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 
 
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """The Slices that a tensor is computed from, in the order in which it takes them; none where there is more to it.
+    """The row Slices from which a tensor is computed, in order of use; empty if it also depends on other rows.
 
-    Slices that K and V share may end with `end` already.
+    Slices that K and V share may already end at `end`.
     """
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
@@ -55,7 +55,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """Let a tensor be computed of the first `end` rows of a constant; False: it is not computed from such a Slice."""
+    """Shorten the row Slices of constants behind a tensor to `end` rows; False if there are none."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())
@@ -71,7 +71,7 @@ def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
 
 
 def end_with(node: gs.Node, end: gs.Tensor) -> None:
-    """Let a Slice take the first `end` rows, int64 ``[1]``."""
+    """Make a Slice end at row `end`, int64 ``[1]``."""
     node.inputs[2] = end
     output = node.outputs[0]
     axis = small_constant(node.inputs[3])

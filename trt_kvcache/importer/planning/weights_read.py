@@ -1,4 +1,4 @@
-"""The bytes of weights that a step of one token reads: of tables, the rows that it looks up. No weight is read here."""
+"""Count the bytes of weights that a step of one token reads; of a table, the looked-up rows. No weight is read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SAME = ("Cast", "DequantizeLinear", "Identity")
 
 
 def weights_read(model: ModelProto) -> int:
-    """Bytes that a flat model reads of its constants in a step of one token.
+    """Bytes of constants that a flat model reads in a step of one token.
 
-    All of each, but for a table of which it takes rows: one, such as that of embeddings, or as many as it chooses
-    experts, which TopK says.
+    Each constant counts in full, except tables. A table counts with one row (such as embeddings), or with as many rows
+    as TopK chooses experts.
     """
     constants = constants_of(model.graph)
     readers = readers_of(model.graph.node)
@@ -34,7 +34,7 @@ def _share(
     name: str, shape: Sequence[int], readers: Mapping[str, list[NodeProto]], makers: Mapping[str, NodeProto],
     constants: Mapping[str, TensorProto],
 ) -> float:  # fmt: skip
-    """The share of a tensor that its readers take."""
+    """The share of a tensor that its readers read."""
     shares = [0.0] if name in readers else [1.0]
     for node in readers.get(name, ()):
         if node.op_type in _SAME and node.input[0] == name:
@@ -52,7 +52,7 @@ def _share(
 
 
 def _rows(indices: str, makers: Mapping[str, NodeProto], constants: Mapping[str, TensorProto]) -> float:
-    """How many rows a token looks up: what the TopK gives that its indices come from, or one."""
+    """Rows that a token looks up: the count of the TopK that made the indices, or one."""
     pending, seen = [indices], {indices}
     while pending:
         node = makers.get(pending.pop())

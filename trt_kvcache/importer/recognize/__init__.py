@@ -51,11 +51,11 @@ from trt_kvcache.importer.steps.sessions import RunError, open_session
 
 __all__ = ["Recognized", "recognize"]
 
-_MOST_STEPS = 12  # back from short tensors to those before them
+_MOST_STEPS = 12  # times that a region may grow backward
 _PLACES = ((4, 2), (4, 1), (3, 1))  # ranks of caches, and axes of their rows
 _Seen: TypeAlias = "Attention | FartherError | ComputedError"
-_SOME = 0.05  # of a present, that may be its past
-_ROUNDS = 6  # of guesses
+_SOME = 0.05  # share of a present that must come from its past
+_ROUNDS = 6  # rounds of guesses
 _SHORT = 41  # rows of a fixed cache whose length a model leaves open, while it is read
 
 
@@ -96,10 +96,10 @@ def recognize(
         folder: of external data.
 
     Returns:
-        What was recognized; None: nothing may be a cache.
+        What was recognized; None if the model has no input that may be a cache.
 
     Raises:
-        UnsupportedModelError: in words what was seen of a cache or an attention that is not supported.
+        UnsupportedModelError: a cache or an attention is not supported; the message says what was seen.
         OptionError: the capacity contradicts the model.
     """
     graph = gs.import_onnx(model)
@@ -134,7 +134,7 @@ def recognize(
 
 
 def _without_states(graph: gs.Graph, guesses: list[Cache]) -> list[Cache]:
-    """Guesses but for those that may be state instead; none where that is all or nothing."""
+    """The guesses that cannot be state; an empty list if all of them could be state, or none of them."""
     growing = {t.name for c in guesses if c.growing for t in (c.past, c.present)}
     try:
         states = {s.past for s in find_states(graph, growing)}
@@ -145,7 +145,7 @@ def _without_states(graph: gs.Graph, guesses: list[Cache]) -> list[Cache]:
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Those of some guesses whose present holds rows of the past, where all sizes are fixed, and the model runs."""
+    """The guesses whose present holds rows of the past; all guesses if a size is open or the model does not run."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -160,7 +160,7 @@ def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
 
 
 class _Recognizer:
-    """Recognizes one model in rounds: what a region shows of its caches may change what steps of the model are."""
+    """Recognizes one model in rounds. A round may find new facts about the caches, which change the sample steps."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _Recognizer:
         self._looked_at: dict[int, Cache] = {}
 
     def recognize(self, caches: list[Cache]) -> Recognized:
-        """Caches and attentions, from guesses of the former."""
+        """Find the caches and attentions of the model, starting from guessed caches."""
         positions: tuple[str, ...] = ()
         for _ in range(_ROUNDS):
             guess = [replace(c, positions=(*self._counters(c), *positions)) for c in caches]
@@ -218,12 +218,12 @@ class _Recognizer:
         return len(shape) <= 2 and (is_open or shape in (tokens, tokens[:1], tokens[1:2]))
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
-        """Inputs that may say where the rows of a fixed cache go."""
+        """Names of integer inputs that may give the row at which a fixed cache is written."""
         whole = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
         return () if cache.growing else tuple(str(t.name) for t in whole)
 
     def _seen(self, cache: Cache) -> Cache:
-        """The guess of a cache; or a better one, where a step of the model shows something else."""
+        """Return the guessed cache, corrected where a step of the model shows something else."""
         name = str(cache.past.name)
         if cache.growing and not cache.shifted:
             step = self._samples.few[1]
@@ -233,7 +233,7 @@ class _Recognizer:
                 return cache
             if rows == past and cache.kept is None:
                 return replace(cache, growing=False)
-            # A present of as many rows as it keeps was seen with a longer past, or with that past.
+            # If the present already has `kept` rows, an earlier round corrected this cache.
             return cache if cache.kept == rows[cache.axis] else replace(cache, kept=rows[cache.axis])
         first = next(c for c in self._caches.values() if _alike(c, cache))
         if first is not cache:
@@ -251,7 +251,7 @@ class _Recognizer:
         )
 
     def _looked(self, cache: Cache) -> Cache:
-        """A cache of a fixed length after a look at the region that writes it."""
+        """Return a fixed cache with the facts seen in the region that writes it."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.update(str(cache.past.name), passed)
@@ -272,7 +272,7 @@ class _Recognizer:
         return [self._read(front, known) for front in self._cutter.fronts]
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """The attention of a front; its region goes back until queries and new rows are one tensor each."""
+        """Read the attention of a front. Its region grows backward until queries and new rows are one tensor each."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
@@ -290,7 +290,11 @@ class _Recognizer:
         raise RecognizeError(f"queries and new rows of '{front}' are no single tensors")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
-        """What a region shows, or the first one that computes the same; and names of the latter in the former."""
+        """Read a region, or reuse the result of an equal region.
+
+        Returns:
+            The result, and a map from the tensor names of the region that was read to those of this region.
+        """
         if region.key not in known:
             try:
                 reader = Reader(region, self._caches, self._tensors, self._interface, self._short, self._samples)
@@ -310,7 +314,7 @@ class _Recognizer:
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
-        """The same update of another cache."""
+        """Apply the update of a known cache to the cache with these names."""
         if of.update is None:
             tensor = self._tensors[names[str(of.past.name)]]
             return replace(of, past=tensor, present=tensor)
@@ -320,7 +324,7 @@ class _Recognizer:
         return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)
 
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
-        """The same attention over other tensors."""
+        """Return a known attention with the tensor names of another region."""
         result, query = (self._tensors[names[str(t.name)]] for t in (seen.result, seen.query))
         name = str(result.inputs[0].name) if result.inputs else seen.name
         key, value = (self._cache(c, names) for c in (seen.key, seen.value))

@@ -149,7 +149,7 @@ def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
 
 
 def stack_in_words(graph: gs.Graph) -> str:
-    """The refusal of an input that holds caches of several layers; empty: there is no such input.
+    """Describe an input that holds caches of several layers, as a refusal; empty if there is no such input.
 
     It has an axis before the batch, or more axes than a cache, and an output has as many.
     """

@@ -65,7 +65,7 @@ class Region:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors at its ends, in an order that regions of one key share."""
+        """Names of the tensors at the ends. Regions with one key list them in the same order."""
         return (self.result, *self.presents, *self.texts, *self.caches, *self.computed)
 
 
@@ -109,7 +109,7 @@ class Cutter:
         self._split(tokens)
 
     def _lengths(self, cache: Cache) -> Iterator[int]:
-        """Rows of a cache where their number does not follow the number of tokens."""
+        """The numbers of rows that a cache has when its length does not follow the number of tokens."""
         shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
         if shape is not None and (cache.shifted or not cache.growing):
             yield from (shape[cache.axis], shape[cache.axis] + 1)  # with a sink
@@ -159,7 +159,7 @@ class Cutter:
         self._ends = set(self.fronts)
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """The first short tensor that all of some fronts flow through, and what is between."""
+        """The first short tensor that all of these fronts flow into, and the tensors between the fronts and it."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -173,7 +173,7 @@ class Cutter:
         raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a short tensor goes into a long one again, with no weight between, such as the sum of weights."""
+        """True if a short tensor flows into a long one again without a weight in between, as a sum of weights does."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -189,7 +189,7 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """The region of an attention; `passed` are short tensors at which it does not end.
+        """The region of an attention. It does not end at the short tensors `passed`.
 
         Raises:
             RecognizeError: it reads large weights.
@@ -226,7 +226,7 @@ class Cutter:
         )
 
     def computed(self, region: Region, query: str) -> Region:
-        """The part of a region from keys and values on, where these are computed from caches alone."""
+        """The part of a region that follows its keys and values, where the model computes these from caches alone."""
         nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
         queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
         for node in nodes:
@@ -248,7 +248,7 @@ class Cutter:
         outputs: Sequence[str],
         ends: tuple[str, ...],
     ) -> Region:
-        """A region of these nodes, of which only the ends have names."""
+        """Make a region of these nodes. Only the tensors at its ends have names."""
         graph = self._graph
         digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
@@ -269,13 +269,13 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Equal for tensors at which equal regions may begin."""
+        """Key of a tensor at which a region begins. Equal regions have equal keys here."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
 
     def _below(self, texts: Collection[str]) -> set[str]:
-        """Those of some tensors that others of them are computed into, not through an attention."""
+        """The texts that the graph computes from other texts without an attention between them."""
         if not texts:
             return set()
         first, last = (f(self._order[n] for n in texts) for f in (min, max))
@@ -287,7 +287,7 @@ class Cutter:
         return below
 
     def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
-        """True if numbers of a cache alone are of another type, too."""
+        """True if operators on a cache alone change it to another float type."""
         alone = {past, self._presents[past]}
         for node in nodes:
             read = self._reads(node)
@@ -300,7 +300,7 @@ class Cutter:
         return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)
 
     def _reads(self, node: onnx.NodeProto) -> Collection[str]:
-        """Tensors of which a node reads the numbers."""
+        """The tensors whose numbers a node reads. Shape and Size read none."""
         return () if node.op_type in ("Shape", "Size") else self._graph.reads[id(node)]
 
     def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
@@ -311,14 +311,14 @@ class Cutter:
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True for a size, and for a tensor of the text whose shape is known in every step."""
+        """True if a region ends at a tensor: at a size, and at a float tensor of the text whose shapes are known."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)
         return kind in FLOATS and None not in shapes
 
     def _is_short(self, name: str) -> bool:
-        """True if a shape depends on batch and new tokens alone; one of as many rows as a cache does not."""
+        """True if a shape depends on batch and new tokens alone, and no axis is as long as a cache."""
         kind, shapes = self._described(name)
         if kind == TensorProto.BOOL or terms(*shapes) is None:
             return False
@@ -341,7 +341,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors at which a region ends, but for some."""
+    """The tensors at which a region ends, except those in `taken`."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken
@@ -351,7 +351,7 @@ class _Stops:
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
-    """Numbers in small constants, and sizes of others, that may be lengths."""
+    """Dimensions of constants, and numbers in small constants. Each may be a length, such as a window."""
     sizes: set[int] = set()
     for tensor in constants:
         sizes.update(tensor.dims)

@@ -1,12 +1,12 @@
-"""Constants in disguise: indices and conditions that are the same in every step.
+"""Replace indices and conditions that are the same in every step with constants.
 
     repeat_interleave(cos, 2)       NonZero(Range(n) < 2) -> GatherND          becomes      constant -> GatherND
     LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short, up to 128 tokens
     states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
 
-TorchScript writes the first, where n is a dimension that never changes, and TensorRT for RTX has no NonZero. A branch
-that is always the same one would keep alive whatever its condition reads, such as the mask. A branch for steps of one
-token alone computes what the other one does for them, which the check compares.
+TorchScript writes the first form if n is a dimension that never changes. TensorRT for RTX has no NonZero. If the model
+always takes the same branch, removing the If also removes inputs that only its condition reads, such as the mask. A
+branch for steps of one token is dropped: the other branch must give the same numbers, and the check compares them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LARGEST = 1 << 16  # elements of a constant
 
 
 def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
-    """Put a constant in the place of each NonZero that is the same in every step, and a branch in that of each If.
+    """Replace each NonZero that is the same in every step with a constant, and each fixed If with one of its branches.
 
-    An If is taken whose branch is the same in every step, or in every step of several tokens.
+    An If is fixed if it takes the same branch in every step, or in every step of several tokens.
 
-    Returns another model; None where there is nothing to fold.
+    Returns a new model, or None if the function replaces nothing.
     """
     graph = samples.blueprint.model.graph
     outputs = {value.name for value in graph.output}
     names = {node.output[0] for node in graph.node if is_op(node, "NonZero") and node.output[0] not in outputs}
     chosen = {node.input[0] for node in graph.node if is_op(node, "If")}
     names |= chosen
-    # The check runs one size of axes that nothing explains: a value that follows from these is not fixed.
+    # The check runs only one size of an unexplained axis. So a value that depends on such an axis is not fixed.
     batch, past, length = samples.few[0].batch, samples.few[0].past, samples.few[0].length
     steps = (*samples.plain, *samples.wrapped, samples.step(batch, past, length, other=None)) if names else ()
     fixed = {name: value for name in names if (value := _same(name, steps)) is not None}
@@ -70,7 +70,7 @@ def _same(name: str, steps: Sequence[Sample]) -> Array | None:
 
 
 def chosen_by_length(node: gs.Node, output: gs.Tensor, samples: Samples) -> UnsupportedModelError:
-    """The refusal of an If whose output is chosen by the length of the cache."""
+    """Make the error for an If that chooses its output by the length of the cache."""
     last = _last_unchanged(str(node.inputs[0].name), samples)
     where, what = "", "take a capacity below the length at which it changes"
     if last is not None:
@@ -82,7 +82,7 @@ def chosen_by_length(node: gs.Node, output: gs.Tensor, samples: Samples) -> Unsu
 
 
 def _last_unchanged(condition: str, samples: Samples) -> int | None:
-    """The most tokens in all up to which a condition stays as it is for one; None where there is no telling."""
+    """The longest sequence, in tokens, for which a condition has the value it has at one token; None if unknown."""
 
     def chosen(tokens: int) -> bool | None:
         value = samples.step(1, tokens - 1, 1).probe.value(condition)

@@ -22,12 +22,12 @@ ATTENTION = ("b", "n", "g", "s", "d")
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
-    """The sizes in the order in which they lie."""
+    """The sizes in the order of the axes."""
     return tuple(size for axis in layout for size in axis)
 
 
 def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
-    """Every layout of a shape; sizes of 1 stand in none."""
+    """Yield every layout that fits a shape. Sizes of 1 appear in no layout."""
     names = [name for name, size in sizes.items() if size != 1]
     if prod(shape) != prod(sizes.values()):
         return
@@ -45,7 +45,7 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
-    """A tensor of this layout with an axis for each of `order`; sizes that it lacks have 1 there."""
+    """Reshape and transpose a tensor to one axis per size in `order`. A size that the layout lacks becomes 1."""
     own = order_of(layout)
     axes = values.reshape([sizes[n] for n in own])
     axes = axes.transpose([own.index(n) for n in order if n in own])

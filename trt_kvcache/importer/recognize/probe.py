@@ -1,12 +1,12 @@
 """Evaluate parts of a model in one step, lazily, by ONNX's own means.
 
-Recognizers look at what a mask holds, where a scatter writes, or how operators move numbers. A step fixes the shape of
-every graph input and the value of some. From these follow the type of each tensor, and the value of each that no weight
-and no token reaches. Any tensor may be given a value, which stands for what its producer would make: so a chain of
-operators can be fed numbers, and its result be compared.
+Recognizers read the values of masks, the rows that a scatter writes, and how operators move numbers. A step fixes the
+shape of every graph input, and the values of some. The probe derives the type of each tensor. It derives the value of
+each tensor that depends on no weight and no token. A caller may also set the value of any tensor, in place of its
+producer's result, to feed numbers into a chain of operators and compare the result.
 
-Types come from ONNX shape inference, values from ONNX's reference evaluator, one operator at a time, only for what is
-asked. The layers of a decoder do the same with equal types and values; that is made once:
+ONNX shape inference gives the types, and ONNX's reference evaluator gives the values: one operator at a time, and only
+for requested tensors. Equal operators with equal inputs, as in the layers of a decoder, are evaluated once:
 
     layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
     layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
@@ -62,11 +62,11 @@ _UNKNOWN = _Fact(None)
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """The node that makes a tensor. Protos are slow to read, so this is read once.
+    """The node that makes a tensor. Reading a proto is slow, so each node is read once.
 
     Attributes:
         node: the node.
-        place: of the node in the graph; what it reads is made at lower ones.
+        place: of the node in the graph; the makers of its inputs have lower places.
         op: its operator, with the domain where that is not ONNX's own.
         form: equal for nodes that do the same to their inputs.
         inputs: names; empty where one is left out.
@@ -80,11 +80,11 @@ class Maker:
 
 
 class Blueprint:
-    """A model as probes read it: made once, shared by all steps.
+    """A model in the form that probes read. All steps share one blueprint.
 
     Attributes:
-        makers: by the names of what they make, which are no constants.
-        results: what operators make of small values and types, by form and inputs, in any step.
+        makers: nodes by the names of their outputs; constants have no maker.
+        results: facts about outputs, by form of the node and facts about its inputs; all steps share them.
 
     Args:
         model: flat, with named tensors. Not kept in sync with later edits.
@@ -131,7 +131,7 @@ class Blueprint:
         return self._stated[name]
 
     def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
-        """Facts about the outputs of a node, from those about its inputs (None: one is left out)."""
+        """Derive facts about the outputs of a node from facts about its inputs (None: the input is left out)."""
         if maker.op == "Range":  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
             facts = [
                 _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
@@ -141,7 +141,7 @@ class Blueprint:
         return [_Fact(k) if v is None else _fact(v) for k, v in zip(kinds, values, strict=True)]
 
     def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
-        """The types of the outputs of a node, by ONNX's shape inference."""
+        """Infer the types of a node's outputs with ONNX's shape inference."""
         known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
         types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items()}
         data = {
@@ -160,7 +160,7 @@ class Blueprint:
     def _evaluate(
         self, maker: Maker, facts: Sequence[_Fact | None], kinds: Sequence[bytes | None]
     ) -> Sequence[Array | None]:
-        """The outputs of a node, by ONNX's reference implementation of its operator; None where they are unknown."""
+        """Compute a node's outputs with ONNX's reference implementation; None for an unknown output."""
         values = [None if f is None else f.value for f in facts]
         nothing = [None] * len(kinds)
         if maker.op in ("Shape", "Size"):
@@ -208,13 +208,13 @@ class Probe:
         self._blueprint = blueprint
         self._shapes = shapes
         self._values = dict(values)
-        self._other: Probe | None = None  # with fewer values: knows the same of what comes before these
+        self._other: Probe | None = None  # has fewer values; its facts hold for all tensors before these values
         self._first = 0
         self._facts = {name: _fact(value) for name, value in values.items()}
         self._large: dict[Hashable, Sequence[_Fact]] = {}  # of large values, by object: they live as long as the probe
 
     def with_values(self, values: Mapping[str, Array]) -> Probe:
-        """The same step with more values."""
+        """Return a probe of the same step in which these tensors have these values, too."""
         probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
         probe._other = self
         makers = self._blueprint.makers
@@ -222,7 +222,7 @@ class Probe:
         return probe
 
     def shape(self, name: str) -> Shape | None:
-        """The shape of a tensor, or None where an operator is unknown or its shape hangs on weights or tokens."""
+        """The shape of a tensor, or None if an operator is unknown or the shape depends on weights or tokens."""
         return _shape(self._fact(name).kind)
 
     def elem_type(self, name: str) -> int | None:
@@ -231,14 +231,14 @@ class Probe:
         return None if kind is None else _elem_type(kind)
 
     def value(self, name: str) -> Array | None:
-        """The value of a tensor, or None where weights, tokens or an unknown operator take part in it.
+        """The value of a tensor; None if it depends on weights, tokens or an unknown operator.
 
-        Not to be changed: it may be the value of other tensors, too.
+        The caller must not change the array: other tensors may share it.
         """
         return self._fact(name).value
 
     def _fact(self, name: str) -> _Fact:
-        """Facts about a tensor, after all that it follows from: without recursion, for chains of any length."""
+        """Derive facts about a tensor and its producers. A loop instead of recursion allows chains of any length."""
         pending = [name]
         while pending:
             name = pending[-1]
@@ -316,7 +316,7 @@ def _run(
 
 
 def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
-    """The same inputs of Pad with what negative pads take away already gone: the reference implementation fails there.
+    """Crop the input of Pad by its negative pads, and set these pads to 0; the reference implementation fails on them.
 
     torch.onnx writes them where it cuts a padding mask to the length of a window.
     """

@@ -76,8 +76,8 @@ class Reader:
         """Describe the attention.
 
         Raises:
-            RecognizeError: in words what was seen instead.
-            FartherError: queries or new rows are no single short tensors, but may be some before them.
+            RecognizeError: the attention has no supported form; the message says what was seen.
+            FartherError: queries or new rows are no single short tensors; tensors before them may be.
         """
         region, sample = self._region, self._sample
         if region.computed:
@@ -99,7 +99,7 @@ class Reader:
         return self._described(found, queries[0])
 
     def _computed(self, name: str) -> Cache:
-        """Keys or values that are computed from caches, as a cache."""
+        """Describe keys or values that the model computes from caches, in the form of a cache."""
         shape, tensor = self._sample.probe.shape(name) or (), self._tensors[name]
         axis = next((a for a in (2, 3) if len(shape) == 4 and shape[a] == self._sample.total), None)
         if axis is None:
@@ -143,7 +143,7 @@ class Reader:
         return self._runner.run(feeds)[self._region.result]
 
     def _roles(self, caches: list[Cache]) -> tuple[Cache, Cache]:
-        """The caches of keys and of values."""
+        """Find which cache holds keys and which holds values. The result is linear in the values."""
         feeds = self._runner.feeds(self._sample)
         plain, linear = self._run(feeds), []
         for cache in caches:
@@ -163,7 +163,7 @@ class Reader:
         return self._runner.held(self._value, sample) + sample.length
 
     def _filled(self, feeds: Feeds, cache: Cache, rows: Array, sample: Sample) -> Feeds:
-        """Feeds with these rows of tokens, in the layout of the cache, in past and new rows; they broadcast."""
+        """Return feeds whose past and new rows of a cache hold `rows` (in the layout of the cache, broadcast)."""
         new = feeds[_update(cache)].transpose(cache.perm)
         if cache.update is None:
             return {**feeds, _update(cache): np.broadcast_to(rows, new.shape).astype(np.float32)}
@@ -180,7 +180,7 @@ class Reader:
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """The weight of each of these keys in each number of the result, keys last."""
+        """The weight of each of these keys in each number of the result; keys are the last axis."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -189,7 +189,7 @@ class Reader:
         return np.stack(columns, -1)
 
     def _weights(self, feeds: Feeds, sample: Sample, keys: range | None = None) -> Array:
-        """The weights ``[b, n, g, s, keys]``: as many keys a run as a head has numbers."""
+        """The attention weights ``[b, n, g, s, keys]``. One run reads as many keys as a head has numbers."""
         value, size, heads = self._value, self._sizes["d"], self._sizes["n"]
         keys = range(self._keys(sample)) if keys is None else keys
         sizes, found = self._sizes | {"b": sample.batch, "s": sample.length}, []
@@ -203,7 +203,7 @@ class Reader:
         return np.concatenate(found, -1)
 
     def _layout(self) -> tuple[dict[str, int], Layout]:
-        """Sizes of heads, and the layout of results: from numbered values and one key. Sinks take a share of it."""
+        """Find the sizes of heads and the layout of results with numbered values and a single key. Also reads sinks."""
         value, batch = self._value, self._sample.batch
         one = self._step(batch, 0, 1)
         feeds = self._still(one)
@@ -232,7 +232,7 @@ class Reader:
         )
 
     def _read_sinks(self, share: Array) -> None:
-        """Logits beside the scores, from the weights ``[b, n, g]`` of one key with the score 0."""
+        """Read sinks, the logits beside the scores, from the weights ``[b, n, g]`` of a single key whose score is 0."""
         if share.min() < 1 - _EXACT:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
@@ -242,7 +242,7 @@ class Reader:
             self._sinks = sinks[0].ravel().astype(np.float32)
 
     def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
-        """Size of heads, layout of queries, scale and softcap: what fits the weights of small and of large scores.
+        """Find head size, query layout, scale and softcap that fit the weights of both small and large scores.
 
         `base` are the weights where queries and keys are 0.
         """
@@ -311,7 +311,7 @@ class Reader:
         raise RecognizeError(f"at {sample.past} tokens, query {query} of '{self._region.result}' {gives} key {key}")
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """The caller's own mask, and causality beside it."""
+        """The mask for an attention that applies the caller's own mask, with causality where queries also show it."""
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
@@ -324,7 +324,7 @@ class Reader:
         raise RecognizeError(f"the mask '{name}' is not what queries of '{self._region.result}' see")
 
     def _beyond(self, mask: Mask) -> Mask:
-        """The mask over a circular cache, of which each row holds a token in the end."""
+        """The mask over a circular cache after its end, where each row holds a token."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -333,7 +333,7 @@ class Reader:
             <= rows - sample.length + np.arange(sample.length)[:, None]
         )
         if np.array_equal(seen, np.broadcast_to(counted, seen.shape)):
-            return mask  # as lengths of all rows show them
+            return mask  # the same keys as a mask by lengths shows
         if not seen.all():
             raise RecognizeError(
                 f"the cache '{self._key.past.name}' is circular, and after the end of its rows a query does not see "
@@ -343,7 +343,7 @@ class Reader:
         return replace(mask, causal=False, by_position=True)
 
     def _biased(self, base: Array, mask: Mask) -> Mask:
-        """The mask with slopes, or a bias for each distance, where keys that are 0 have different weights."""
+        """Add slopes, or a bias for each distance, to the mask if keys of 0 get different weights."""
         sample, seen = self._sample, base > _NOTHING
         shares = base / np.maximum(base.sum(-1, keepdims=True), _NOTHING)
         if np.abs(shares * seen.sum(-1, keepdims=True) - 1)[seen].max(initial=0) <= _CLOSE:
@@ -369,7 +369,7 @@ class Reader:
         return replace(mask, bias=self._bias())
 
     def _bias(self) -> Array:
-        """What is added for each distance, the farthest first, ``[L, H]``."""
+        """The number that the model adds to the score at each distance, float32 ``[L, H]``, the farthest key first."""
         capacity, most = self._far.capacity, _MOST_RUNS * self._sizes["d"]
         if capacity > most:
             raise RecognizeError(f"a bias by distance is read for {most} tokens at most; give --capacity")
@@ -382,7 +382,7 @@ class Reader:
         return (logs - logs[:, -1:]).T.astype(np.float32)
 
     def _window(self) -> int | None:
-        """The keys that a query sees after a past that is longer than any number in the region, if it sees not all."""
+        """Count the keys that a query sees after a past longer than any number in the region; None if it sees all."""
         capacity, kept, length = self._far.capacity, self._key.kept, self._step(1, 0, 1).length
         fits = max((n for n in (*self._region.integers, kept or 0) if n <= capacity), default=0)
         most = _LONGEST // (self._sizes["n"] * self._sizes["d"])
@@ -398,7 +398,7 @@ class Reader:
 
 
 def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) -> Sample:
-    """A step whose batch divides no size of the text that a region is fed with."""
+    """A step whose batch divides no dimension of the region's text inputs."""
     shifted = [c.kept for n in region.caches if (c := caches[n]).shifted and c.kept is not None]
     step, capacity = samples.step, min(samples.capacity, *shifted, samples.capacity)
     one = step(1, 1, 1).probe
@@ -409,7 +409,7 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """The new rows, or all rows of what is computed."""
+    """Name of the new rows; for computed keys or values, the name of the tensor that holds all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
@@ -434,20 +434,20 @@ def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Scores of which the mean of those that are seen is 0, and 0 where none is seen: a softmax tells no more."""
+    """Shift scores: the mean of visible keys becomes 0, hidden keys become 0. A softmax does not show the mean."""
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 
 
 def _scaled(products: Array, step: Scores) -> float:
-    """The scale without a softcap."""
+    """Estimate the scale by least squares, assuming no softcap."""
     factor, scores, seen = step
     level = _level(products * factor, seen)
     return float((level * scores).sum() / ((level * level).sum() or 1.0))
 
 
 def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: int) -> tuple[float, float]:
-    """Scale and softcap; 0: none.
+    """Fit scale and softcap; a softcap of 0 means none.
 
     Args:
         products: of queries and keys.
@@ -485,6 +485,6 @@ def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: i
 
 
 def _rounded(scale: float, size: int) -> float:
-    """The scale that a model states, if it is one that many have."""
+    """Round a measured scale to a common one (such as 1/sqrt(D)) if it is close, else to six digits."""
     known = (size**-0.5, 1.0, 1.0 / size)
     return next((k for k in known if abs(scale - k) < 3e-4 * k), float(f"{scale:.6g}"))

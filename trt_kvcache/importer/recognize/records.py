@@ -1,4 +1,4 @@
-"""One record for each cache and one for each attention: what is recognized, and what the canonical form is made of."""
+"""Records of recognized caches and attentions. Normalization builds the canonical form from these records."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Array = npt.NDArray[Any]
 
 
 class RecognizeError(Exception):
-    """No cache or attention that can be described; the text says what was seen."""
+    """A cache or attention has no supported form; the message says what was seen."""
 
 
 class UnknownError(RecognizeError):
-    """An input of whole numbers, its first argument, may be positions, and nothing else says so."""
+    """An integer input, the first argument, has no known meaning; it may hold positions."""
 
     def __str__(self) -> str:
         return f"nothing says what '{self.args[0]}' holds in a step: name it with --config"
 
 
 class FartherError(Exception):
-    """A region has to end before one of these short tensors, its arguments."""
+    """A region must also include the producer of one of these short tensors, the arguments."""
 
 
 class ComputedError(RecognizeError):
@@ -52,9 +52,9 @@ class Cache:
         axis: of the rows. Its other axes are batch, heads and numbers of a head, the last two in one or two axes.
         growing: past holds as many rows as there are tokens, present S more; else both always have as many.
         kept: past and present hold so many rows at most, the newest; None: all.
-        shifted: past and present always have `kept` rows: the oldest go as new ones come, and those of tokens are last.
+        shifted: past and present always have `kept` rows: new rows push out the oldest, and the last rows hold tokens.
         circular: token t goes to row t modulo the number of rows.
-        positions: names of the graph inputs that say where rows go.
+        positions: names of the graph inputs that give the rows to write.
         update: the new rows; None until the region that writes them was run, and for keys and values that are computed
             from caches: then `past` and `present` are these, with all rows.
         perm: brings `update` to the order of axes of the cache.
@@ -76,7 +76,7 @@ class Cache:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that a query sees. A key row ``j`` is visible to query ``i`` where every given condition holds.
+    """The keys that a query sees: query ``i`` sees key row ``j`` if all of the given conditions hold.
 
     Attributes:
         causal: ``j <= write_index + i``.
@@ -103,7 +103,7 @@ class Attention:
 
     Attributes:
         name: of the node that makes its result.
-        query, result: what goes in and comes out, in these layouts.
+        query, result: tensors, in `query_layout` and `result_layout`.
         sizes: heads of keys (n), queries for each (g), and numbers of a head of queries (d) and of values (v).
         scale, softcap: of scores; 0: no softcap.
         sinks: float32 ``[H]``, logits beside the scores; None: none.
@@ -133,7 +133,7 @@ class Attention:
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """The caches that it reads."""
+        """The caches that the attention reads."""
         return self.computed_from or (self.key, self.value)
 
     @property

@@ -16,7 +16,7 @@ from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
 from trt_kvcache.importer.recognize.probe import Array, Blueprint, Probe, Shape
 
 _LONG = 512  # new tokens, at most, of the longest update: masks have that squared
-_OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output
+_OTHER_SIZE = 6  # of unexplained axes, such as the length of an encoder's output
 _SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
 _HIDDEN_SHARE = 0.3
 _MOST = 1 << 28  # numbers of an input in a step
@@ -31,7 +31,7 @@ class Sample:
         batch, past, length, capacity: B, P, S and L.
         probe: evaluates the model in this step.
         own: the caller's own masks, by name, as what they let a query see, bool.
-        wrapped: P is beyond the capacity, which only circular caches stand.
+        wrapped: P is beyond the capacity, which only circular caches support.
     """
 
     batch: int
@@ -48,7 +48,7 @@ class Sample:
         return self.past + self.length
 
     def rows_in_cache(self, kept: int | None) -> int:
-        """Rows of a past that grows, and keeps so many at most."""
+        """Rows that a growing past holds, if it keeps at most `kept` rows."""
         return self.past if kept is None else min(self.past, kept)
 
 
@@ -57,7 +57,7 @@ class Samples:
 
     Attributes:
         plain: steps in which every token is visible; the last one ends at the capacity.
-        few: the two of them that guesses are made on: a short one, and the last one.
+        few: the first and the last of `plain`; recognizers make guesses on these two.
         wrapped: steps beyond the capacity, for caches that may be circular.
         twins: two steps that differ in nothing but the past, unless the caches of the model fit one only.
         blueprint: the model.
@@ -88,9 +88,9 @@ class Samples:
     def step(
         self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int | None = _OTHER_SIZE
     ) -> Sample:
-        """A step of these sizes; the model's own where it fixes them.
+        """Make a step of these sizes, or of the model's own sizes where the model fixes them.
 
-        `other` is the size of axes that nothing explains; None: nothing is known of inputs that have such an axis.
+        `other` is the size of unexplained axes. If it is None, inputs with an unexplained axis have no known shape.
         """
         batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
                          (("batch", batch), ("sequence", length)))  # fmt: skip
@@ -128,7 +128,7 @@ class Samples:
         return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
 
     def _mask(self, shape: Shape) -> Array:
-        """A mask of the caller's own: the keys that queries see."""
+        """Make a random mask, as a caller could give it: True for keys that queries see."""
         seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
         seen[..., 0] = True
         if seen.all() and shape[-1] > 1:  # it would not show what is done with its numbers
@@ -137,7 +137,7 @@ class Samples:
 
 
 def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
-    """Refuse positions that are not one for each token, and what has no row for each sequence.
+    """Refuse inputs whose sizes do not fit: one position for each token, and one row for each sequence.
 
     Raises:
         UnsupportedModelError: naming them; or inputs that are too large for any machine.

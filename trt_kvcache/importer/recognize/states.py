@@ -3,14 +3,13 @@
     past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
     past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
 
-Found by what holds for state whatever computes it: a floating-point graph input that is read and a graph output of the
-same dtype and the same fixed shape (only the first axis, the batch, may be open).
-Which output belongs to which input is said by their names, which differ only in words such as past and present (RWKV's
-last token is replaced without a look at it). An input that is called state, and of which an output with another name is
-computed, is refused.
+A state is a floating-point graph input that the model reads, with a graph output of the same dtype and the same fixed
+shape (only the first axis, the batch, may be open). The operators between them do not matter. Names pair inputs and
+outputs: they differ only in words such as past and present (RWKV replaces its last token without reading it). The
+importer refuses an input that is named like state if the model computes an output with another name from it.
 
-Not state, although the shape would fit: attention caches. They are told by their readers: a scatter into the input, an
-attention operator, rows concatenated to it that a product of two activations reads, or a product under a Softmax.
+Attention caches may have the shape of state. Their readers tell them apart: a scatter into the input, an attention
+operator, a product of two activations that reads rows concatenated to the input, or a product under a Softmax.
 
 Nothing is rewritten. TensorRT lets an output share the buffer of an input in its cache layer and in plugins only
 (NvInfer.h, ``getAliasedInputTensor``), so that state needs two buffers.
@@ -79,13 +78,13 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
 
 
 def _is_state_like(tensor: gs.Tensor) -> bool:
-    """True if a graph input is floating-point, of rank 2 or more, and of a fixed size but for its batch."""
+    """True if a graph input is floating-point, has rank 2 or more, and only its batch axis may be open."""
     shape = dims(tensor)
     return elem_type(tensor) in FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
 
 
 def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
-    """True if an output could be the next value of an input: of one type and shape, and not the same unchanged."""
+    """True if an output could be the next value of an input: same type and shape, and not the input unchanged."""
     before, after = dims(past) or (), dims(present) or ()
     if elem_type(past) != elem_type(present) or len(before) != len(after) or before[1:] != after[1:]:
         return False
@@ -97,7 +96,7 @@ def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
 
 
 def _is_cache_like(past: gs.Tensor) -> bool:
-    """True if the readers of an input are those of an attention cache."""
+    """True if an input has the readers of an attention cache."""
     for tensor in _reached([past], _VIEWS):
         for node in consumers(tensor):
             if is_op(node, *_WRITES) and node.inputs[0] is tensor:
@@ -119,7 +118,7 @@ def _products(tensors: list[gs.Tensor]) -> list[gs.Node]:
 
 
 def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
-    """These tensors, and everything that these operators make of them."""
+    """These tensors, and all tensors computed from them by these operators."""
     reached = list(tensors)
     seen = {id(tensor) for tensor in reached}
     for tensor in reached:
@@ -131,7 +130,7 @@ def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
-    """Past -> present where the names are the same but for their direction, and nothing else has that name."""
+    """Map past to present names that differ only in their direction, if no other tensor has that name."""
     pairs: dict[str, str] = {}
     keys = [_plain(past.name) for past in inputs]
     for past, key in zip(inputs, keys, strict=True):
@@ -142,7 +141,7 @@ def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> 
 
 
 def _plain(name: str) -> tuple[str, ...]:
-    """The words of a name that say what it is, not on which side of a step."""
+    """The words of a name without direction words such as past and present."""
     return tuple(word for word in words_of(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
 
 
@@ -152,7 +151,7 @@ def words_of(name: str) -> list[str]:
 
 
 def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dict[str, str]) -> None:
-    """Refuse an input that is called state, and could become an output of another name.
+    """Refuse an input that is named like state if an output of another name could be its next value.
 
     Raises:
         UnsupportedModelError: naming both.

@@ -25,13 +25,13 @@ from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
-_HIDES = -30000.0  # in masks of numbers
+_HIDES = -30000.0  # in additive masks
 
 
 _MISFIT = re.compile(
     r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
 )
-"""ONNX Runtime's words, seen of 1.31 and 1.32."""
+"""The message of ONNX Runtime 1.31 and 1.32."""
 
 
 class Runner:
@@ -69,10 +69,10 @@ class Runner:
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
     def feeds(self, sample: Sample) -> Feeds:
-        """Random numbers, 0 in rows without a token, and what lengths, positions and masks say.
+        """Make a step's inputs: sampled lengths, positions and masks, else random numbers (0 in rows without a token).
 
         Raises:
-            UnknownError: nothing says what an input of whole numbers holds.
+            UnknownError: an integer input has no known value.
         """
         feeds: Feeds = {}
         for name in self._names:

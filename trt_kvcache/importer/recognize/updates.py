@@ -1,4 +1,4 @@
-"""Read how a step writes a cache: numbered rows go in, and are looked up in what comes out."""
+"""Find out how a step writes a cache: run it on numbered rows, and look these up in the present."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_updates(
     sample: Sample,
     beyond: Sample | None,
 ) -> list[Cache]:
-    """The caches of a region with what a step was seen to do to them.
+    """Run a step of a region, and return its caches with the updates that were seen.
 
     Args:
         runner: of the region.
@@ -30,11 +30,11 @@ def read_updates(
         caches: guesses, by name of a past.
         tensors: of the graph, by name.
         sample: a step of several tokens after others.
-        beyond: a step that begins after the last row of a fixed cache, two rows on; None: there are none.
+        beyond: a step that begins two rows after the last row of a fixed cache; None: no test for circular caches.
 
     Raises:
-        RecognizeError: in words what was seen instead.
-        FartherError: the new rows are no single short tensor, but may be one before it.
+        RecognizeError: a cache has no supported update; the message says what was seen.
+        FartherError: the new rows are no single short tensor; a tensor before it may be.
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):
@@ -69,7 +69,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """What kind of cache it is, and the new rows in its layout."""
+    """Find the kind of a cache, and its new rows in the cache's layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.kept == whole.shape[axis] <= length:
         return cache, whole
@@ -103,7 +103,7 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
 
 
 def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool:
-    """True if the row after the last one is the first one."""
+    """True if a step that begins after the last row writes from the first row on."""
     name, axis = str(cache.past.name), cache.axis
     try:
         feeds: Feeds = runner.feeds(beyond)

@@ -1,6 +1,6 @@
-"""Cache contents: first values, and the way between the model's layout and the rewritten model's.
+"""Cache contents: initial values, and conversion between the original and the rewritten model's layout.
 
-Where a window became a ring, the original holds a row for every token, and the rewritten model the newest ones.
+If the rewrite made a window a ring, the original holds a row for every token, and the rewritten model the newest rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CacheTensor:
     """One cache as the caller sees it: a graph input, and the graph output that becomes the next step's input.
 
     Attributes:
-        output: name of the graph output; None: no output carries this input on, and it keeps its first value.
+        output: name of the graph output; None: no output returns this cache, and it keeps its first value.
         update: the write; None: no single update writes the cache.
     """
 
@@ -54,7 +54,7 @@ class CacheTensor:
         return tuple(dim if isinstance(dim, int) else batch for dim in shape)
 
     def to_physical(self, logical: Array) -> Array:
-        """The original model's array as the rewritten model takes it."""
+        """Convert the original model's array to the rewritten model's layout."""
         cache = self.update
         if cache is None or cache.layout is PhysicalLayout.AS_IS:
             return logical
@@ -65,7 +65,7 @@ class CacheTensor:
         return np.ascontiguousarray(logical.reshape(-1, rows, heads, size).transpose(0, 2, 1, 3))
 
     def to_logical(self, physical: Array) -> Array:
-        """The rewritten model's array as the original model has it."""
+        """Convert the rewritten model's array to the original model's layout."""
         cache = self.update
         if cache is None or cache.layout is PhysicalLayout.AS_IS:
             return physical
@@ -74,20 +74,20 @@ class CacheTensor:
         return physical.reshape(self.logical_shape(len(physical)))
 
     def rows(self, logical: Array) -> Array:
-        """The same values as ``[B, S_max, ...]``, one entry per row of the cache; nothing is copied."""
+        """View a logical array as ``[B, S_max, ...]``, one entry per row of the cache; no data is copied."""
         if self.update is None:
             return logical.reshape(len(logical), 1, -1)
         return np.moveaxis(logical, self.update.sequence_axis, 1)
 
     def physical_rows(self, physical: Array) -> Array:
-        """As `rows`, of the rewritten model's array: each entry has the same values in the same order."""
+        """View a physical array as ``[B, S_max, ...]``. Each entry has the values of `rows`, in the same order."""
         if self.update is not None and self.update.layout is PhysicalLayout.HEADS_MAJOR:
             return np.moveaxis(physical, 2, 1)
         return self.rows(self.to_logical(physical))
 
 
 def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """Every cache input with the output that carries it on."""
+    """Every cache input, with the output that becomes its next value."""
     inputs = [t for t in plan.tensors if t.role is Role.CACHE and t.io == "input"]
     outputs = {t.name: t for t in plan.tensors if t.role is Role.CACHE and t.io == "output"}
     updates = {c.past: c for c in plan.caches}
@@ -110,7 +110,7 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
 
 
 def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """State that is no attention cache, carried from step to step as a whole."""
+    """The states that are no attention caches. Each step replaces a state as a whole."""
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     return tuple(
         CacheTensor(
@@ -125,9 +125,9 @@ def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
 def drawn_contents(
     cache: CacheTensor, seed: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool = False
 ) -> Array:
-    """Logical contents before a step: numbers of a plausible size where history lies, and garbage and 0 elsewhere.
+    """Draw logical contents before a step: plausible numbers in rows of history, garbage or 0 in other rows.
 
-    The numbers are drawn once for each seed, and sliced for each step. bfloat16 becomes float32.
+    Numbers are drawn once for each seed, and each step takes a slice of them. bfloat16 becomes float32.
 
     Args:
         cache: a cache, or state, which starts from zeros.
@@ -136,7 +136,7 @@ def drawn_contents(
             circular ones keep the newest.
         garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros. Finite,
             because ONNX's own Attention makes NaN of a masked NaN.
-        shift: of the drawn entries, the first one that is taken.
+        shift: index of the first drawn entry to take.
         wide: float16 becomes float32, too.
     """
     dtype = cache.role.dtype
@@ -171,7 +171,7 @@ def drawn_contents(
 def all_contents(
     caches: Mapping[str, CacheTensor], seed: int, histories: Sequence[int], garbage: float, episode: int
 ) -> Iterator[tuple[str, Array]]:
-    """`drawn_contents` of all caches and states before an episode, by name: each has another part of the numbers."""
+    """Yield `drawn_contents` of each cache and state before an episode, by name. Each takes different numbers."""
     for number, (name, cache) in enumerate(caches.items(), len(caches) * episode):
         yield name, drawn_contents(cache, seed, histories, garbage, _SHIFT * number)
 
@@ -193,7 +193,7 @@ def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, 
 
 
 def _repeat(target: Array, source: Array, start: int) -> None:
-    """Fills an array with the entries of another one from `start` on, which repeat."""
+    """Fill an array with the entries of another one, from `start` on; the entries repeat."""
     place = 0
     while place < len(target):
         taken = source[(start + place) % len(source) :][: len(target) - place]
@@ -202,7 +202,7 @@ def _repeat(target: Array, source: Array, start: int) -> None:
 
 
 def drawn_normal(shape: Sequence[int], place: int) -> Array:
-    """Normal numbers, float32, of some that are drawn once: those from a place on."""
+    """Take float32 normal numbers from a pool that is drawn once, starting at `place`."""
     numbers = np.empty(math.prod(shape), np.float32)
     _repeat(numbers, _normal(), place % _POOL)
     return numbers.reshape(shape)
@@ -214,7 +214,7 @@ def _normal() -> Array:
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
-    """Rows of the caches that have a fixed length among the inputs, by name of the past."""
+    """Number of rows of each cache input with a fixed length, by name of the past."""
     rows = {}
     dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
@@ -225,7 +225,7 @@ def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[s
 
 
 def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:
-    """Rows of a cache in the original, of which `fixed_rows` says what is `fixed`; None: it grows."""
+    """Rows of a cache in the original (`fixed` comes from `fixed_rows`); None if the cache grows."""
     bound = plan.options.capacity or update.capacity
     if not plan.original:
         return fixed.get(update.past, bound)
@@ -236,9 +236,9 @@ def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]
 
 
 def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
-    """The cache with a row for every token, where it became a ring; else the cache itself.
+    """If the rewrite made a cache a ring, return the cache with a row for every token; else the cache itself.
 
-    `fixed` is of `fixed_rows`; a cache that grows holds `longest` tokens.
+    `fixed` comes from `fixed_rows`; a growing cache holds `longest` tokens.
     """
     update = cache.update
     if update is None or update.mode is not UpdateMode.CIRCULAR:
@@ -259,7 +259,7 @@ def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: f
         text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
         cache: the ring.
         ends: tokens of each row of the batch.
-        garbage: magnitude of what lies in rows that no token goes to.
+        garbage: magnitude of garbage in rows without a token.
     """
     assert cache.update is not None
     ring: Array = drawn_contents(cache, 0, (0,) * len(ends), garbage).astype(text.dtype)
@@ -272,7 +272,7 @@ def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: f
 
 
 def size_of(dim: Dim) -> int | None:
-    """The size of a dimension, also where an exporter wrote the number as a symbol; None where it is open."""
+    """The size of a dimension, even if an exporter wrote the number as a symbol; None if it is open."""
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 
 

@@ -1,4 +1,4 @@
-"""Element types that a model states: of tensors, of declared values, and in attributes of operators."""
+"""Element types that a model declares: of tensors, of value infos, and in attributes of operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_bfloat16(model: ModelProto) -> bool:
 
 
 def state_type(model: ModelProto, old: Container[int], new: int) -> None:
-    """Puts one type in the place of others, in declared values and attributes; tensors keep theirs."""
+    """Replace element types in value infos and attributes; tensors keep their types."""
     for attribute in _attributes(model):
         if attribute.i in old:
             attribute.i = new

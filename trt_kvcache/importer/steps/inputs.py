@@ -1,4 +1,4 @@
-"""Values for all inputs of a step but the caches; the role of each input decides."""
+"""Values for all inputs of a step except caches. The role of an input decides its values."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class StepInputs:
         named: values of inputs by name, used before any role.
         rng: of tokens, masks and unexplained inputs.
         twin: bfloat16 becomes float32.
-        unknown: size of axes that nothing explains; None: they are refused.
-        rings: windows became rings: valid lengths are those of the text, which the original holds as a whole.
-        plain: masks hide what comes later and nothing else, as those of a session.
+        unknown: size of unexplained axes; None: refuse models with such axes.
+        rings: True if windows became rings: valid lengths count all tokens, which the original holds.
+        plain: masks hide later tokens only, as in a session.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepInputs:
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
     def shared(self, step: Step) -> dict[str, Array]:
-        """The inputs that both models take, by name."""
+        """Values of the inputs that both models share, by name."""
         sizes = {
             "batch": len(step.starts), "sequence": step.length, "tokens": len(step.starts) * step.length,
             "batch+1": len(step.starts) + 1,
@@ -100,7 +100,7 @@ class StepInputs:
         return arrange(values, names, shape, tensor.axes).astype(dtype)
 
     def _other_adapters(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Zeros in slot 0, which all sequences choose, and in the others what would show if one was read."""
+        """Adapter inputs: zeros in slot 0, which all sequences choose, and large numbers in all other slots."""
         if name not in self._adapters:
             self._adapters[name] = np.full(shape, 10, dtype)
             self._adapters[name][0] = 0
@@ -168,14 +168,14 @@ class StepInputs:
 def draw_constants(
     plan: CachePlan, batch: int, seed: int, *, twin: bool, length: int = ENCODER_TOKENS
 ) -> dict[str, Array]:
-    """Values of inputs that come once and are only read, such as the output of an encoder and its mask.
+    """Draw values for constants: inputs that the caller gives once, such as an encoder's output and its mask.
 
     Args:
         plan: of the model.
         batch: rows.
         seed: of the values.
         twin: bfloat16 becomes float32.
-        length: of an encoder's output, where it is open.
+        length: of an encoder's output, if it is open.
     """
     rng = np.random.default_rng([seed, len(plan.tensors)])
     named = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
@@ -215,8 +215,8 @@ def _span(span: SpanInput, step: Step, kind: str) -> int:
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
     """Values with named axes, as a tensor of `shape` whose axes are called `axes`.
 
-    Axes of the tensor without a name take the first name left whose size fits; axes that no name explains repeat the
-    values. Names that the tensor has no axis for are reduced: `sequence` to its last entry, others to their first.
+    An axis without a name takes the first unused name whose size fits. Axes without a matching name repeat the values.
+    If the tensor has no axis for a name, one entry of it is taken: the last one of `sequence`, else the first.
     """
     sizes = dict(zip(names, values.shape, strict=True))
     order: list[str | None] = [axis if axis in names else None for axis in axes]

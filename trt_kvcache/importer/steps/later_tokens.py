@@ -1,10 +1,10 @@
-"""Steps whose tokens see each other: then a prompt means something else if it is split into several steps.
+"""Find models whose tokens see later tokens of their step. Splitting a prompt of such a model changes its meaning.
 
     causal      query i sees keys up to its own                any steps give the same numbers
     no mask     query i sees all keys of its step              a prompt has to come in one step
     a prefix    every query sees the first N tokens            the same, as long as these come in one step
 
-A plan says of most masks what they are. Of one that the graph computes, it says nothing: two steps show it.
+The plan describes most masks. If the graph computes a mask itself, this module runs it in two steps.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MOST = 1 << 20  # bytes of a constant of a mask; more are weights
 
 
 def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
-    """True if some query sees a token of its own step that comes later.
+    """True if a query sees a later token of its own step.
 
     Args:
-        model: canonical, with shapes inferred: the one that was planned.
+        model: the planned model, canonical, with shapes inferred.
         plan: of the model.
     """
     lengths = {c.update_length for c in plan.caches if c.carried}
@@ -73,7 +73,7 @@ def _is_open(values: Array, step: Step) -> bool:
 
 
 def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
-    """A tensor in some steps; nothing where weights take part in it, or ONNX Runtime does not run it."""
+    """Yield a tensor's values in some steps; nothing if it depends on weights or ONNX Runtime cannot compute it."""
     part = _cone(model, name)
     if part is None:
         return
@@ -100,7 +100,7 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
 
 
 def _cone(model: onnx.ModelProto, name: str) -> onnx.ModelProto | None:
-    """The part of a model that makes a tensor; None where weights take part."""
+    """The part of a model that computes a tensor; None if it reads weights."""
     graph = copied(model.graph)
     replace_field(graph.output, [onnx.ValueInfoProto(name=name)])
     drop_dead(graph)

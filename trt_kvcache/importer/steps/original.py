@@ -1,8 +1,8 @@
-"""A model as exported, driven through the interface of its rewritten form.
+"""Run an exported model through the interface of its rewritten form.
 
-Normalization changes what a caller gives: caches of a fixed capacity with write indices instead of caches that grow,
-no padding mask, no counters. `OriginalSession` takes the new inputs, runs the original on what it was exported for and
-gives back the new outputs, so that whatever drives the rewritten model can drive the original, too:
+Normalization changes the inputs: caches of a fixed capacity with write indices replace growing caches. Padding masks
+and counters disappear. `OriginalSession` takes the new inputs, runs the original on its own inputs, and returns the new
+outputs. So code that runs the rewritten model can run the original, too:
 
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
@@ -14,11 +14,11 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     where only the newest rows stay         <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
 
-A past that grows has one length for all rows of a batch, so each row runs by itself, unless the model was exported for
-a batch of another size than one: then all rows must start together.
+A growing past has one length for all rows of a batch. So each row runs by itself, unless the model was exported for a
+fixed batch larger than one: then all rows must start together.
 
-ONNX nodes around the original could translate, too (tried): they take more code than this, since each row of a batch
-would still run by itself.
+ONNX nodes around the original could do this translation, too. A trial took more code, since each row of a batch would
+still run by itself.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class OriginalInterface(SingleTokens):
     """Translates one step between the interfaces of the original and of the rewritten model.
 
     Attributes:
-        together: rows that one run of the original takes; None: one row, whatever the batch.
-        ragged: its inputs say where each row of a batch starts.
-        past_rows: rows, at most, of pasts of which only the newest ones stay, by name.
+        together: rows that one run of the original takes; None: one row per run, for any batch.
+        ragged: True if the original's inputs give a start for each row of a batch.
+        past_rows: the most rows of pasts that keep only the newest rows, by name.
         unseen: names of the original's outputs that the rewritten model does not have, such as counters.
 
     Raises:
@@ -96,7 +96,7 @@ class OriginalInterface(SingleTokens):
         return self._length(feeds) if self._tokens.singly and np.any(feeds[self._starts]) else 0
 
     def joined(self, steps: Sequence[Feeds]) -> Feeds:
-        """The outputs of steps of one token each, as those of one step."""
+        """Join the outputs of steps of one token each into the outputs of one step."""
         axes = {name: tensor.axes for name, tensor in self._outputs.items()}
         return {
             name: np.concatenate([s[name] for s in steps], axes[name].index("sequence"))
@@ -129,7 +129,7 @@ class OriginalInterface(SingleTokens):
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs}
 
     def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
-        """A size that fits those of the other inputs: of the axis, of the same symbol elsewhere, or 1."""
+        """A size that fits the other inputs: of the axis name, of the same symbol in another input, or 1."""
         if isinstance(dim, int) or axis in sizes:
             return dim if isinstance(dim, int) else sizes[axis]
         known = (t for t in self._inputs if t.name in self._same and len(t.shape) == feeds[t.name].ndim)
@@ -150,7 +150,7 @@ class OriginalInterface(SingleTokens):
             if tensor.role is OriginalRole.MASK and self._rows is not None:
                 return _spread(taken, self._rows, sizes).astype(dtype)
             return _slice_mask(taken, tensor, sizes).astype(dtype)
-        if tensor.role not in COUNTED:  # normalization dropped it, because nothing but a copy reads it
+        if tensor.role not in COUNTED:  # normalization dropped it, because only a copy reads it
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
             )
@@ -213,13 +213,13 @@ class OriginalInterface(SingleTokens):
         return tuple(shape)
 
     def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
-        """The rewritten model's outputs, caches in the shape of the feeds.
+        """Build the rewritten model's outputs; caches have the shape of the feeds.
 
-        `ran`: rows, tokens before the step, and the original's outputs, taken one after the other.
+        `ran`: for each run, its rows, the tokens before the step, and the original's outputs.
         """
         seen = {name: tensor for name, tensor in self._outputs.items() if name not in self.unseen}
         caches = {name for name, tensor in seen.items() if tensor.role in _CACHES and name in self._past_of}
-        # Rows beyond the tokens mean nothing in a cache: operators that make a new one leave them as the memory was.
+        # Rows beyond the tokens have no meaning: operators that make a new cache may leave any numbers there.
         results = {name: feeds[self._past_of[name]].copy() for name in seen if name in caches}
         parts: dict[str, list[Array]] = {name: [] for name in seen if name not in caches}
         for rows, before, outputs in ran:
@@ -241,7 +241,7 @@ class OriginalInterface(SingleTokens):
         return {name: results[name] for name in seen}
 
     def _in_order(self, tensor: OriginalTensor, cache: tuple[int, ...], values: Array, length: int) -> Array:
-        """The original's cache output with the axes of the rewritten model's cache."""
+        """Transpose the original's cache output to the axes of the rewritten model's cache."""
         if tensor.order is None:
             return values
         sizes = list(cache)
@@ -251,16 +251,16 @@ class OriginalInterface(SingleTokens):
         return ordered
 
     def _row_axis(self, tensor: OriginalTensor) -> int:
-        """The axis of a cache, as the rewritten model has it, along which its tokens lie."""
+        """The axis of tokens in the rewritten model's cache."""
         places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
         if places and not tensor.rows_only:
             return places[0] if tensor.order is None else tensor.order[places[0]]
         return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
 
     def _place(self, tensor: OriginalTensor, present: Array, values: Array, rows: slice, tokens: int) -> None:
-        """Puts the rows of the original's cache that hold tokens into that of the rewritten model.
+        """Copy the rows that hold tokens from the original's cache into the rewritten model's cache.
 
-        Circular caches have no other rows once they are full.
+        A circular cache is copied whole.
         """
         axis = self._row_axis(tensor)
         if tensor.kept is not None:
@@ -273,7 +273,7 @@ class OriginalInterface(SingleTokens):
 
 
 def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
-    """A cache as the original takes it; garbage that its type has no number for becomes the largest it has."""
+    """Cast a cache to the original's type; numbers beyond float16 become its largest number."""
     if dtype == np.float16 and cache.dtype == np.float32:
         largest = np.finfo(dtype).max
         cache = cache.clip(-largest, largest)
@@ -281,7 +281,7 @@ def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
-    """True if one input may stand for rows of several lengths."""
+    """True if an input can serve rows of different lengths in one run."""
     if tensor.role not in COUNTED:
         return tensor.role is not OriginalRole.GROWING_CACHE
     open_axes = [a for d, a in zip(tensor.shape, tensor.axes, strict=True) if size_of(d) is None]
@@ -289,21 +289,21 @@ def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
 
 
 def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
-    """Some rows of the batch, where the values differ by row."""
+    """Take some rows of the batch; values that are the same for all rows stay whole."""
     if "batch" not in axes or values.shape[axes.index("batch")] == 1:
         return values
     return values[(slice(None),) * axes.index("batch") + (rows,)]
 
 
 def _slice_mask(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int]) -> Array:
-    """A mask over the capacity, sliced to the tokens there are."""
+    """Slice a mask over the capacity to past and new tokens, if the original's mask has that length."""
     if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
         return np.ascontiguousarray(values[..., : sizes["total"]])
     return values
 
 
 def _spread(mask: Array, rows: int, sizes: Mapping[str, int]) -> Array:
-    """A mask over the capacity, as one over `rows` rows of a past, of which those beyond the tokens are hidden."""
+    """Convert a mask over the capacity to one over `rows` past rows and the new rows. Unused rows are hidden."""
     past, total = sizes["past"], sizes["total"]
     hidden = np.finfo(mask.dtype).min if mask.dtype.kind == "f" else 0
     spread = np.full((*mask.shape[:-1], rows + total - past), hidden, mask.dtype)

@@ -1,6 +1,6 @@
 """Models in operators and types that run on the CPU, with the same meaning.
 
-Each function returns a copy, or the model itself where there is nothing to do.
+Each function returns a copy, or the model itself if it needs no change.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
 
 
 def with_exact_products(model: ModelProto) -> ModelProto:
-    """Products with quantized weights as the operator defines them, without rounding the other side.
+    """Compute products with quantized weights as the operator defines them, without rounding activations.
 
     MatMulNBits lets ONNX Runtime compute with activations of 8 bits (``accuracy_level=4``, which onnxruntime-genai sets
-    for the CPU). That moves logits by percents of their scale, which would hide differences.
+    for the CPU). This moves logits by percents of their scale, which would hide differences.
     """
 
     def edit(node: NodeProto, _: str) -> list[NodeProto]:
@@ -43,7 +43,7 @@ def with_exact_products(model: ModelProto) -> ModelProto:
 def _edited(
     model: ModelProto, wanted: Callable[[NodeProto], bool], edit: Callable[[NodeProto, str], list[NodeProto]]
 ) -> ModelProto:
-    """A copy with the wanted nodes edited, each after the nodes that `edit` gives; these get names with a prefix."""
+    """Copy the model and edit the wanted nodes. New nodes from `edit` come before each; their names have a prefix."""
     if not any(wanted(node) for scope in iter_scopes(model) for node in scope.node):
         return model
     copy = copied(model)
@@ -62,10 +62,10 @@ def rounds(node: NodeProto) -> bool:
 
 
 def with_expanded_masks(model: ModelProto) -> ModelProto:
-    """Attention masks repeated for every query: ``[..., 1, S_kv]`` becomes ``[..., S_q, S_kv]``.
+    """Repeat attention masks for every query: ``[..., 1, S_kv]`` becomes ``[..., S_q, S_kv]``.
 
-    ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses those without the axis of the queries, and the reference
-    evaluator of ONNX 1.23.2 gives all queries of such a mask the causal frontier of the first.
+    ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses masks without an axis of queries. The reference evaluator of ONNX
+    1.23.2 gives all queries of such a mask the causal frontier of the first query.
     """
 
     def edit(node: NodeProto, prefix: str) -> list[NodeProto]:
@@ -83,10 +83,10 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
 
 
 def with_norms_in_front(model: ModelProto) -> ModelProto:
-    """GroupQueryAttention's norms of queries and keys as nodes before it.
+    """Move GroupQueryAttention's norms of queries and keys into nodes before it.
 
-    ONNX Runtime 1.31.1 has them in its CUDA kernel only. They normalize each head before its rotation, as
-    onnxruntime-genai writes them where it does not fuse them: SimplifiedLayerNormalization over ``[B, S, heads, head
+    Only the CUDA kernel of ONNX Runtime 1.31.1 has these norms. They normalize each head before its rotation, as
+    onnxruntime-genai writes them if it does not fuse them: SimplifiedLayerNormalization over ``[B, S, heads, head
     size]``. Measured with its exports of one Qwen3 in fp16: the one for CUDA (fused), spelled out like this, and the
     one for DirectML (not fused) give the same bits.
     """
@@ -99,7 +99,7 @@ def _has_norms(node: NodeProto) -> bool:
 
 
 def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
-    """The nodes that normalize queries and keys; the operator reads their results, and no weights."""
+    """Make the nodes that normalize queries and keys. The operator then reads their results, and no norm weights."""
     attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     epsilon = attrs.get("qk_norm_epsilon", 1e-6)
     heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])
@@ -130,14 +130,14 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
 
 
 def runnable(original: ModelProto) -> ModelProto:
-    """The original in operators that ONNX Runtime runs."""
+    """Convert the original to operators that ONNX Runtime runs."""
     return with_expanded_masks(with_norms_in_front(with_exact_products(original)))
 
 
 def as_bytes(plan: CachePlan) -> CachePlan:
-    """The plan with int8 in the place of types of caches that NumPy and ONNX Runtime have no numbers for.
+    """Replace cache types that NumPy or ONNX Runtime do not support with int8 in a plan.
 
-    Operators that only move rows do the same with any type.
+    Operators that only move rows work alike with any type.
     """
 
     def known(dtype: str) -> str:
@@ -150,11 +150,11 @@ def as_bytes(plan: CachePlan) -> CachePlan:
 
 
 def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
-    """The model with float32 in the place of float16 and bfloat16, so that rounding hides nothing.
+    """Replace float16 and bfloat16 with float32, so that rounding hides no difference.
 
-    Types that are only moved become int8, as in `as_bytes`, and so do those that QuantizeLinear writes around zero.
+    Cache types that operators only move become int8, as in `as_bytes`; QuantizeLinear around zero writes int8, too.
 
-    `wide` False: with float16 in the place of bfloat16, which ONNX Runtime does not compute in; float16 stays.
+    If `wide` is False, float16 replaces bfloat16, in which ONNX Runtime cannot compute; float16 stays.
     """
     copy = copied(model)
     moved = [value for value in copy.graph.input if value.type.tensor_type.elem_type in _MOVED]
@@ -173,7 +173,7 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
 
 def _quantize_to_bytes(graph: GraphProto) -> None:
-    """Let QuantizeLinear write int8 around zero, where the caches that it writes to hold int8."""
+    """Make QuantizeLinear nodes write int8 around zero, since the caches now hold int8."""
     points = {name for node in graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
     for tensor in graph.initializer:
         zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
@@ -186,12 +186,12 @@ def _quantize_to_bytes(graph: GraphProto) -> None:
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:
-    """True if text or caches are float16 or bfloat16: casts to these types round nothing that is not rounded anyway."""
+    """True if text or caches are float16 or bfloat16, so that casts to these types add no rounding."""
     fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
     return bool(fed & set(NARROW))
 
 
 def is_half(models: Iterable[ModelProto]) -> bool:
-    """True if the region computes in float16, which ONNX Runtime runs as exported; bfloat16 it does not."""
+    """True if the region uses float16 and no bfloat16: ONNX Runtime can run it as exported."""
     types = {kind for model in models for kind in all_types(model)}
     return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types

@@ -1,4 +1,4 @@
-"""Sessions on the CPU: ONNX Runtime without optimizations; if it refuses, ONNX's reference evaluator."""
+"""Sessions on the CPU: ONNX Runtime without optimizations, or ONNX's reference evaluator if ONNX Runtime refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelSession(Protocol):
     """A loaded part of a model.
 
     Attributes:
-        backend: name of what runs it.
+        backend: name of the library that runs it.
     """
 
     backend: str
@@ -40,7 +40,7 @@ class ModelSession(Protocol):
 
 
 class ReferenceSession:
-    """ONNX's reference evaluator (https://onnx.ai/onnx/api/reference.html): slow, and right by definition."""
+    """ONNX's reference evaluator (https://onnx.ai/onnx/api/reference.html): slow, but correct by definition."""
 
     backend = f"ONNX reference evaluator {onnx.__version__}"
 
@@ -68,17 +68,17 @@ class ReferenceSession:
 def open_session(
     model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, beside: ModelSession | None = None
 ) -> ModelSession:
-    """The first session that runs the trial step.
+    """Open the first session that can run the trial step.
 
     Args:
         model: to run.
         trial: inputs of a step.
-        beside: of the original, if the model is a rewritten one. NumPy takes operands of two types, any size below 0,
-            and indices of which there are too many: where ONNX Runtime runs the original, the model has to run in it if
-            it has the operators, and ONNX's inference has to find nothing wrong with what ONNX Runtime refuses.
+        beside: the original's session, if the model is a rewritten one. NumPy accepts mixed types, negative sizes and
+            too many indices. So if ONNX Runtime runs the original, it must also run the rewritten model, unless it
+            lacks an operator; then ONNX's shape inference must accept the model.
 
     Raises:
-        RunError: none runs it; the text is ONNX Runtime's.
+        RunError: no session runs it; the message is ONNX Runtime's.
     """
     session: UnfusedSession | None = None
     try:

@@ -1,4 +1,4 @@
-"""The tokens of a step one by one, through the interface of a rewritten model."""
+"""Run the tokens of a step one by one, through the interface of a rewritten model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SingleTokens:
         self._counted = (tokens.name, tokens.axes.index("sequence")) if tokens is not None and has_axis else None
 
     def single(self, feeds: Mapping[str, Array], place: int) -> Feeds:
-        """The inputs of a step for one of its tokens, without the caches."""
+        """The inputs for one token of a step, without caches."""
         inputs, length = {}, self._length(feeds)
         for name, values in feeds.items():
             axes = self._axes.get(name, ())
@@ -41,9 +41,9 @@ class SingleTokens:
         return {name: values for name, values in inputs.items() if name not in self._carried.values()}
 
     def one_by_one(self, feeds: Mapping[str, Array], run: Callable[[int, Feeds], Feeds]) -> list[Feeds]:
-        """The outputs for each token of a step alone, after those before it.
+        """Run each token of a step alone, after the tokens before it; returns the outputs for each.
 
-        `run` gets the number of a token and its inputs, of caches and of `single`.
+        `run` gets the index of a token and its inputs: caches, and the inputs from `single`.
         """
         inputs, outputs = dict(feeds), list[Feeds]()
         for place in range(self._length(feeds)):
@@ -57,5 +57,5 @@ class SingleTokens:
         return {past: outputs[present] for present, past in self._carried.items() if present in outputs}
 
     def _length(self, feeds: Mapping[str, Array]) -> int:
-        """Tokens of a step; 0: nothing says which axis they lie along."""
+        """Number of tokens in a step; 0 if the axis of tokens is unknown."""
         return int(feeds[self._counted[0]].shape[self._counted[1]]) if self._counted is not None else 0

@@ -1,4 +1,4 @@
-"""Steps of a decode, and the limits that a model sets them."""
+"""Steps of a decode loop, and the limits that a model puts on steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Step:
     valid: tuple[int, ...]
 
     def __str__(self) -> str:
-        """For messages."""
+        """Lengths of the step as text."""
         return f"{self.length} tokens from {list(self.starts)}, valid {list(self.valid)}"
 
 
@@ -36,10 +36,10 @@ class Limits:
         linear: the shortest linear cache, or None.
         circular: capacities of the circular caches.
         no_straddle: capacities of the circular caches whose contract forbids updates across the wrap.
-        indexed: rows are written at an index; otherwise always from row 0.
+        indexed: steps write rows at write indices; if False, always from row 0.
         ragged: rows may start at different places.
-        lengths: valid lengths are an input.
-        fixed_batch: the model has no other batch than `batch`.
+        lengths: the model has an input for valid lengths.
+        fixed_batch: the model fixes the batch at `batch`.
     """
 
     batch: int
@@ -58,7 +58,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
     """The steps that the model allows.
 
     Raises:
-        OptionError: a circular cache takes no update of the model's.
+        OptionError: a circular cache is shorter than the model's fixed update.
     """
     fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
     together = rows_together(plan.original)
@@ -93,7 +93,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
 
 
 def rows_together(original: Iterable[OriginalTensor]) -> int | None:
-    """Rows that one run of a model as exported takes, all of one length; None: one row, whatever the batch."""
+    """Rows, all of one length, that one run of an exported model takes; None: one row per run, for any batch."""
     batches = {
         n
         for t in original
