@@ -1,4 +1,4 @@
-"""From a prepared graph to the plan: caches, attention, spans, and the role of every input and output."""
+"""Analyze a prepared graph into a plan: caches, attention, spans, and the role of every input and output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def analyze(
 
     Raises:
         UnsupportedModelError: the model has no cache update, or one without a route.
-        AmbiguousRoleError: the role of an input cannot be told.
+        AmbiguousRoleError: the role of an input is ambiguous.
     """
     if options.target is Target.TENSORRT_RTX:
         _check_operators(model)
@@ -104,7 +104,7 @@ def analyze(
 
 
 def _check_operators(model: onnx.ModelProto) -> None:
-    """Refuse what TensorRT for RTX has no layer for, whatever a model does with it (measured, 1.7.1)."""
+    """Refuse operators that TensorRT for RTX cannot build in any model (measured, 1.7.1)."""
     for node in all_nodes(model.graph):
         if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
             raise UnsupportedModelError(
@@ -115,7 +115,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Warnings of position tables that end before the caches do: a lookup beyond their end reads their last row."""
+    """Warn of position tables shorter than the caches: a lookup beyond their end reads their last row."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
@@ -127,7 +127,7 @@ def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
 
 
 def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
-    """Notes on several positions per token."""
+    """Note inputs with several positions per token."""
     return [
         f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width): a session gives "
         "a token the same one in all planes, which is right for text; tokens of images need positions of their own, "
@@ -149,7 +149,7 @@ _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 
 
 def _foreign_cache(graph: gs.Graph) -> str:
-    """The first sign of a cache that is written some other way, or an empty string."""
+    """Describe the first sign of a cache that is written in an unsupported way; else an empty text."""
     for node in graph.nodes:
         if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
             return f"{node.op} '{node.name}' on '{past}'"
@@ -157,7 +157,7 @@ def _foreign_cache(graph: gs.Graph) -> str:
 
 
 def _holder(graph: gs.Graph) -> str:
-    """The first operator that may hold a cache in itself, or the whole decoder, or that ONNX lacks; or nothing."""
+    """Describe the first operator that may contain a cache or the decoder, or that ONNX lacks; else an empty text."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
             contents = "its cache itself, if there is one"
@@ -197,7 +197,7 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
 def _changes(
     findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
 ) -> tuple[InterfaceChange, ...]:
-    """Changes for the caller; of canonical models, outputs that are gone."""
+    """Interface changes for the caller, including the logits."""
     if not findings.idioms or logits is None:
         return findings.changes
     return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))

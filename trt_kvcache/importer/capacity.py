@@ -1,4 +1,4 @@
-"""The capacity of caches that grow or have a symbolic length, where nobody gives one: the same for all commands."""
+"""The default capacity of caches that grow or have a symbolic length. It is the same for all commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def usual_capacity(folder: Path) -> int:
 
 
 def longest_text(folder: Path) -> tuple[int, str] | None:
-    """Return the tokens of the longest text that a model is for, and where that is said; None: nowhere.
+    """Return the tokens of the model's longest text, and the source of that number; None if no config has it.
 
     Args:
         folder: of the model, with ``config.json`` or ``genai_config.json``, of which an unreadable one says nothing.

@@ -84,7 +84,7 @@ def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
 
 
 def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
-    """The graph inputs behind each tensor, by name; those of which only the shape is read do not count.
+    """The graph inputs on which each tensor depends, by name; inputs read only for their shape do not count.
 
     The nodes must be in topological order, as ONNX demands.
     """
@@ -97,7 +97,7 @@ def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
 
 
 def _reads(node: gs.Node) -> Iterator[str]:
-    """Names of what a node reads, in its nested graphs too."""
+    """Names of tensors that a node reads, also in its nested graphs."""
     yield from (str(t.name) for t in node.inputs)
     for body in (value for value in node.attrs.values() if isinstance(value, gs.Graph)):
         for inner in body.nodes:
@@ -106,7 +106,7 @@ def _reads(node: gs.Node) -> Iterator[str]:
 
 
 def is_constant(tensor: gs.Tensor) -> bool:
-    """True if a tensor is computed of constants alone, and of no shape."""
+    """True if a tensor is computed from constants only, without Shape or Size."""
     pending, seen = [tensor], set[int]()
     while pending:
         current = pending.pop()
@@ -151,7 +151,7 @@ class Emitter:
         self._results: dict[object, Any] = {}
 
     def name(self, hint: str) -> str:
-        """A name that nothing in the graph has."""
+        """A new name in the graph."""
         name, count = NAME_PREFIX + hint, 1
         while name in self._taken:
             count += 1
@@ -195,14 +195,14 @@ class Emitter:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """A name that a model does not have; a rewritten one already may have some."""
+    """Extend a name until it is not taken; a rewritten model may already have such names."""
     while name in taken:
         name += "_"
     return name
 
 
 def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -> None:
-    """Let every reader of `old`, except the nodes in `keep`, read `new`."""
+    """Make every reader of `old`, except the nodes in `keep`, read `new`."""
     for node in consumers(old):
         if not any(node is other for other in keep):
             node.inputs = [new if t is old else t for t in node.inputs]
@@ -273,7 +273,7 @@ def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
 
 
 def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
-    """Export a graph with all shapes that ONNX infers. The graph takes them on: reading it anew takes far longer."""
+    """Export a graph with all shapes that ONNX infers. Also store them in the graph, to avoid a slow new import."""
     model: onnx.ModelProto = onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True)
     tensors = graph.tensors()
     for value in (*model.graph.value_info, *model.graph.output):

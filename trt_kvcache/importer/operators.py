@@ -1,4 +1,4 @@
-"""Families of ONNX operators, by what they do with numbers."""
+"""Families of ONNX operators, by their effect on numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that only TensorRT's network has: set on the parsed network, so that the ONNX model stays standard."""
+"""Set properties that only TensorRT's network has on the parsed network. So the ONNX model stays standard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
 
     Args:
         network: a parsed ``INetworkDefinition`` of the rewritten model.
-        plan: what was decided for each attention.
+        plan: the plan, with the kind of each attention.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
         decompose_all: let every attention be decomposed, for a TensorRT that lacks a kernel the plan counts on.
 

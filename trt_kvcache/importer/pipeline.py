@@ -57,7 +57,7 @@ class ImportedModel:
 
 
 def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> CachePlan:
-    """Say what would be done to a model: the dry run of `rewrite_model` and of a build.
+    """Plan a model without writing it: the dry run of `rewrite_model` and of a build.
 
     Neither TensorRT nor the weights are needed. A model that TensorRT cannot round like is refused; the CPU runs it.
 
@@ -85,7 +85,7 @@ def import_model(
     Args:
         model: path of the ``.onnx`` file.
         options: target and choices.
-        thorough: compare the rewritten model with the original after a past of every length, too.
+        thorough: also compare the rewritten model with the original after every past up to 4,096.
 
     Raises:
         ModelError, OptionError: see `plan_model`.
@@ -99,9 +99,9 @@ def import_model(
 def import_unchecked(
     model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, default_capacity: int | None = None
 ) -> tuple[ImportedModel, Future[Checked]]:
-    """Plan and rewrite a model in memory, and return while the check still runs, for callers who have other work.
+    """Plan and rewrite a model in memory, and return while the check still runs.
 
-    Nothing that comes from the model may reach anybody before the future has ended without an error.
+    The caller must not hand out the model or anything made from it until the future has ended without an error.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -109,10 +109,10 @@ def import_unchecked(
         default_capacity: where neither options nor model say it; None: `usual_capacity`.
 
     Returns:
-        The model, and the end of the check: what it adds to the plan, or what `import_model` raises of the check.
+        The model, and a future of the check: its result is facts for the plan, or the error that `import_model` raises.
 
     Raises:
-        ModelError, OptionError: see `plan_model`, but for what the check finds.
+        ModelError, OptionError: see `plan_model`; errors of the check come through the future.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options, default_capacity)
@@ -171,7 +171,7 @@ def _rewrite(
 
 @contextmanager
 def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
-    """Say of which model there is not enough memory: its sizes are its own."""
+    """Turn MemoryError into an error that names the model, whose fixed sizes are too large."""
     try:
         yield
     except MemoryError:
@@ -182,7 +182,7 @@ def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
-    """Say in an error about a capacity that nobody gave it."""
+    """Add to an error about the capacity that it is the default."""
     try:
         yield
     except OptionError as error:
@@ -254,7 +254,7 @@ def _check(
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:
-    """With the weights in the place of their stand-ins, adapters, and caches in the type that is asked for."""
+    """Complete a rewritten model: add adapters, restore weights, and quantize caches as the options ask."""
     plan = _adapt(source, prepared, plan, rewritten)
     attach_weights(rewritten, prepared.weights)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does

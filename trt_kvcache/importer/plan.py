@@ -1,4 +1,4 @@
-"""The plan of all that is done to a model: plain data, printable, JSON in and out.
+"""The plan of all changes to a model: plain data, printable, readable from JSON and writable as JSON.
 
 `CachePlan` is the dry run of a build: the rewrites, the network patch, the manifest and the runtime follow it and never
 decide again. Nothing here imports ONNX or TensorRT.

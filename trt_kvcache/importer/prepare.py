@@ -40,7 +40,7 @@ class Prepared:
         model: the working copy; its large inline weights are stand-ins until `attach_weights`.
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
-        findings: what normalization did; nothing where the caches were canonical already.
+        findings: results of normalization; empty if the caches were already canonical.
         finishes: what extensions add to the plan.
     """
 
@@ -109,7 +109,7 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], t
 
 
 def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
-    """Take away, in place, outputs that are an input of the same name: TensorRT's parser would rename the input."""
+    """Remove, in place, outputs with the name of an input: TensorRT's parser would rename the input."""
     inputs = {v.name for v in graph.input}
     passed_on = [v for v in graph.output if v.name in inputs]
     for value in passed_on:
@@ -121,7 +121,7 @@ def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """A note on what is computed in double. TensorRT makes it float32 without a message (measured on RTX 1.7.1)."""
+    """Note operators in double. TensorRT computes them in float32 without a message (measured on RTX 1.7.1)."""
     double = {v.name for v in graph.value_info if elem_type_of(v) == onnx.TensorProto.DOUBLE}
     nodes = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
     if not nodes:

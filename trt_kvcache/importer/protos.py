@@ -52,7 +52,7 @@ def copied(proto: _Message) -> _Message:
 
 
 def replace_field(field: Any, values: Iterable[Any]) -> None:
-    """Let a repeated field hold these, some of which it may hold already."""
+    """Replace the entries of a repeated field; new entries may be old ones."""
     entries = list(values)
     del field[:]
     field.extend(entries)
@@ -65,7 +65,7 @@ def part_of(
     outputs: Iterable[str],
     constants: Sequence[TensorProto],
 ) -> ModelProto:
-    """Some nodes of a model, without functions, as a model that ONNX Runtime takes."""
+    """Make a model for ONNX Runtime from some nodes of a model without functions."""
     named = [ValueInfoProto(name=name) for name in outputs]
     graph = helper.make_graph(list(nodes), "part", inputs, named, constants)
     return helper.make_model(graph, ir_version=min(model.ir_version, 12), opset_imports=list(model.opset_import))

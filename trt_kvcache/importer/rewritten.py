@@ -50,7 +50,7 @@ def was_rewritten(path: Path) -> bool:
 
 
 def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
-    """The first thing that a plan says otherwise than the rewritten model has it, in words; empty if there is none."""
+    """Describe the first difference between the plan and the rewritten model; empty if they agree."""
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
         declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}

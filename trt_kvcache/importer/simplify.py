@@ -8,8 +8,7 @@
     equal nodes                               one node
     shapes                                                                 onnx.shape_inference
 
-Names of tensors and nodes stay, but for those of nodes that go. Weights are never read: large initializers and external
-data take no part.
+Remaining tensors and nodes keep their names. Weights are never read: large initializers and external data are ignored.
 
 onnx-ir, onnxscript and onnx-shape-inference do the same, but their import alone takes 0.3 s (onnx-ir loads sympy), a
 quarter of planning a model of two layers. onnxscript's version converter (0.7.2) raises a model below opset 18 without
@@ -78,7 +77,7 @@ _FOLDED = frozenset((
 
 
 def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
-    """The model without functions, of opset 24 at least, folded, with named nodes and inferred shapes.
+    """Bring a model to opset 24 or later, without functions, folded, with named nodes and inferred shapes.
 
     Args:
         model: large inline weights are stand-ins. May be changed.
@@ -104,7 +103,7 @@ def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
 
 
 def infer_shapes(model: ModelProto) -> ModelProto:
-    """The model with the shapes of its intermediates, as far as ONNX shape inference finds them.
+    """Add the shapes of intermediate tensors to the model, as far as ONNX shape inference finds them.
 
     Raises:
         InvalidModelError: the shapes that the model states contradict each other.
@@ -219,7 +218,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
 
 
 def _park_softmax(model: ModelProto) -> dict[str, int]:
-    """Let each Softmax wait, in place, as one along the last axis; returns the axes by what these nodes write."""
+    """Move each Softmax, in place, to a parking domain, along the last axis; returns the old axes by output name."""
     axes = {}
     for node in [n for n in all_nodes(model.graph) if is_op(n, "Softmax")]:
         axes[node.output[0]] = int_attribute(node, "axis", 1)
@@ -229,7 +228,7 @@ def _park_softmax(model: ModelProto) -> dict[str, int]:
 
 
 def _check_last(model: ModelProto, axes: dict[str, int], version: int) -> None:
-    """Refuse Softmax of which the axis was not the last one, or may not have been."""
+    """Refuse a Softmax whose old axis was not the last one, or is unknown."""
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     ranks = {v.name: len(s) for v in (*inferred.value_info, *inferred.output) if (s := shape_of(v)) is not None}
     for node in [n for n in all_nodes(model.graph) if is_op(n, "Softmax")]:
@@ -243,7 +242,7 @@ def _check_last(model: ModelProto, axes: dict[str, int], version: int) -> None:
 
 
 def _culprit(model: ModelProto, words: str) -> str:
-    """The converter's last words, and the node that they are about where they name an operator."""
+    """The last line of the converter's error, with the node if it names an operator."""
     last = words.strip().splitlines()[-1].split("failed: ")[-1] if words.strip() else "no reason given"
     operator = last.rsplit(" for ", 1)[-1]
     node = next((n for n in all_nodes(model.graph) if n.op_type == operator), None)
@@ -251,7 +250,7 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """The model with shapes and with constants for what constants and sizes make; the branches that were taken."""
+    """Fold tensors computed from constants and known sizes; returns the model with shapes, and the branches taken."""
     taken: list[str] = []
     stated = list(model.graph.output)  # what they say is a promise to callers; inference would write over it
     for _ in range(_MOST_ROUNDS):
@@ -309,7 +308,7 @@ def _is_small(dims: Iterable[int]) -> bool:
 
 
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """The integers that known sizes make, by name: ONNX propagates them, and shows them as shapes of what they fill.
+    """Integers computed from known sizes, by name. ONNX propagates them, and shows them in shapes of filled tensors.
 
     Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape of 64 elements: the Gather gives 64
     """
@@ -367,7 +366,7 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:
-    """True if a node computes something small of known constants alone."""
+    """True if a node computes a small tensor from known constants only."""
     if node.domain not in DEFAULT_DOMAINS or node.op_type in _STAY or not all(n in known for n in node.input if n):
         return False
     for name in (name for name in node.output if name):
@@ -384,7 +383,7 @@ def _shapes(model: ModelProto) -> dict[str, Any]:
 
 
 def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
-    """Replace each If of a constant by its branch; returns the names of what was replaced."""
+    """Replace each If with a constant condition with its branch; returns the names of the replaced nodes."""
     done = []
     while (index := next((i for i, n in enumerate(graph.node) if is_op(n, "If") and n.input[0] in constants), -1)) >= 0:
         node = graph.node[index]

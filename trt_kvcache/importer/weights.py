@@ -1,4 +1,4 @@
-"""The same bytes of a weight under another name, element type and shape.
+"""Reinterpret the bytes of a weight under another name, element type and shape.
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 

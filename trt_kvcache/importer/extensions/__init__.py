@@ -1,7 +1,7 @@
-"""Families of models that few exports need. Each has a module of its own, loaded only for a model of that family.
+"""Support for rare families of models. Each family has its own module, which loads only for a model of that family.
 
-To add a family: write into `EXTENSIONS`, below, a test for each station at which it has something to do, and a module
-with a function of that name for each.
+To add a family, write a module with a function for each station that it needs, named after the station. Add a test for
+each of these stations to `EXTENSIONS`, below.
 
     read(model)                 edits a file's model before it is checked            -> whether it did
     choose(model)               takes one branch of a decoder, before inlining       -> the model, Finish or None
@@ -12,10 +12,9 @@ with a function of that name for each.
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it     -> nothing
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
 
-`folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route, and the
-pipeline for `quantized_caches` with ``--cache-dtype`` and for `adapters` with ``--lora-rank``. A build and a session
-ask for `encoders` where there is an encoder beside the decoder. Stations reach these as attributes of this package,
-which load them.
+`folder` holds the external data. The rewrite loads `plugin_route` if a cache takes the plugin's route. The pipeline
+loads `quantized_caches` for ``--cache-dtype`` and `adapters` for ``--lora-rank``. Builds and sessions load `encoders`
+if an encoder lies beside the decoder. These modules load as attributes of this package.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ __all__ = [
 ]
 
 Test = Callable[[onnx.ModelProto], bool]
-"""A test of a model. It loads nothing, and is cheap."""
+"""A test of a model. It must be cheap and load no module."""
 Finish = Callable[[CachePlan], CachePlan]
-"""Adds to a plan what the edited model does not say."""
+"""Adds facts to a plan that the edited model does not show."""
 
 
 def _module(name: str) -> Any:
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """The module of an extension, loaded when it is asked for the first time."""
+        """The module of an extension; the first access loads it."""
         try:
             return _module(name)
         except ModuleNotFoundError as error:
@@ -72,18 +71,18 @@ else:
 
 
 def _at(station: str, model: onnx.ModelProto) -> Iterator[Callable[..., Any]]:
-    """The function of every extension that applies at a station, one after the other: each sees what others edited."""
+    """Yield the function of every extension that applies at a station. Each sees the edits of those before it."""
     for name, stations in EXTENSIONS.items():
         if station in stations and stations[station](model):
             yield getattr(_module(name), station)
 
 
 def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Any]]:
-    """The model after every extension that applies at a station, and what else these return, see above.
+    """Run every extension that applies at a station; returns the model and their further results (see the module).
 
     Args:
         station: "choose", "standardize", "define", "rewrite" or "for_cpu".
-        model: at the first two it may be changed.
+        model: may be changed at the first two stations.
     """
     more = []
     for name, stations in EXTENSIONS.items():
@@ -94,22 +93,22 @@ def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[An
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Edit, in place, a model as it was read; True if it computes with other tensors than the file.
+    """Edit a model in place after reading it; True if its operators now read other tensors than those of the file.
 
     Raises:
-        ModelError: the model is of a family, but not as the family is supported; so below.
+        ModelError: the model belongs to a family, but has an unsupported form. The other functions raise it, too.
     """
     edited = [function(model) for function in _at("read", model)]
     return any(edited)
 
 
 def define(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with a function for each of its operators that updates caches and that ONNX does not know."""
+    """Add a function to the model for each cache update that ONNX does not define."""
     return edit("define", model)[0]
 
 
 def notes(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
-    """Notes for the plan, of the model that was planned; its external data lie in `folder`."""
+    """Notes for the plan, from the planned model; its external data lie in `folder`."""
     return tuple(note for function in _at("note", model) for note in function(model, folder))
 
 
@@ -117,20 +116,20 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> None:
     """Edit, in place, a rewritten model before TensorRT reads it; its external data lie in `folder`.
 
     Raises:
-        UnsupportedModelError: TensorRT does not take what the model rounds, and nothing can change that.
+        UnsupportedModelError: TensorRT does not support a rounding of the model, and no edit can help.
     """
     for function in _at("for_tensorrt", model):
         function(model, folder)
 
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """The model in operators that ONNX Runtime runs, and notes on what it does not do there."""
+    """Convert the model to operators that ONNX Runtime runs; also returns notes on differences."""
     model, notes = edit("for_cpu", model)
     return model, [*chain(*notes)]
 
 
 def unstacked(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """The model as exported with the inputs and outputs that the plan knows (`CachePlan.original`)."""
+    """The exported model with the inputs and outputs of the plan (`CachePlan.original`)."""
     return model
 
 
@@ -138,7 +137,7 @@ _LISTED = {"Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split", "Slice"
 
 
 def _breaks_rules(model: onnx.ModelProto) -> bool:
-    """A rule of ONNX or ONNX Runtime is broken that tools are known to break; see `tool_repairs`."""
+    """True if the model breaks a rule that tools are known to break; see `tool_repairs`."""
     imported = {entry.domain for owner in (model, *model.functions) for entry in owner.opset_import} | {""}
     scalars: set[str] = set()
     for scope in iter_scopes(model):
@@ -178,7 +177,7 @@ def _updates_outside_onnx(model: onnx.ModelProto) -> bool:
 
 
 def _chooses_branch(model: onnx.ModelProto) -> bool:
-    """An input decides between two branches."""
+    """True if an input decides between two branches."""
     inputs = {value.name for value in model.graph.input}
     return any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node)
 
@@ -191,7 +190,7 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def _by_quantizer(model: onnx.ModelProto) -> bool:
-    """Operators of TensorRT's domain."""
+    """True if the model has operators in TensorRT's domain."""
     return any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node)
 
 
@@ -209,12 +208,12 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
 
 
 def _is_in_parts(model: onnx.ModelProto) -> bool:
-    """What is assigned to slices of zeros is in several operators."""
+    """True if the model may assign to slices of zeros, by ScatterND and ConstantOfShape."""
     return {"ScatterND", "ConstantOfShape"} <= _operators(model)
 
 
 def _keeps_logits(model: onnx.ModelProto) -> bool:
-    """An input says how many logits are kept, of a model whose caches grow: the canonical form changes its inputs."""
+    """True if an input gives the number of logits to keep, in a model that is not canonical yet."""
     keeps = any(v.name.endswith("logits_to_keep") and elem_type_of(v) in INTEGERS for v in model.graph.input)
     return keeps and "TensorScatter" not in _operators(model)
 

@@ -1,10 +1,10 @@
-"""Logits of as many last positions as an input says: transformers' ``logits_to_keep``.
+"""Models with an input for the number of last positions with logits: transformers' ``logits_to_keep``.
 
     logits_to_keep -- Neg --.
     hidden states ------- Slice(.., -K, end) -- MatMul -- logits [B, K, V]
 
-0 keeps all positions, as in transformers. So the input becomes the constant 0 here, and the rewrite's own input
-(`LogitsSpan`) says of how many positions the logits are: TensorRT does not build what chooses a shape by its values.
+0 keeps all positions, as in transformers. So this module replaces the input by the constant 0. The rewrite adds its own
+input (`LogitsSpan`) for the number of positions: TensorRT cannot build a shape that depends on an input's values.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _END = (1 << 31) - 1  # where a Slice that takes all to the end ends, at least
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Let the model give logits of all positions; see `trt_kvcache.importer.extensions`.
+    """Make the model return logits of all positions; see `trt_kvcache.importer.extensions`.
 
-    A model that reads the input in another way stays: a tensor of indices may have the same name.
+    The model stays unchanged if it uses the input in another way: a tensor of indices may have the same name.
     """
     graph = model.graph
     value = next(v for v in graph.input if v.name.endswith("logits_to_keep"))
@@ -59,7 +59,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 
 
 def _slices(graph: onnx.GraphProto, name: str) -> list[onnx.NodeProto]:
-    """The Slices from minus the input to the end; none if something else reads it."""
+    """The Slices that start at minus the input and go to the end; empty if another node reads the input."""
     readers, constants = readers_of(graph.node), constants_of(graph)
     slices: list[onnx.NodeProto] = []
     pending = [(name, False)]
@@ -78,7 +78,7 @@ def _slices(graph: onnx.GraphProto, name: str) -> list[onnx.NodeProto]:
 
 
 def _to_end(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    """True if a Slice takes all to the end."""
+    """True if a Slice goes to the end with step 1."""
     bounds = [
         numpy_helper.to_array(constants[n]) if n in constants else None for n in (*node.input[2:3], *node.input[4:])
     ]
@@ -87,7 +87,7 @@ def _to_end(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> 
 
 
 def _finish(exported: OriginalTensor, plan: CachePlan) -> CachePlan:
-    """Add the input of the model as exported, which gets 0."""
+    """Add the exported model's input, which gets the value 0, to the plan."""
     old = f"{exported.name} [{', '.join(map(str, exported.shape))}]"
     why = f"{plan.logits_span.name} says it" if plan.logits_span is not None else "the logits are of all positions"
     change = InterfaceChange("input", old, "", why)

@@ -1,7 +1,7 @@
-"""Caches of fewer bits than the model computes in, as ``--cache-dtype`` asks for.
+"""Quantize caches for ``--cache-dtype`` to fewer bits than the model computes in.
 
-A row of a head [H] is rotated, and becomes codes and one float32 scale. Rows are never written again, and nothing is
-calibrated:
+Each row of a head [H] is rotated, and stored as codes and one float32 scale. Rows are quantized once, without
+calibration:
 
     turned = row R                              R: an orthonormal Hadamard matrix
     scale = max(|turned|) / M                   M: 127 for int8, 7 for int4, 448 for fp8
@@ -12,23 +12,23 @@ Attention gives the same numbers if its queries are rotated too and its result i
 
     softmax(Q K') V = softmax((Q R) (K R)') (V R) R
 
-Other readers get rows that are rotated back.
+Other readers read rows that are rotated back.
 
-With `PlanOptions.cache_ranges`, a cache has one scale, which is a constant: its range / M. Codes saturate, as those of
-QuantizeLinear do: integers at -M - 1 and M.
+With `PlanOptions.cache_ranges`, a cache has one constant scale: its range / M. Codes saturate as in QuantizeLinear:
+integers at -M - 1 and M.
 
-It is an edit of a model that was rewritten and checked with the caches that it has:
+This module edits a model after the rewrite and the check, which use the original caches:
 
     past [B, N, S_max, H]  -- update(new rows) -- present  -- Slice(rows in use) -- reader
 becomes
     past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
 
-TensorRT for RTX has no plugins, and its layer moves floats only. So codes lie in the 24 bits that a float32 holds
-exactly, three of 8 bits or six of 4, and the scale is the last number of the row. Arithmetic separates them, exactly:
-a float32 times a power of two, and Floor of it, are exact.
+TensorRT for RTX has no plugins, and its layer moves only floats. So a float32 holds codes in the 24 bits that it stores
+exactly: three codes of 8 bits, or six of 4. The scale is the last number of the row. Arithmetic separates the codes
+exactly, since a float32 times a power of two, and its Floor, are exact.
 
-On TensorRT the plugin writes codes into a cache of int8 or float8 (4 bits: two codes in an int8), and the scales have a
-cache [B, N, S_max, 1] of their own. The builder lets no Slice read float8, so that such codes become float32 before it
+On TensorRT the plugin writes codes into a cache of int8 or float8 (4 bits: two codes in an int8). A separate cache
+[B, N, S_max, 1] holds the scales. The builder allows no Slice of float8, so float8 codes become float32 before it
 (measured on TensorRT for RTX 1.7.1: "datatype FP8 but is not consumed by IPluginLayer, ..., IDequantizeLayer,
 IConcatenationLayer, IShuffleLayer, IShapeLayer").
 """
@@ -85,11 +85,11 @@ class _Form:
     Attributes:
         most: the largest code.
         dtype: ONNX name of the numbers that hold codes.
-        codes: in one number; the first in the lowest bits.
-        bits: of a code, where a number holds several.
-        scale_inside: the scale is the last number of the row.
-        ranges: the largest magnitude in each cache, whose scale is a constant. None: rows have scales, inside or in a
-            cache of their own.
+        codes: number of codes in one number; the first code has the lowest bits.
+        bits: bits of a code, if a number holds several codes.
+        scale_inside: True if the scale is the last number of the row.
+        ranges: the largest magnitude in each cache, for constant scales. None: each row has a scale, inside the row
+            or in a separate cache.
         route: of the caches that hold codes.
     """
 
@@ -111,14 +111,14 @@ class _Form:
 
     @property
     def zero(self) -> int:
-        """The number that holds codes of 0, before it is moved into the range of `dtype`."""
+        """The number that holds only codes of 0, before the shift into the range of `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
 def rotation(size: int) -> npt.NDArray[np.float32]:
-    """The matrix R ``[size, size]`` by which rows are rotated; it is its own inverse.
+    """The rotation R ``[size, size]`` of rows; it is its own inverse.
 
-    An orthonormal Hadamard matrix of the largest power of two that divides `size`, repeated along the diagonal.
+    R repeats an orthonormal Hadamard matrix along the diagonal, of the largest power of two that divides `size`.
     """
     block = size & -size
     at = np.arange(block)
@@ -128,13 +128,12 @@ def rotation(size: int) -> npt.NDArray[np.float32]:
 
 
 def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CachePlan:
-    """Edit, in place, a rewritten model whose plan asks for another type of caches; returns the plan that it has now.
+    """Edit a rewritten model in place to quantize its caches as the plan's options ask; returns the new plan.
 
     Args:
-        graph: rewritten. GroupQueryAttention of ONNX Runtime may have taken in updates and attention, with
-            `cache_ranges` alone.
+        graph: rewritten. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and attention.
         plan: of the model, with its own caches.
-        plain: for ONNX Runtime, not for the target: integers that its own operators write.
+        plain: for ONNX Runtime instead of the target: ONNX Runtime's own operators write integers.
 
     Raises:
         OptionError: a cache cannot have this type.
@@ -154,7 +153,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
 
 
 def _writer(graph: gs.Graph, cache: CacheUpdate) -> gs.Node:
-    """The update of a cache, or the attention of ONNX Runtime that took it in."""
+    """The update of a cache, or ONNX Runtime's attention that contains the update."""
     (past,) = (t for t in graph.inputs if t.name == cache.past)
     return next(n for n in consumers(past) if n.name == cache.node or n.op == _IN_ATTENTION)
 
@@ -210,13 +209,13 @@ def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
 
 
 class _Quantized:
-    """One cache on its way to codes.
+    """Quantizes one cache.
 
     Args:
         emitter: adds nodes.
         form: of the codes.
         cache: as planned.
-        node: the update, or the attention that took it in.
+        node: the update, or the attention that contains it.
     """
 
     def __init__(self, emitter: Emitter, form: _Form, cache: CacheUpdate, node: gs.Node) -> None:
@@ -237,7 +236,7 @@ class _Quantized:
         self._unit = self._scale if self._scale is not None and form.codes == 1 else self._number(1)
 
     def edit(self) -> None:
-        """Let the update write codes, and readers read what they stand for."""
+        """Make the update write codes, and make readers read dequantized rows."""
         readers = [r for r in consumers(self._present) if not is_op(r, "Shape")]
         self._keep_shapes(self._past, self._cache.physical_shape)
         self._keep_shapes(self._present, self._cache.physical_shape)
@@ -263,7 +262,7 @@ class _Quantized:
             tensor.dtype, tensor.shape = dtype, [*tensor.shape[:-1], self._planned_size]
 
     def _hold_in_attention(self) -> None:
-        """ONNX Runtime's attention quantizes new rows itself, and reads codes; two of 4 bits lie in a uint8."""
+        """Let ONNX Runtime's attention quantize new rows and read codes itself; a uint8 holds two codes of 4 bits."""
         node, which, bits = self._node, "kv"[self._at - 3], self._form.bits
         assert self._scale is not None
         node.inputs[self._at - 2] = self._turn_packed(node.inputs[self._at - 2])
@@ -279,7 +278,7 @@ class _Quantized:
         self._retype(_elem_type(self._dtype))
 
     def planned(self) -> tuple[CacheUpdate, ...]:
-        """Its entries in the plan: the codes, and scales that have a cache of their own."""
+        """The cache's entries in the plan: for codes, and for scales in a separate cache."""
         form, cache = self._form, self._cache
         shape = cache.physical_shape[:-1]
         moved = replace(
@@ -324,7 +323,7 @@ class _Quantized:
         return self._emitter.scalar(value, FLOAT)
 
     def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Tensor]:
-        """New rows [..., H] as codes [..., L] and float32 scales [..., 1], or the one of the cache."""
+        """Quantize new rows [..., H]; returns codes [..., L] and float32 scales [..., 1], or the cache's scale."""
         form, scale = self._form, self._scale
         codes = self._turn(self._op("Cast", [rows], "wide", to=FLOAT), FLOAT)
         if scale is None:
@@ -351,7 +350,7 @@ class _Quantized:
         return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
 
     def _pack(self, codes: gs.Variable) -> gs.Variable:
-        """Whole numbers [..., H] that hold them: the first L codes in the lowest bits, then the next L."""
+        """Pack codes [..., H] into numbers [..., L]: the first L codes in the lowest bits, then the next L."""
         form, rank = self._form, 3 if self._cache.form is UpdateForm.PACKED_NHD else 4
         if missing := self._numbers * form.codes - self._size:
             pads = self._emitter.ints([0] * (2 * rank - 1) + [missing])
@@ -365,7 +364,7 @@ class _Quantized:
         return self._op("Add", [total, self._number(form.zero - self._shift)], "numbers")
 
     def _unpack(self, numbers: gs.Tensor) -> gs.Variable:
-        """Codes [..., H] of numbers [..., L]."""
+        """Unpack numbers [..., L] into codes [..., H]."""
         form = self._form
         if self._shift:
             numbers = self._op("Add", [numbers, self._number(self._shift)], "shifted")
@@ -381,11 +380,11 @@ class _Quantized:
 
     @property
     def _shift(self) -> int:
-        """The offset that whole numbers lose so that they fit into the type of the cache."""
+        """The offset to subtract from packed integers so that they fit the cache's type."""
         return 0 if self._form.dtype == "float" else 1 << (dtype_bits(self._form.dtype) - 1)
 
     def _powers(self, first: int, sign: int = 1) -> gs.Constant:
-        """Powers of two, by which a code is moved to its place in a number: ``[codes, 1]``."""
+        """Powers of two ``[codes, 1]`` that move each code to its place in a number."""
         places = np.arange(first, first + self._form.codes) * self._form.bits * sign
         return self._emitter.constant(np.exp2(places).astype(np.float32)[:, None])
 
@@ -394,7 +393,7 @@ class _Quantized:
         return self._op("Slice", [tensor, *ends], "part")
 
     def _dequantize_for(self, reader: gs.Node, present: gs.Tensor) -> None:
-        """Put what the codes stand for in the way to a reader of them, after it where it takes the rows in use."""
+        """Insert dequantization before a reader of codes, or after it if it slices the rows in use."""
         axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
         if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
             values = self._emitter.once(("values", present.name), lambda: self._dequantize(present, None))
@@ -408,7 +407,7 @@ class _Quantized:
             self._read(other, rows, values)
 
     def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
-        """Let a reader of codes read values, turned back where it is no attention that is rotated with them."""
+        """Make a reader of codes read values, rotated back unless the reader is an attention that rotates, too."""
         if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
         reader.inputs = [values if t is codes else t for t in reader.inputs]
@@ -432,7 +431,7 @@ class _Quantized:
         maker.outputs = [result]
 
     def _turn(self, rows: gs.Tensor, dtype: int) -> gs.Variable:
-        """Rows ``[..., H]`` rotated, or rotated back."""
+        """Rotate rows ``[..., H]``; a second rotation restores them."""
         matrix: gs.Tensor = self._emitter.constant(rotation(self._size))
         if dtype != FLOAT:
             matrix = self._emitter.once(
@@ -441,12 +440,12 @@ class _Quantized:
         return self._op("MatMul", [rows, matrix], "rotated", dtype)
 
     def _turn_packed(self, rows: gs.Tensor) -> gs.Variable:
-        """Rows ``[B, S, N*H]`` with each head rotated."""
+        """Rotate each head of rows ``[B, S, N*H]``."""
         heads = self._op("Reshape", [rows, self._emitter.ints([0, 0, -1, self._size])], "heads")
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
     def _dequantize(self, rows: gs.Tensor, reader: gs.Node | None) -> gs.Variable:
-        """The numbers that the codes of rows stand for: of all, or of those that a Slice takes."""
+        """Dequantize all rows, or the rows that a Slice takes."""
         codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scale
         if self._form.scale_inside:
             codes, scale = self._slice(rows, 0, self._numbers), self._slice(rows, self._numbers, self._numbers + 1)
@@ -461,11 +460,11 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Numbers of a narrow type as float32, times the scale of the cache where each of them is a code."""
+        """Convert numbers of a narrow type to float32, times the cache's scale if each number is one code."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
-        """The update of the scales, beside that of the codes."""
+        """Add an update of the scales' cache beside the update of the codes."""
         graph, node, past, present = self._emitter.graph, self._node, self._past, self._present
         taken = set(graph.tensors())
         names = []
@@ -484,11 +483,11 @@ class _Quantized:
         self._scales = scales[0], scales[1], update
 
     def _keep_shapes(self, tensor: gs.Tensor, shape: tuple[Dim, ...]) -> None:
-        """Shape nodes that read the cache go on seeing the size of its rows.
+        """Keep the row size that Shape nodes over the cache return.
 
         Args:
             tensor: the cache, or a view of it that only Shape nodes read.
-            shape: that they see.
+            shape: the shape that Shape nodes return.
         """
         for reader in consumers(tensor):
             if is_op(reader, "Shape"):
@@ -511,7 +510,7 @@ def _place(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
 
 
 def _plan(plan: CachePlan, updates: list[tuple[CacheUpdate, ...]]) -> CachePlan:
-    """The plan with quantized caches in the place of others."""
+    """Replace caches in the plan with their quantized form."""
     by_name = {name: caches for caches in updates for name in (caches[0].past, caches[0].present)}
     tensors: list[TensorRole] = []
     changes = {(c.io, c.new.partition(" ")[0]): c for c in plan.changes if c.new}
@@ -546,7 +545,7 @@ def _text(role: TensorRole) -> str:
 
 
 def _saved(plan: CachePlan, quantized: CachePlan) -> str:
-    """Bytes of a token before and after."""
+    """Describe the bytes per token before and after."""
     before, after = (
         sum(
             cache_bytes(replace(c, physical_shape=(1, *c.physical_shape[1:2], 1, c.physical_shape[3])), 1)

@@ -1,1 +1,1 @@
-"""Model files and what lies beside them: read, checked, written."""
+"""Read, check and write model files and the files beside them."""

@@ -1,4 +1,4 @@
-"""The rules of ONNX that a graph must keep to before anything is planned.
+"""Check the rules of ONNX that a graph must follow before planning.
 
 Weights are left out of every check: large initializers are replaced by typed inputs, so the checks cost what the graph
 costs. Shapes come from ONNX's own shape inference, through If and Loop bodies and model-local functions.
@@ -101,7 +101,7 @@ def check_graph(model: ModelProto, source: str) -> None:
 
 
 def _check_sizes(model: ModelProto, source: str) -> None:
-    """Refuse lists and stated sizes from which more is made than the file is long."""
+    """Refuse lists and stated sizes that would create far more data than the file holds."""
     for scope in iter_scopes(model):
         for info in (*(scope.input if isinstance(scope, GraphProto) else ()), *scope.value_info):
             shape = shape_of(info) or ()
@@ -120,7 +120,7 @@ def _check_sizes(model: ModelProto, source: str) -> None:
 
 
 def _check_updates(model: ModelProto, source: str) -> None:
-    """TensorScatter exists from opset 24 on, a function may import another version than the model; its two modes."""
+    """Check opset (24 or later, also in functions) and mode of every TensorScatter."""
     for top, version in [(model.graph, opset_version(model)), *((f, opset_version(f)) for f in model.functions)]:
         for node in (node for node in all_nodes(top) if is_op(node, "TensorScatter")):
             if version is None or version < TENSOR_SCATTER_OPSET:
@@ -213,7 +213,7 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
 
 
 def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> None:
-    """Refuse an initializer that the input of its name could not take: some of what reads them reads the one."""
+    """Refuse an initializer whose type or shape contradicts the input of the same name."""
     shape, elem_type = shape_of(info), elem_type_of(info)
     fits = shape is None or (
         len(shape) == len(tensor.dims)
@@ -237,7 +237,7 @@ def _is_small(tensor: TensorProto) -> bool:
 
 
 def _move_foreign_ops(skeleton: ModelProto) -> None:
-    """Give operators that ONNX does not define a domain of their own, where the checker lets them be.
+    """Move operators that ONNX does not define to a separate domain, which the checker ignores.
 
     TensorRT's parser and ONNX Runtime look up some of their own operators in ONNX's domain (``TRT_KVCacheUpdate``,
     ``SimplifiedLayerNormalization``), and exporters write them so. An operator that nobody knows is refused there.
@@ -252,7 +252,7 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
 
 
 def _without_stated_shapes(model: ModelProto) -> ModelProto:
-    """The same, with shapes inside of it for operators of other domains alone: exporters state some wrongly."""
+    """Drop stated shapes, except those of outputs of other domains' operators: exporters state some wrongly."""
     stated = {info.name: info for info in model.graph.value_info}
     foreign = [name for node in model.graph.node if node.domain not in DEFAULT_DOMAINS for name in node.output]
     replace_field(model.graph.value_info, [stated[name] for name in foreign if name in stated])
@@ -313,7 +313,7 @@ def _check_are_tensors(graph: GraphProto, source: str) -> None:
 
 
 def _check_no_optional(model: ModelProto, source: str) -> None:
-    """Refuse values that may be there or not, also where ONNX infers no types before them."""
+    """Refuse optional values, also if ONNX cannot infer their types."""
     names = [n.output[0] for top in (model.graph, *model.functions) for n in all_nodes(top) if is_op(n, "Optional")]
     names += [i.name for s in iter_scopes(model) for i in s.value_info if i.type.WhichOneof("value") == "optional_type"]
     if names:

@@ -1,6 +1,6 @@
 """Defaults of inputs: an initializer of the same name.
 
-Old exporters list weights so, which stay constants. As constants, positions or a past would be the same in every step.
+Old exporters list weights in this form; these stay constants. Positions or a past must not become constants.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
 
 
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
-    """Let, in place, whatever a step brings have no default.
+    """Remove, in place, defaults of inputs that each step provides.
 
-    That are inputs with an open dimension, or a name that has a role, or that are a cache, its indices or its lengths.
+    These are inputs with an open dimension, with a name that has a role, and caches, their indices and lengths.
 
     Args:
         graph: edited.
@@ -55,7 +55,7 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
 
 
 def _shape_constants(graph: GraphProto, constants: Iterable[TensorProto]) -> bool:
-    """Let inputs that are listed without a shape have that of their default: what reads them asks for one."""
+    """Give inputs without a shape the shape of their default, since readers need one."""
     shapes = {tensor.name: tensor.dims for tensor in constants}
     bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
     for value in bare:

@@ -1,4 +1,4 @@
-"""External data behind links, for those who refuse such: `load_source` has checked where they lead.
+"""Read external data behind links, which some libraries refuse; `load_source` has checked the links.
 
 ONNX Runtime (1.31.1), with a model that is no file, takes data only from within the folder that it is told: symbolic
 links of the Hugging Face cache lead out of it. ONNX's own loader (1.23) refuses these as well, and files with several
@@ -20,11 +20,11 @@ __all__ = ["for_session", "held", "read_data", "without_links"]
 
 
 def read_data(tensor: TensorProto, folder: Path) -> None:
-    """Take external data into a tensor; nothing where it has none.
+    """Read external data into a tensor; tensors without external data stay unchanged.
 
     Raises:
         OSError: they cannot be read.
-        ValueError: the file was cut meanwhile.
+        ValueError: the file became shorter meanwhile.
     """
     if tensor.data_location != TensorProto.EXTERNAL:
         return
@@ -50,7 +50,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
-    """The same model, with its external data named as they really lie, and the folder of these.
+    """Resolve links of external data; returns a model with the real locations, and their common folder.
 
     If no link leads out of the folder of the model, both are returned unchanged; else a copy of the model.
     """
@@ -71,7 +71,7 @@ def _locations(model: ModelProto) -> Iterator[StringStringEntryProto]:
 
 
 def for_session(model: ModelProto, folder: Path, options: Any) -> bytes:
-    """The model as a session of ONNX Runtime takes it, whose `options` are told the folder of its external data."""
+    """Serialize the model for a session of ONNX Runtime; `options` get the folder of its external data."""
     linked, folder = without_links(model, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return bytes(linked.SerializeToString())

@@ -1,7 +1,7 @@
-"""Writing a rewritten model: all of it appears, or nothing does.
+"""Write a rewritten model completely, or not at all.
 
-Weights stay where they are, or are copied by the operating system. Only those that change are written anew; of a file
-that some of them come from, the rest is copied.
+Weights stay where they are, or the operating system copies them. Only changed weights are written anew; other data of
+their file are copied.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Data:
 
 
 def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
-    """By copy, each external file that the model refers to and that is not yet in the target's folder.
+    """Map the path of each copy to a data file of the model that the target's folder lacks.
 
     The weights of `flipped` will be elsewhere: of the files that they come from, the rest is needed.
     """
@@ -120,7 +120,7 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same bytes in separate ranges, in order."""
+    """Merge overlapping byte ranges, in order."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:

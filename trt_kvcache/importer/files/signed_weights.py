@@ -35,7 +35,7 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     """Edit, in place, a rewritten model before TensorRT reads it.
 
-    Unsigned weights become signed that nothing but DequantizeLinear reads; what families need is edited, too.
+    Unsigned weights become signed if only DequantizeLinear reads them. Extensions edit the model, too.
 
     Returns:
         Weights in external data, which lie in `folder`, that are declared signed, and refer to bytes that are not, yet.

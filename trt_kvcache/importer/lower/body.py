@@ -1,4 +1,4 @@
-"""Function bodies: the form in which the meaning of an operator is written, and the way into a graph.
+"""Function bodies: write the meaning of an operator as ONNX text, and insert it into a graph.
 
 A body is ONNX text, with two liberties:
 
@@ -101,7 +101,7 @@ class Call:
         return line if self.has(name) else ""
 
     def is_read(self, output: str) -> bool:
-        """True if something reads this output."""
+        """True if a node or a graph output reads this output."""
         name = self.output(output)
         return bool(name) and name in self._tensors.read
 
@@ -140,11 +140,11 @@ class Call:
         return self._names[formal]
 
     def bind(self, local: str, tensor: str) -> None:
-        """Let `local` be a tensor of the model."""
+        """Bind the name `local` to a tensor of the model."""
         self._names[local] = tensor
 
     def maker(self, name: str) -> NodeProto | None:
-        """The node that makes an input; None: none does."""
+        """The node that makes an input; None for graph inputs and weights."""
         return self._tensors.makers.get(self._names[name])
 
     def shape(self, name: str) -> Shape | None:
@@ -217,7 +217,7 @@ class Call:
         self._names[local] = self._tensors.constant(proto)
 
     def label(self) -> str:
-        """The node in a message."""
+        """The node's name for messages."""
         return f"{self.node.domain or 'ai.onnx'}::{self.node.op_type} '{self.node.name}'"
 
     def refuse(self, what: str, advice: str) -> NoReturn:

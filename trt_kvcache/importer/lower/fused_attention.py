@@ -124,7 +124,7 @@ def _is_empty(call: Call, name: str) -> bool:
 
 
 def _check_shared(call: Call) -> None:
-    """Refuse what no exporter asks of a layer that reads the cache of another one."""
+    """Refuse options that no exporter uses for a layer that reads another layer's cache."""
     options = {
         "head_sink or smooth_softmax": call.has("sinks") or call.integer("smooth_softmax") == 1,
         "causal=0": not call.integer("causal", 1),

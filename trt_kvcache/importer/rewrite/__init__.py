@@ -45,7 +45,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
-    """Let mask inputs be shorter than the cache where the plan says so: ONNX pads a short mask with "masked"."""
+    """Allow mask inputs shorter than the cache, as planned: ONNX pads a short mask with "masked"."""
     shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and (t.role is Role.MASK or "keys" in t.axes)}
     for tensor in graph.inputs:
         if tensor.name in shapes:
@@ -53,7 +53,7 @@ def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Add the plan's logits span to the graph, and slice to it what the logits are computed from."""
+    """Add the plan's logits span to the graph, and slice the tensor from which the logits are computed."""
     span = plan.logits_span
     if span is None:
         return

@@ -1,7 +1,7 @@
-"""Chat templates: Jinja2 as transformers sets it up, in its sandbox, which keeps a template away from Python.
+"""Chat templates: Jinja2 with the settings of transformers, in a sandbox that keeps templates away from Python.
 
-Every message has to leave a trace in the prompt: many templates write the roles that they know, and pass over others
-without a word. Special tokens that a message spells are text.
+Many templates silently skip messages with unknown roles. So a chat is refused if the template ignores one of its
+messages. Special tokens that a message spells are encoded as text.
 
 Source: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
@@ -31,10 +31,10 @@ class Chat:
 
     Attributes:
         messages: ``{"role": "user", "content": "..."}`` and so on.
-        tools: that the model may call, as OpenAI's API has them.
-        values: more names for the template, such as ``enable_thinking``.
+        tools: tools that the model may call, in the form of OpenAI's API.
+        values: further variables for the template, such as ``enable_thinking``.
         generation_prompt: the prompt ends where the model's answer begins.
-        continues: it ends within the last message, which the model goes on with.
+        continues: the prompt ends within the last message, and the model continues this message.
     """
 
     messages: list[dict[str, Any]]
@@ -49,8 +49,8 @@ class Part:
     """A part of a prompt.
 
     Attributes:
-        text: of it.
-        plain: what looks like a special token in it is text.
+        text: its text.
+        plain: special tokens spelled in the text are encoded as text.
     """
 
     text: str
@@ -58,7 +58,7 @@ class Part:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call: an object for templates that write it as JSON, and a text for those that join it."""
+    """The arguments of a call: an object for templates that write JSON, and a text for templates that join strings."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -87,12 +87,12 @@ def render(
         template: Jinja2.
         chat: its values.
         special_tokens: ``bos_token`` and others, for the template.
-        special_texts: of all special tokens, which messages cannot write.
+        special_texts: texts of all special tokens; messages cannot write these tokens.
         name: of the tokenizer, for messages.
 
     Raises:
-        OptionError: the template is broken or does what the sandbox forbids, it refuses the messages, or it does not
-            write one of them; or the messages are no JSON.
+        OptionError: the template is broken, does something that the sandbox forbids, refuses the messages, or ignores
+            one of them; or the messages are not JSON.
     """
     if taken := next((value for value in _RESERVED if value in chat.values), None):
         raise OptionError(f"{taken} is no value that a chat template can be given; leave it out")
@@ -130,7 +130,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks answers for training; for a prompt it is its content."""
+        """``{% generation %}`` marks answers for training. In a prompt the tag has no effect on its content."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja2's own declaration
 
@@ -164,7 +164,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
 
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the message, in which arguments of calls are objects and texts at once."""
+    """Copy a message; arguments of calls become both objects and texts, see `_Arguments`."""
     result = deepcopy(dict(message))
     for call in _calls(result):
         arguments = call.get("arguments")
@@ -191,7 +191,7 @@ def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
-    """The prompt, and the messages that it is of: with ``developer`` as ``system`` where the template knows no other.
+    """Return the messages and the prompt; ``developer`` becomes ``system`` if the template does not know it.
 
     Raises:
         OptionError: see `render`.
@@ -213,7 +213,7 @@ def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[l
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
-    """A part that has to leave a trace: the message, the part of it, and where it stands."""
+    """Yield each text that the prompt must contain: index of the message, a label, and the container and key."""
     for at, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and content.strip():
@@ -262,7 +262,7 @@ def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
     """The prompt up to the end of the last message's content.
 
     Raises:
-        OptionError: the template does not write it.
+        OptionError: the template does not write the last message.
     """
     marked = deepcopy(messages)
     content = marked[-1].get("content")
@@ -276,17 +276,17 @@ def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
 
 
 def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str], name: str) -> list[Part]:
-    """The prompt in parts, so that special tokens that messages spell are text.
+    """Split the prompt into parts, so that special tokens spelled in messages stay text.
 
     Args:
-        shown: the prompt, with marks in the place of these.
-        text: without marks.
-        pattern: of special tokens.
-        known: their texts.
+        shown: the prompt, with marks in place of spelled special tokens.
+        text: the prompt without marks.
+        pattern: matches special tokens.
+        known: texts of the special tokens.
         name: of the tokenizer.
 
     Raises:
-        OptionError: the template treats messages with a special token in them in another way.
+        OptionError: the template writes messages with a special token in another way.
     """
     spelled = re.compile(_SPELLED.format("([0-9]+)"))
     if spelled.sub(lambda match: known[int(match[1])], shown) != text:
@@ -320,7 +320,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _hidden(value: Any, pattern: re.Pattern[str], known: Sequence[str]) -> Any:
-    """The same with a mark in the place of each special token."""
+    """Copy a value with a mark in place of each special token."""
 
     def mark(text: str) -> str:
         return pattern.sub(lambda match: _SPELLED.format(known.index(match[0])), text)

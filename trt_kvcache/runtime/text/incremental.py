@@ -1,4 +1,4 @@
-"""Tokens to text while they come: no half characters, nothing taken back, stop strings found across tokens."""
+"""Convert tokens to text as they arrive: no half characters, no text taken back, stop strings across tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONTEXT = 8
 
 
 class TokenDecoder(Protocol):
-    """A class that turns token ids into text: `trt_kvcache.runtime.text.tokenizer.Tokenizer`."""
+    """A class that turns token ids into text, such as `trt_kvcache.runtime.text.tokenizer.Tokenizer`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""
@@ -32,19 +32,19 @@ class TokenDecoder(Protocol):
 class TextStream:
     """The text of one growing sequence, in pieces that are final.
 
-    A token can end inside a character, and its text can depend on the tokens before it (a leading space, the bytes of
-    one character), so a window over the last tokens is decoded, and what is new in it and complete is given out.
+    A token can end inside a character, and its text can depend on earlier tokens (a leading space, the bytes of one
+    character). So the stream decodes a window of the last tokens, and returns text that is new and complete.
     """
 
     def __init__(
         self, tokenizer: TokenDecoder, prompt: Sequence[int] | npt.NDArray[np.int64] = (), stops: Sequence[str] = ()
     ) -> None:
-        """Start after the prompt, whose text is not given out.
+        """Start after the prompt. The stream does not return the prompt's text.
 
         Args:
             tokenizer: turns tokens into text.
-            prompt: tokens that come before; a space at the start of the first new token depends on them.
-            stops: texts that end the stream, none of them empty.
+            prompt: tokens before the stream; they decide whether the first new token starts with a space.
+            stops: texts that end the stream; not empty.
         """
         self._tokenizer = tokenizer
         self._window = [int(token) for token in prompt[max(0, len(prompt) - _CONTEXT) :]]
@@ -54,16 +54,16 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """True once a stop string came; nothing is given out after that."""
+        """True after a stop string; the stream then returns no more text."""
         return self._stops.matched
 
     def push(self, token: int) -> str:
-        """Take one token; return the text that is certain now, which may be none."""
+        """Take one token; return the text that is final now, possibly an empty text."""
         self._window.append(token)
         text = self._decode()
         if not text.startswith(self._emitted):
-            # The decoder took back what is out already (one that falls back to bytes does, where a character is
-            # followed by a byte that fits none). What is out stays; go on from here.
+            # The decoder changed text that was already returned. (Byte-fallback decoders do so if a byte that fits no
+            # character follows.) Returned text stays, and the stream continues from here.
             self._window, self._emitted, self._settled = [token], "", 0
             text = self._decode()
         complete = _complete(text)
@@ -84,7 +84,7 @@ class TextStream:
         return self._stops.push(new)
 
     def flush(self) -> str:
-        """Return what was held back; incomplete characters are U+FFFD now."""
+        """Return the text held back so far; incomplete characters become U+FFFD."""
         rest = self._decode()[len(self._emitted) :]
         self._emitted += rest
         return self._stops.push(rest) + self._stops.flush()
@@ -93,7 +93,7 @@ class TextStream:
         """The text of these tokens, or of the window.
 
         Raises:
-            SessionError: the tokenizer failed, as others do at ids that only the model knows.
+            SessionError: the tokenizer failed, for example at an id that only the model knows.
         """
         tokens = self._window if tokens is None else tokens
         try:
@@ -104,36 +104,36 @@ class TextStream:
 
 
 def _complete(text: str) -> str:
-    """Without the U+FFFD at its end that can stand for the beginning of a character."""
+    """Remove U+FFFD at the end of a text, which may stand for the first bytes of a character."""
     return text[: len(text) - min(_MOST_PENDING, len(text) - len(text.rstrip(_REPLACEMENT)))]
 
 
 class StopStrings:
-    """Finds the first of several texts in a stream, and holds back what may become one."""
+    """Find the first of several texts in a stream; hold back text that may become one of them."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Start with nothing seen; `stops` are not empty texts."""
+        """Start without text; `stops` must not be empty texts."""
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Take more text; return what certainly comes before any stop string."""
+        """Take more text; return the text that is certainly before any stop string."""
         if self.matched or not self._stops:
             return "" if self.matched else text
         text = self._pending + text
         places = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if places:
-            # The one that is complete first, as if the text had come character by character.
+            # Choose the stop string that ends first, as if the text had arrived character by character.
             self.matched, self._pending = True, ""
             return text[: min(places)[1]]
-        # Of the suffixes that some stop string begins with, the longest.
+        # Hold back the longest suffix that is the start of a stop string.
         longest = min(len(text), max(map(len, self._stops)) - 1)
         length = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
         self._pending = text[len(text) - length :]
         return text[: len(text) - length]
 
     def flush(self) -> str:
-        """Return what was held back: no stop string came of it."""
+        """Return the text held back, since no stop string can follow."""
         rest, self._pending = self._pending, ""
         return rest

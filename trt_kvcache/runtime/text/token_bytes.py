@@ -1,4 +1,4 @@
-"""The bytes of each token of a tokenizer, from which grammars decide what may come next."""
+"""The bytes of each token of a tokenizer. Grammars use them to decide which tokens may come next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TokenBytes:
     """The tokens of a vocabulary as bytes.
 
     Attributes:
-        texts: by id, the bytes of each token; of special tokens their names, which are no text.
+        texts: by id, the bytes of each token; for special tokens, their names, which are not text.
         special: ids of special tokens.
     """
 
@@ -27,10 +27,10 @@ class TokenBytes:
 def read_token_bytes(
     texts: Mapping[int, str], special: Iterable[int], decoder: dict[str, Any] | None, name: str
 ) -> TokenBytes:
-    """Undo what a ``tokenizer.json`` writes for bytes.
+    """Convert the token texts of a ``tokenizer.json`` to bytes.
 
     Args:
-        texts: of the tokens, by id, as the file has them.
+        texts: texts of the tokens by id, as in the file.
         special: ids of special tokens.
         decoder: of the file.
         name: of the tokenizer, for messages.
@@ -67,7 +67,7 @@ def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]
 
 
 def _alphabet() -> dict[str, int]:
-    """The characters of byte-level tokenizers: visible bytes are themselves, others are characters from 256 on."""
+    """Map characters of byte-level tokenizers to bytes: visible bytes as themselves, others from character 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(unseen)}
@@ -77,7 +77,7 @@ _BYTES = _alphabet()
 
 
 def each_decoder(decoder: Any) -> Iterator[dict[str, Any]]:
-    """The decoder of a ``tokenizer.json``, and those inside it."""
+    """Yield the decoder of a ``tokenizer.json``, and all decoders inside it."""
     if isinstance(decoder, dict):
         yield decoder
         inner = decoder.get("decoders")

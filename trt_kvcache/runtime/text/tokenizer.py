@@ -1,4 +1,4 @@
-"""Tokenizers of the ``tokenizers`` library, with the settings that transformers keeps beside them."""
+"""Tokenizers of the ``tokenizers`` library, with the settings that transformers stores beside them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LARGEST = 1 << 28
 
 
 class Tokenizer:
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, name: str = "") -> None:
         """Wrap a tokenizer.
 
         Args:
             tokenizer: of the ``tokenizers`` library.
-            settings: what ``tokenizer_config.json`` says.
+            settings: contents of ``tokenizer_config.json``.
             name: for messages.
 
         Raises:
@@ -48,11 +48,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json``, and beside it ``tokenizer_config.json`` and ``chat_template.jinja`` where they are.
+        """Read ``tokenizer.json``, and ``tokenizer_config.json`` and ``chat_template.jinja`` beside it if they exist.
 
         Args:
-            path: the file, or its folder. Load only what you trust: a tokenizer, and a chat template, may take any time
-                and memory for a text.
+            path: the file, or its folder. Load only trusted files: a tokenizer or a chat template can take unlimited
+                time and memory for a text.
 
         Raises:
             OptionError: a file is unreadable, or the ``tokenizers`` library is missing.
@@ -85,19 +85,19 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, with the added ones."""
+        """Number of tokens, including added tokens."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token that ``tokenizer_config.json`` names; None where it names none."""
+        """The end-of-sequence token from ``tokenizer_config.json``; None if the file has none."""
         name = self.special_tokens.get("eos_token")
         token = None if name is None else self._tokenizer.token_to_id(name)
         return None if token is None else int(token)
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """``bos_token``, ``eos_token`` and others by their text, as ``tokenizer_config.json`` names them."""
+        """Texts of ``bos_token``, ``eos_token`` and others, by name in ``tokenizer_config.json``."""
         named = {key: value for key, value in self._settings.items() if key.endswith("_token")}
         texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
         return {key: text for key, text in texts.items() if isinstance(text, str)}
@@ -107,11 +107,11 @@ class Tokenizer:
 
         Args:
             text: the prompt.
-            special_tokens: add what the tokenizer adds around a text, such as a first token. A rendered chat has its
-                special tokens already.
+            special_tokens: add the tokenizer's own tokens around the text, such as a first token. A rendered chat
+                already has its special tokens.
 
         Raises:
-            PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none; or the
+            PromptError: `text` cannot be written as UTF-8 (for example, it was decoded from invalid bytes), or the
                 tokenizer fails on it.
         """
         return self._encode(text, special_tokens=special_tokens, plain=False)
@@ -135,7 +135,7 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """The tokenizer, for which special tokens are text."""
+        """A copy of the tokenizer that encodes special tokens as text."""
         tokenizer = deepcopy(self._tokenizer)
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -144,7 +144,7 @@ class Tokenizer:
         """The bytes of each token, for grammars.
 
         Raises:
-            OptionError: the tokenizer joins tokens by other rules than their bytes.
+            OptionError: the tokenizer does not join tokens by their bytes.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
@@ -160,16 +160,16 @@ class Tokenizer:
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on.
-            tools: that the model may call, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
+            tools: tools for the model, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
             how: fields of `trt_kvcache.runtime.text.chat.Chat`.
 
         Raises:
-            OptionError: there is no chat template, it fails on the messages, or it does not write one of them.
+            OptionError: there is no chat template, it fails on the messages, or it ignores one of them.
         """
         return "".join(part.text for part in self._parts(messages, tools, how))
 
     def chat_tokens(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **how: Any) -> list[int]:
-        """Return the tokens of what `render_chat` gives. Special tokens are the template's: in messages they are text.
+        """Return the tokens of the prompt from `render_chat`. Special tokens spelled in messages are encoded as text.
 
         Args:
             messages: see `render_chat`.

@@ -1,15 +1,15 @@
-"""Adapters (LoRA) as inputs of a rewritten model, as ``--lora-rank`` asks for.
+"""Add adapters (LoRA) as inputs to a rewritten model, for ``--lora-rank``.
 
     y = x W                                                  x [B, S, inputs]
 becomes
     y = x W + (x A[slot]) B[slot]                            A [slots + 1, inputs, rank], B [slots + 1, rank, outputs]
 
 `slot` is an input ``[B]``: each sequence of a batch chooses its adapter. Slot 0 holds zeros, and is the model itself.
-W stays as it is, quantized or not. It is an edit of a model that was checked without adapters: nothing of that changes,
-and what is added is the definition of LoRA.
+W stays unchanged, quantized or not. This module edits a model after the check, which runs without adapters. It only
+adds operators, which follow the definition of LoRA.
 
-Names in the model say which module of the checkpoint a product is (`names`), or its weights do, compared with those of
-the checkpoint (`contents`). Several modules may be fused into one product: each has columns of its own in A and B.
+Names in the model tell which module of the checkpoint a product is (`names`); else a comparison of weights with the
+checkpoint does (`contents`). A product may fuse several modules: each has its own columns in A and B.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["add_adapters"]
 
 @dataclass(frozen=True)
 class _Match:
-    """A product, and the modules that it is."""
+    """A product, and the modules that it computes."""
 
     product: Product
     parts: tuple[AdapterPart, ...]
@@ -60,17 +60,17 @@ def add_adapters(
     folder: Path,
     weights: Mapping[str, TensorProto],
 ) -> CachePlan:
-    """Edit, in place, a rewritten model whose plan asks for adapters; returns the plan that it has now.
+    """Add adapters to a rewritten model in place, as the plan's options ask; returns the new plan.
 
     Args:
         model: rewritten; its large weights may be stand-ins.
         plan: of it.
-        source: as exported, for names.
+        source: the exported model, for names.
         folder: of the external data.
-        weights: that stand-ins stand for.
+        weights: the weights behind stand-ins.
 
     Raises:
-        UnsupportedModelError: no product is a target, or nothing says which rows of a product are a sequence's.
+        UnsupportedModelError: no product is a target, or the rows of each sequence in a product are unknown.
         OptionError: the checkpoint cannot be read.
     """
     options = plan.options
@@ -110,7 +110,7 @@ def add_adapters(
 
 
 def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
-    """The products whose names say which module they are; of several of one name that with the most inputs."""
+    """Match products to modules by name. Of several products with one name, the one with the most inputs is taken."""
     names = module_names(source)
     best: dict[str, list[Product]] = {}
     said: dict[str, str] = {}
@@ -135,7 +135,7 @@ def _compared(
     folder: Path,
     weights: Mapping[str, TensorProto],
 ) -> list[_Match]:
-    """The products whose weights are those of a checkpoint."""
+    """Match products to modules by comparing weights with a checkpoint."""
     matches = []
     for product in products:
         root = graph.constants[product.root]
@@ -152,7 +152,7 @@ def _compared(
 
 
 def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
-    """The modules that weights tell, and names for other products."""
+    """Join matches by weights with matches by names for all other products."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
     others = [
@@ -167,7 +167,7 @@ def _last(module: str) -> str:
 
 
 def _parts(one: _Match, graph: ProductGraph) -> _Match:
-    """The same with the modules that an exporter fused under a name of its own."""
+    """Split a match into the modules that an exporter fused under one name."""
     module = one.parts[0].module
     names = FUSED.get(_last(module))
     sizes = graph.split_of(one.product) if names and len(one.parts) == 1 else None
@@ -193,7 +193,7 @@ def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
 
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
-    """The targets, with its parts in the place of a module that an exporter split."""
+    """Replace targets that an exporter split with their parts."""
     known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
     split: dict[str, None] = {}
     for target in targets:
@@ -209,7 +209,7 @@ def _targets(matches: Sequence[_Match], targets: Sequence[str]) -> Iterator[_Mat
 
 
 def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequence[str], *, compared: bool) -> None:
-    """Refuse targets that no product is, and modules that several are."""
+    """Refuse targets without a product, and modules with several products."""
     last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
     known = sorted({_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m})
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
@@ -281,7 +281,7 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], b
 
 
 def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
-    """The nodes after a product, whose own result gets another name."""
+    """Make the nodes that add an adapter's change to a product; the product's own result is renamed."""
     result, stem = node.output[0], planned.a.removesuffix(".a")
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own

@@ -1,12 +1,12 @@
-"""The modules of a checkpoint that products are, from their weights.
+"""Find the modules of a checkpoint that products compute, by comparing weights.
 
-A weight ``[inputs, outputs]`` is one tensor of the checkpoint ``[outputs, inputs]`` turned, or several of them side by
-side. The first numbers of a column find a tensor, and corners of both are compared then: all tensors of a checkpoint
-together are not read.
+A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several of them side
+by side. The first numbers of a column find a candidate tensor; then the corners of both are compared. So the search
+does not read the whole checkpoint.
 
-A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. Its rows are near those of the tensor that
-it comes from, but for a number in each block, the zero point: two rows are compared by the angle between them, without
-the mean of each block.
+A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. Its rows are close to the rows of its
+source tensor, except for a zero point in each block. So two rows are compared by their angle, after subtracting the
+mean of each block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Tensor:
     """A weight of the checkpoint.
 
     Attributes:
-        turned: it is stored as ``[inputs, outputs]``, as Conv1D of transformers has it.
+        turned: the tensor is stored as ``[inputs, outputs]``, as by Conv1D of transformers.
     """
 
     module: str
@@ -50,7 +50,7 @@ class _Tensor:
     turned: bool
 
     def array(self) -> Array:
-        """As ``[inputs, outputs]``."""
+        """Read the tensor as ``[inputs, outputs]``."""
         data = self.file.read(self.name)
         return data if self.turned else data.T
 
@@ -62,7 +62,7 @@ class Contents:
         folder: with ``.safetensors`` files.
 
     Raises:
-        OptionError: it has none, or they cannot be read.
+        OptionError: the folder has no such files, or they cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ class Contents:
 
     @classmethod
     def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
-        """Those of `checkpoint`, or of the one that lies in the folder of the model."""
+        """Open `checkpoint` if it is given, else a checkpoint in the model's folder; None if there is none."""
         if checkpoint is not None:
             return cls(Path(checkpoint))
         is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
@@ -89,9 +89,9 @@ class Contents:
 
         Args:
             tensor: of the model.
-            turned: it is ``[outputs, inputs]``.
+            turned: the weight is ``[outputs, inputs]``.
             folder: of external data.
-            weights: that stand-ins stand for.
+            weights: the weights behind stand-ins.
         """
         if tensor.data_type not in _FLOATS or len(tensor.dims) != 2:
             return []
@@ -119,7 +119,7 @@ class Contents:
             tensor: of the model.
             scales: ``[outputs, blocks]``.
             folder: of external data.
-            weights: that stand-ins stand for.
+            weights: the weights behind stand-ins.
         """
         if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
             return []
@@ -148,7 +148,7 @@ class Contents:
         return parts
 
     def _directions(self, inputs: int, blocks: int, candidates: list[_Tensor]) -> Array:
-        """Those of the first columns of tensors, ``[n, inputs]``."""
+        """Normalized first columns of the candidate tensors, ``[n, inputs]``; see `_direction`."""
         key = inputs, blocks
         if key not in self._near:
             ones = np.ones(blocks, np.float32)
@@ -157,7 +157,7 @@ class Contents:
         return self._near[key]
 
     def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
-        """The tensors by their first numbers in this type."""
+        """Index the tensors by their first numbers, cast to `dtype`."""
         if dtype not in self._index:
             index: dict[bytes, list[_Tensor]] = {}
             for tensor in self._tensors:
@@ -177,7 +177,7 @@ def _tensors(files: list[Path]) -> Iterator[_Tensor]:
 
 
 def _fits(data: Array, at: int, tensor: _Tensor) -> bool:
-    """Two corners are equal, of columns that begin at `at`."""
+    """True if two corners of a tensor equal those of the weight's columns from `at` on."""
     wanted = tensor.array()
     stop = at + wanted.shape[1]
     if wanted.shape[0] != data.shape[0] or stop > data.shape[1]:
@@ -198,7 +198,7 @@ def _key(values: Array) -> bytes:
 
 
 def _numbers(data: Array, data_type: int) -> Array:
-    """A row of packed numbers."""
+    """Unpack a row of quantized numbers to float32."""
     if _BITS[data_type] == 4:
         data = np.stack([data & 15, data >> 4], -1).reshape(-1)
         return ((data ^ 8).astype(np.float32) - 8) if data_type == TensorProto.INT4 else data.astype(np.float32)
@@ -206,7 +206,7 @@ def _numbers(data: Array, data_type: int) -> Array:
 
 
 def _direction(row: Array, scales: Array) -> Array:
-    """A row ``[inputs]`` with a scale for each block, less the mean of each block, of length 1."""
+    """Scale a row ``[inputs]`` by block, subtract each block's mean, and normalize it to length 1."""
     blocks = row.reshape(len(scales), -1)
     flat = ((blocks - blocks.mean(1, keepdims=True)) * scales[:, None]).reshape(-1)
     unit: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)
@@ -214,7 +214,7 @@ def _direction(row: Array, scales: Array) -> Array:
 
 
 def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """The bytes of a weight, where they lie if that is a file."""
+    """The bytes of a weight; external data are memory-mapped."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return np.frombuffer(raw_bytes(tensor), np.uint8)
@@ -224,7 +224,7 @@ def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
 
 
 def _array(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """The numbers of a weight, where they lie if that is a file."""
+    """The numbers of a weight; external data are memory-mapped."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return numpy_helper.to_array(tensor)

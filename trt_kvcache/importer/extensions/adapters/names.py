@@ -1,4 +1,4 @@
-"""The modules of a checkpoint that products are, from names that exporters keep.
+"""Find the modules of a checkpoint that products compute, by names that exporters keep.
 
 weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
 nodes      /model/layers.0/self_attn/q_proj/MatMul
@@ -25,12 +25,12 @@ _NO_MODULE = re.compile(
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Names of modules, by what nodes are called."""
+    """Names of modules, by names of nodes."""
 
     scopes: Mapping[str, str]
 
     def of(self, weight: str, node: str) -> tuple[str, str] | None:
-        """The module that a product is, and what says so."""
+        """The module of a product, and the source of that name; None if unknown."""
         for name, by in ((weight, "its weight's name"), (node, "its node's name")):
             if (module := _module(name)) is not None:
                 return module, by
@@ -38,7 +38,7 @@ class ModuleNames:
 
 
 def module_names(source: ModelProto) -> ModuleNames:
-    """The names in a model as exported."""
+    """Read module names from an exported model."""
     scopes = {}
     for node in source.graph.node:
         text = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
@@ -48,7 +48,7 @@ def module_names(source: ModelProto) -> ModuleNames:
 
 
 def _module(name: str) -> str | None:
-    """A module's name in that of a weight or a node."""
+    """Extract a module's name from the name of a weight or a node; None if it has none."""
     parts = [part for part in re.split(r"[./]+", name.removeprefix("trt_kvcache/")) if part]
     while parts and _NO_MODULE.fullmatch(parts[-1]):
         parts.pop()
@@ -57,7 +57,7 @@ def _module(name: str) -> str | None:
 
 
 def _in_scopes(text: str) -> str | None:
-    """The innermost module of a list of them, each with the path to it."""
+    """The innermost module in a textual list of module paths; None if there is none."""
     try:
         scopes = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""The products of a rewritten model with a weight, and what is known of their operands."""
+"""Find products with a weight in a rewritten model, and facts about their operands."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Product:
     """A product with a weight.
 
     Attributes:
-        rows: what is multiplied, ``[B, S, inputs]``, or its source, where it has one axis for the first two.
+        rows: the other operand ``[B, S, inputs]``, or its source if the operand merges the first two axes.
         root: the initializer of its weight.
-        turned: the initializer is ``[outputs, inputs]``.
-        scales: the initializer ``[outputs, blocks]`` that a quantized weight ``[outputs, inputs]`` is scaled with.
+        turned: True if the initializer is ``[outputs, inputs]``.
+        scales: the initializer ``[outputs, blocks]`` with the scales of a quantized weight ``[outputs, inputs]``.
     """
 
     node: NodeProto
@@ -45,7 +45,7 @@ class Product:
 
 
 class ProductGraph:
-    """The products of a rewritten model, and what is known of their operands."""
+    """The products of a rewritten model, and facts about their operands."""
 
     def __init__(self, model: ModelProto, plan: CachePlan) -> None:
         inferred = infer_shapes(model)
@@ -71,7 +71,7 @@ class ProductGraph:
         self._rows: dict[str, bool] = {}
 
     def products(self) -> Iterator[Product]:
-        """All products of rows with a weight."""
+        """Yield all products of rows with a weight."""
         for node in self._nodes:
             if not is_op(node, "MatMul") and not is_op(node, "Gemm"):
                 continue
@@ -90,7 +90,7 @@ class ProductGraph:
                 yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
 
     def _root(self, name: str) -> tuple[str | None, bool, str | None]:
-        """The initializer of a weight, whether it was turned, and its scales; None: it is no weight."""
+        """The initializer of a weight, True if it was transposed, and its scales; no initializer for other tensors."""
         turned, scales = False, None
         while name not in self.constants:
             node = self._makes.get(name)
@@ -103,7 +103,7 @@ class ProductGraph:
         return name, turned, scales
 
     def _with_rows(self, name: str) -> str | None:
-        """A tensor of three axes; or of more, which a Reshape makes two of, so that rows lie sequence by sequence."""
+        """Find the tensor of three or more axes behind a flattened operand, whose rows lie sequence by sequence."""
         most, shape = 3, self.shapes.get(name)
         while shape is not None and len(shape) == 2:
             node = self._makes.get(name)
@@ -114,7 +114,7 @@ class ProductGraph:
         return name if shape is not None and 3 <= len(shape) <= most else None
 
     def check_rows(self, product: Product, module: str) -> None:
-        """Refuse a product of which nothing says that the first axis is that of the sequences."""
+        """Refuse a product whose first axis is not known to be the batch."""
         if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
             raise UnsupportedModelError(
                 f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
@@ -140,12 +140,12 @@ class ProductGraph:
         return False
 
     def _slices_other_axes(self, node: NodeProto) -> bool:
-        """True for a Slice of other axes than the first."""
+        """True for a Slice that does not cut the first axis."""
         axes = self.constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) > 3 else None
         return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0
 
     def _meets_sequences(self, name: str) -> bool:
-        """True if a result is added to a tensor whose first axis is the batch, behind a bias at most."""
+        """True if a result, after at most a bias, is added to a tensor whose first axis is the batch."""
         for _ in range(3):
             readers = self.readers.get(name, [])
             if len(readers) != 1 or readers[0].op_type not in ("Add", "Cast", "Identity"):
@@ -157,7 +157,7 @@ class ProductGraph:
         return False
 
     def split_of(self, product: Product) -> list[int] | None:
-        """The sizes that a product is split into at once, behind a bias at most; None: it is not."""
+        """The sizes of a Split that follows a product, after at most a bias; None without such a Split."""
         name = product.node.output[0]
         for _ in range(3):
             readers = self.readers.get(name, [])

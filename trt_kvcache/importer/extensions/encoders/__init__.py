@@ -1,1 +1,1 @@
-"""The encoder of a decoder, as a model of its own."""
+"""Support for encoder-decoder models: the encoder becomes a separate model."""

@@ -1,4 +1,4 @@
-"""Places where exporters put the encoder of a decoder, and files that give the encoder's keys and values.
+"""Find the encoder of a decoder, and models that compute the encoder's keys and values, where exporters put them.
 
 Encoders:
 
@@ -7,8 +7,8 @@ Encoders:
     encoder.onnx           the same without a config
     encoder/model.onnx     mobius-onnx, beside decoder/model.onnx
 
-First steps, which make keys and values of what the encoder gives: decoder_model.onnx and decoder_model_merged.onnx of
-optimum. The other exporters have them in the encoder or in the decoder.
+First steps, which compute keys and values from the encoder's output, are decoder_model.onnx and
+decoder_model_merged.onnx of optimum. Other exporters compute them in the encoder or in the decoder.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _START = "decoder_start_token_id"
 
 
 def find_encoder(model: Path) -> Path | None:
-    """The encoder that lies beside a decoder or engine (or in its folder), or None."""
+    """The encoder beside a decoder or engine (or in its folder), or None."""
     return next((path for path in _encoders(model) if path.is_file()), None)
 
 
 def named_encoder(path: Path) -> Path | None:
-    """The encoder that is named: the file, or that in the folder; None: there is none, whatever lies beside."""
+    """The encoder at a path: the file itself, or the encoder in a folder; None if there is none."""
     return path if path.is_file() else find_encoder(path) if path.is_dir() else None
 
 
 def find_first_step(model: Path) -> Path | None:
-    """The first step that lies beside an encoder, a decoder or an engine (or in its folder), or None."""
+    """The first step beside an encoder, a decoder or an engine (or in its folder), or None."""
     suffixes = dict.fromkeys((export_suffix(model), ""))
     names = [f"decoder_model{merged}{suffix}.onnx" for suffix in suffixes for merged in ("", "_merged")]
     return next((path for name in names if (path := _folder(model) / name).is_file()), None)
 
 
 def decoder_start(model: Path) -> int | None:
-    """The token that every text of the decoder starts with, as the export's configs have it; None: they do not say."""
+    """The first token of every decoder text, from the export's configs; None if they have none."""
     folder = _folder(model)
     for place in (folder, folder.absolute().parent) if folder.absolute().name == "decoder" else (folder,):
         for name in _CONFIGS:
@@ -74,7 +74,7 @@ def _folder(model: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A config, or an empty one where there is none that can be read."""
+    """Read a config; an empty one if the file is missing or unreadable."""
     try:
         return read_object(file)
     except (OSError, ValueError):

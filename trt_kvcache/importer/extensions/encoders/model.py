@@ -1,12 +1,12 @@
-"""The encoder of a decoder as one model for TensorRT: from a source to the decoder's constants, under their names.
+"""Build one encoder model for TensorRT, which computes the decoder's constants from a source.
 
     encoder_model.onnx       source -> hidden                     one model:
     decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
                              of every layer, and much else
 
-Operators of ONNX Runtime's become standard ones, and attention what TensorRT builds right, as in a decoder. There is
-one sequence in a step, without padding. The token ids that a first step takes beside the encoder's output are one, 0:
-the part that stays reads their shapes alone, or is refused.
+Operators of ONNX Runtime become standard ones, and attention is rewritten for TensorRT, as in a decoder. A step has one
+sequence, without padding. A first step takes token ids beside the encoder's output. It gets one id, 0: the remaining
+part may read only the shape of the ids, or the model is refused.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _ENOUGH = 3
 
 @dataclass(frozen=True)
 class EncoderModel:
-    """An encoder that gives what its decoder takes.
+    """An encoder whose outputs are the constants of its decoder.
 
     Attributes:
         sources: its files.
-        plan: of attention, inputs and outputs; there are no caches. Of an input, the axis ``"encoder"`` is as long as
-            what the encoder gives.
-        model: what TensorRT builds; external data are relative to the folder of the first of `sources`.
+        plan: of attention, inputs and outputs, without caches. The axis ``"encoder"`` of an input has the length of
+            the encoder's output.
+        model: the model for TensorRT; external data are relative to the folder of the first of `sources`.
     """
 
     sources: tuple[SourceModel, ...]
@@ -71,17 +71,17 @@ def import_encoder(
     constants: Sequence[TensorRole],
     options: PlanOptions,
 ) -> EncoderModel:
-    """Read an encoder, and what makes keys and values of its output.
+    """Read an encoder, and the first step that computes keys and values from its output.
 
     Args:
         path: of the encoder.
-        first_step: of the first step's model, for decoders whose encoder does not make keys and values itself.
-        constants: what the decoder takes.
+        first_step: path of the first step, for decoders whose encoder does not compute keys and values itself.
+        constants: the constants of the decoder.
         options: of the decoder; its target counts.
 
     Raises:
-        InvalidModelError, UnsupportedModelError: a file cannot be read, or does not make what the decoder takes, or not
-            in a way that one model can.
+        InvalidModelError, UnsupportedModelError: a file cannot be read, or one model cannot compute the decoder's
+            constants.
     """
     source = load_source(path, first_step=True)
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
@@ -122,7 +122,7 @@ def import_encoder(
 
 
 def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[TensorRole]) -> Dim:
-    """The name of the length of an encoder's output; empty where it says nothing."""
+    """The symbol or size of the length of an encoder's output; empty if unknown."""
     shapes = {v.name: shape_of(v) or () for v in graph.output}
     places = [(parts.hidden, 1)] if parts.hidden else []
     places += [(parts.own[t.name], t.axes.index("encoder")) for t in constants
@@ -132,7 +132,7 @@ def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[Ten
 
 
 def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
-    """External data are looked up in one folder."""
+    """Refuse models with external data in two folders."""
     if step.external_files and step.path.parent != encoder.path.parent:
         raise UnsupportedModelError(
             f"{encoder.path} and {step.path} lie in two folders, and the weights of the second beside it; put the "
@@ -144,7 +144,7 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
     """A model in standard operators of opset 24, flat, with named nodes.
 
     Returns:
-        The model, the weights that are stand-ins in it, and what to know of it.
+        The model, the weights behind its stand-ins, and notes.
     """
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
@@ -157,7 +157,7 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
 
 
 def _check_inputs(step: SourceModel) -> dict[str, int]:
-    """The inputs of the part of a first step that stays, with their types.
+    """The inputs of the remaining part of a first step, with their types.
 
     Raises:
         UnsupportedModelError: it needs more than the encoder's output.
@@ -176,7 +176,7 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
 
 
 def _prefix_added(step: onnx.GraphProto) -> None:
-    """Give, in place, what standard operators added to a first step names that the encoder does not have."""
+    """Prefix all names in a first step, in place, so that the encoder has none of them."""
 
     def own(names: Iterable[str]) -> list[str]:
         return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
@@ -189,7 +189,7 @@ def _prefix_added(step: onnx.GraphProto) -> None:
 
 
 def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
-    """Let a first step read what the encoder gives: `hidden`, one token, and a mask of ones. `model` is changed."""
+    """Append a first step to `model`, in place. It reads the encoder's `hidden`, one token, and a mask of ones."""
     graph, nodes = model.graph, []
     if HIDDEN in inputs:
         nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
@@ -209,7 +209,7 @@ def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, 
 
 
 def _by_value(graph: onnx.GraphProto) -> set[str]:
-    """The tensors of which the outputs depend on what they hold, beside their shapes."""
+    """The tensors whose values, not only shapes, the outputs depend on."""
     read = {v.name for v in graph.output}
     for node in reversed(graph.node):
         if read & {*node.output} and node.op_type not in ("Shape", "Size"):
@@ -218,9 +218,9 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Make constants, in place, of sizes for which alone something is computed, and which no source changes.
+    """Replace sizes with constants, in place, if their tensor is computed only for its shape, and no source changes it.
 
-    Keys and values of a layer often have the batch of what the layer before makes of the text: all of the decoder.
+    Keys and values of a layer often take the batch from the previous layer's text, which needs the whole decoder.
     """
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
@@ -238,7 +238,7 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
-    """Let the graph give the constants, by their names and in their types."""
+    """Make the constants the outputs of the graph, with their names and types."""
     emitter, tensors = Emitter(graph), graph.tensors()
     sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
     for name in sources:

@@ -1,4 +1,4 @@
-"""The outputs of an export that give the constants of its decoder.
+"""Find the outputs of an export that provide the constants of its decoder.
 
 encoder_hidden_states              the encoder's output [B, S_enc, H]
 past_key_values.0.encoder.key ...  the encoder, under the name of what is present; else the first step's model
@@ -43,10 +43,10 @@ class EncoderParts:
     """The sources of a decoder's constants.
 
     Attributes:
-        own: outputs of the encoder by the constant that they give.
-        hidden: the encoder's output ``[B, S_enc, H]``; empty where nothing needs it.
-        masks: constants ``[B, S_enc]`` that say which positions the decoder sees.
-        rest: constants that the first step must give.
+        own: outputs of the encoder, by the constant that they provide.
+        hidden: the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
+        masks: constants ``[B, S_enc]`` that show which positions the decoder sees.
+        rest: constants that the first step must provide.
     """
 
     own: dict[str, str]
@@ -56,10 +56,10 @@ class EncoderParts:
 
 
 def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path: Path) -> EncoderParts:
-    """Read off an encoder's outputs what they are to the decoder.
+    """Match an encoder's outputs to the decoder's constants.
 
     Raises:
-        UnsupportedModelError: nothing tells which output is the encoder's.
+        UnsupportedModelError: it is unknown which output is the encoder's hidden states.
     """
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
     own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
@@ -71,10 +71,10 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
 
 
 def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
-    """The outputs of the first step, by the names of the inputs that they give.
+    """Match the first step's outputs to the remaining constants, by name.
 
     Raises:
-        UnsupportedModelError: nobody gives one.
+        UnsupportedModelError: no output provides one of them.
     """
     later = {t.name: name for t in rest if (name := _among(names, t.name))}
     if lacking := [t.name for t in rest if t.name not in later]:
@@ -92,7 +92,7 @@ def present_names(constant: str) -> tuple[str, ...]:
 
 
 def keep_outputs(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
-    """Leave the nodes of the wanted outputs; returns those that are there. `graph` is changed."""
+    """Keep only the wanted outputs and their nodes, in place; returns the wanted outputs that exist."""
     replace_field(graph.output, [v for v in graph.output if v.name in wanted])
     drop_dead(graph)
     read = {v.name for v in graph.output}.union(*map(names_read, graph.node)) - {t.name for t in graph.initializer}
@@ -112,5 +112,5 @@ def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
 
 
 def _among(outputs: Collection[str], constant: str) -> str | None:
-    """The output that gives a constant."""
+    """The output that provides a constant, by name; None without one."""
     return next((name for name in present_names(constant) if name in outputs), None)

@@ -1,6 +1,6 @@
-"""Positions of an encoder: how many it makes of a source, and the tables that it looks up by them.
+"""Positions of an encoder: their number for a source, and the tables that they index.
 
-A lookup after the end of a table gives anything, and TensorRT says nothing.
+TensorRT returns arbitrary numbers, without an error, for a lookup after the end of a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAIRS, _LARGEST = 1 << 20, 1 << 24
 
 
 def most_ids(model: onnx.ModelProto) -> int | None:
-    """Token ids are below; None: nothing is known to be looked up by an input."""
+    """The exclusive upper bound of token ids; None if no input is known to index a table."""
     rows = [table_rows(model, v.name) for v in model.graph.input if len(shape_of(v) or ()) == 2]
     return min((n for n in rows if n is not None), default=None)
 
@@ -35,7 +35,7 @@ def most_ids(model: onnx.ModelProto) -> int | None:
 def count_positions(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
-    """The number of positions that an encoder makes of a source; None: its outputs do not say."""
+    """The number of positions that an encoder computes from a source; None if its output shapes are unknown."""
     shell, weights = detach_weights(model)
     probe = Probe(Blueprint(shell, weights), shapes, {})
     counts = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
@@ -43,10 +43,10 @@ def count_positions(
 
 
 def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Look up the positions of a source.
+    """Check that the positions of a source lie inside the encoder's tables.
 
     Raises:
-        OptionError: a table ends before the source does, or the source is too long to look.
+        OptionError: a table ends before the source does, or the source is too long to check.
     """
     shell, weights = detach_weights(model)
     blueprint = Blueprint(shell, weights)

@@ -1,4 +1,4 @@
-"""Cache updates that ONNX has no operator for: nodes of the project's own plugin, in place on full TensorRT.
+"""Cache updates without an ONNX operator: nodes of the project's own plugin update in place on full TensorRT.
 
 TensorScatter(past, update, write_indices, mode="circular")
     -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
@@ -56,7 +56,7 @@ class _Update:
 
     Attributes:
         scale: float32 where the update is quantized on write.
-        scales: how many: 1 or N, and 0 without.
+        scales: number of scales: 1 or N; 0 without quantization.
     """
 
     cache: CacheUpdate
@@ -91,7 +91,7 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 
 
 def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
-    """Attach the meaning of updates outside of ONNX to their nodes, where the model itself does not say it.
+    """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
 
     TensorRT's own update gets this project's domain and write indices: TensorRT's parser takes it in any domain, and
     prefers its own layer to a model-local function of that name (measured, TensorRT for RTX 1.7.1).
@@ -123,14 +123,14 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
-    """The plugin's operator that does the same as TensorRT's own update."""
+    """The plugin's operator that is equal to TensorRT's own update."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     form = UpdateForm.PACKED_NHD if "update_form" in attributes else UpdateForm.PADDED
     return Operator(form, UpdateMode(attributes.get("mode", b"linear").decode()))
 
 
 def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProto:
-    """The node in this project's domain; without write indices it writes from row 0 on."""
+    """Move a node to this project's domain; without write indices, it gets zeros."""
     copy = copied(node)
     copy.domain = NAMESPACE
     if len(node.input) < 3 or not node.input[2]:
@@ -143,7 +143,7 @@ def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProt
 
 
 def _check_types(graph: gs.Graph) -> None:
-    """An operator has one definition in ONNX, for all types of caches that it writes."""
+    """Refuse cache types that one ONNX definition of an operator cannot cover."""
     types: dict[str, set[int]] = {}
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
@@ -175,7 +175,7 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """Quantize on write, if the update comes from a QuantizeLinear that the kernel does exactly; its scales, how many.
+    """Let the kernel quantize if the update comes from a suitable QuantizeLinear; returns the scales and their number.
 
     Exactly: float32 scales, so that the division is in float32; zero point 0; one scale, or one for each head.
     """
@@ -230,10 +230,10 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """True if two updates can be one node: one kernel, one place to write to, and no way from one to the other.
+    """True if one node can do two updates: same kernel, same write indices, and neither depends on the other.
 
-    Attention that reads its caches through DequantizeLinear is not among the readers: the K and V of a layer are then
-    what does not depend on each other.
+    The readers do not include attention that reads caches through DequantizeLinear. Then the K and V of a layer are
+    found by their independence.
     """
     one, other = a.cache, b.cache
     return (
@@ -265,7 +265,7 @@ def _depends(node: gs.Node, on: gs.Node) -> bool:
 
 
 def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
-    """One node of the plugin for one update, or for the two of a pair."""
+    """Emit one plugin node for one update, or for a pair of updates."""
     first = updates[0]
     operator = replace(first.operator, caches=len(updates))
     inputs = [u.node.inputs[0] for u in updates] + [u.node.inputs[1] for u in updates] + first.shared

@@ -1,4 +1,4 @@
-"""The meaning of the plugin's operators, as ONNX functions of plain operators.
+"""ONNX functions that define the plugin's operators by plain operators.
 
 In words, for sequence ``b`` with tokens ``start[b] .. end[b]`` of its update (padded: 0 to S_new; packed:
 ``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row ``write_indices[b] + t - start[b]``, circular:
@@ -21,7 +21,7 @@ _ATTRIBUTES = ("plugin_namespace", "plugin_version", "aot")  # for TensorRT's pa
 
 
 class _Body:
-    """Nodes under construction; every result is named after what it is."""
+    """Nodes of a function under construction."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -35,7 +35,7 @@ class _Body:
 
 
 def operator_function(operator: Operator, opset: int, *, through_float: bool = False) -> onnx.FunctionProto:
-    """The meaning of one operator, for a model of this opset.
+    """Make the function of one operator, for a model of this opset.
 
     Args:
         operator: which one.
@@ -86,7 +86,7 @@ def _bounds(body: _Body, operator: Operator, suffix: str) -> None:
 
 
 def _accepted(body: _Body, operator: Operator) -> None:
-    """``accepted`` [B]: which sequences are written."""
+    """Emit ``accepted`` [B]: True for sequences that the operator writes."""
     tests = [
         body.add("GreaterOrEqual", ["start", "scalar_0"], "starts_inside"),
         body.add("GreaterOrEqual", ["count", "scalar_0"], "ascends"),
@@ -107,7 +107,7 @@ def _accepted(body: _Body, operator: Operator) -> None:
 
 
 def _places(body: _Body, operator: Operator) -> None:
-    """``sources`` [K, 2]: sequence and token of what is written; ``targets`` [K, 2]: sequence and row of the cache."""
+    """Emit ``sources`` [K, 2]: sequence and token to write; ``targets`` [K, 2]: sequence and row of the cache."""
     for name in ("first", "start", "count", "accepted"):
         body.add("Unsqueeze", [name, "vector_1"], f"{name}_column")
     body.add("Squeeze", ["length"], "length_scalar")
@@ -155,7 +155,7 @@ def _scatter(body: _Body, operator: Operator, i: int, suffix: str) -> None:
 
 
 def _quantize(body: _Body, i: int) -> str:
-    """In float32, into the cache's type; axis 1 is that of the heads in both forms."""
+    """Quantize an update in float32 to the cache's type; axis 1 is the axis of heads in both forms."""
     body.add("Cast", [f"update_{i}"], f"unquantized_{i}", to=TensorProto.FLOAT)
     body.add("Mul", [f"scale_{i}", body.constant(0, f"zero_{i}", np.float32)], f"zeros_{i}")
     body.add("CastLike", [f"zeros_{i}", f"cache_{i}"], f"zero_point_{i}")
@@ -164,7 +164,7 @@ def _quantize(body: _Body, i: int) -> str:
 
 
 def _all(body: _Body, tests: list[str], name: str) -> None:
-    """``name`` = every one of `tests`."""
+    """Emit ``name``, which is True if all `tests` are."""
     result = tests[0]
     for i, test in enumerate(tests[1:], start=2):
         result = body.add("And", [result, test], name if i == len(tests) else f"{name}_{i}")

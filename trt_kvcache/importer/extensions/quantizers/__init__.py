@@ -22,14 +22,14 @@ def standardize(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
     """Refuse models that are quantized for CPUs.
 
     Raises:
-        UnsupportedModelError: an operator computes with integers of 8 bits, or rounds to what TensorRT does not.
+        UnsupportedModelError: an operator computes with integers of 8 bits, or rounds in a way that TensorRT lacks.
     """
     refuse_integers(model)
     return model, ()
 
 
 def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """A copy that ONNX Runtime runs, without rounding that the rewritten model, or the CPU, does not do.
+    """Copy the model for ONNX Runtime, without rounding that the rewritten model or the CPU lacks.
 
     Raises:
         UnsupportedModelError: operators that quantize in blocks stand in another form than ModelOpt writes.

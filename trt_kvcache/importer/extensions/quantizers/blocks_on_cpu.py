@@ -4,9 +4,9 @@
     weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
     what a step computes    y        -> x, in the type of y
 
-ONNX Runtime 1.31.1 has nothing for float4, and nobody but TensorRT runs TensorRT's operators. Weights are exact.
-Numbers that a step computes are not rounded, in either model: scales follow from the numbers of each block, so that the
-smallest difference moves many of them, by up to a quarter.
+ONNX Runtime 1.31.1 does not support float4, and only TensorRT runs TensorRT's operators. Weights are exact. Numbers
+that a step computes are not rounded in either model: scales depend on the numbers of each block, so that the smallest
+difference would move many numbers by up to a quarter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def block_steps(model: ModelProto) -> int:
 
 
 def with_plain_blocks(model: ModelProto) -> ModelProto:
-    """A copy that ONNX Runtime runs.
+    """Copy the model and replace its block operators for ONNX Runtime.
 
     Raises:
         UnsupportedModelError: the operators stand in another form than ModelOpt writes.
@@ -89,7 +89,7 @@ class _Editor:
             self._write.nodes.append(node)
 
     def _exponents(self, node: NodeProto) -> None:
-        """A weight with exponents in the place of scales."""
+        """Dequantize a weight that has exponents instead of scales."""
         write, result = self._write, node.output[0]
         wide = write.op("Cast", node.input[1:2], to=TensorProto.FLOAT)
         power = write.op("Sub", [wide, write.constant(np.float32(_BIAS))])
@@ -99,7 +99,7 @@ class _Editor:
         write.op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
 
     def _doubles(self, weight: TensorProto) -> str:
-        """A weight of float4, doubled, in int8."""
+        """Convert a float4 weight to its doubled numbers in int8."""
         write, name = self._write, weight.name
         if name not in self._scaled:
             bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)

@@ -38,7 +38,7 @@ def refuse_integers(model: ModelProto) -> None:
 
 
 def _integers(node: NodeProto, constants: dict[str, TensorProto], dequantized: set[str]) -> str:
-    """What a node does with integers that TensorRT does not do; or nothing."""
+    """Describe a node's use of integers that TensorRT does not support; empty if it has none."""
     if node.op_type in (*QUANTIZES, *INTEGER_PRODUCTS) or node.op_type.startswith("QLinear"):
         return "computes with integers of 8 bits"
     if is_op(node, "Gather") and node.output[0] in dequantized:

@@ -51,7 +51,7 @@ def is_block_operator(node: NodeProto) -> bool:
 
 
 def write_as_onnx(model: ModelProto) -> bool:
-    """Edit, in place, the operators that ONNX has; whether there were any.
+    """Replace, in place, ModelOpt's operators that ONNX has; True if there were any.
 
     Raises:
         UnsupportedModelError: the model's opset lacks the operator of ONNX, or a scale is no single number.
@@ -74,7 +74,7 @@ def write_as_onnx(model: ModelProto) -> bool:
 
 
 def _check_scale(scope: Scope, node: NodeProto) -> None:
-    """A zero point has the shape of the scale."""
+    """Refuse a scale that is not one constant number: the zero point gets the scale's shape."""
     tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
@@ -107,7 +107,7 @@ def _register() -> None:
 
 
 def _infer_blocks(numbers: int, scales: int, block: int, context: InferenceContext) -> None:
-    """Numbers have the shape of what is quantized, scales the same but for the axis of the blocks."""
+    """Infer types: numbers have the shape of the input; scales too, but one per block along the axis of blocks."""
     source = context.get_input_type(0)
     context.set_output_type(0, _of(source, numbers))
     result = _of(source, scales)
@@ -127,7 +127,7 @@ def _infer_dequantized(context: InferenceContext) -> None:
 
 
 def _of(source: TypeProto | None, kind: int) -> TypeProto:
-    """The same shape, if any, of another type; what operators without inference make has none."""
+    """A type with the source's shape, if known, and another element type."""
     result = TypeProto()
     if source is not None:
         result.CopyFrom(source)

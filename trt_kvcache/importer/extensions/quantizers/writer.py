@@ -1,4 +1,4 @@
-"""New nodes and constants in the place of nodes of a model."""
+"""Write new nodes and constants that replace nodes of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repairs of what exporters and optimizers write, and ONNX forbids or ONNX Runtime trips over later.
+"""Repair models of exporters and optimizers that break rules of ONNX, or that ONNX Runtime cannot load later.
 
 nodes in any order              ONNX Runtime's float16 converter appends the Casts of inputs and of operators in float32
 the domain ai.onnx              another name of ONNX's own, which is empty; ONNX's checker finds no operator there
@@ -47,12 +47,12 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
-    """The model with one operator in the place of assignments to slices; a guess, which the check compares."""
+    """Replace assignments to slices with one Concat. This is a guess, which the check tests."""
     return assigned_slices.rewrite(model), None
 
 
 def read(model: ModelProto) -> bool:
-    """Repair a model in place; True if the operators read other tensors than those of the file.
+    """Repair a model in place; True if operators now read other tensors than those of the file.
 
     Other faults stay for ONNX's checker to name.
     """
@@ -82,7 +82,7 @@ def _unalias(model: ModelProto) -> None:
 
 
 def _rename_casts(graph: GraphProto) -> None:
-    """Give, in place, what has the name of ONNX Runtime's own casts another one; inputs and outputs keep theirs."""
+    """Rename, in place, tensors and nodes named like ONNX Runtime's own casts, except inputs and outputs."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
 
     def other(name: str) -> str:
@@ -100,7 +100,7 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop stated shapes of initializers, which have their own, and let what else is stated twice be stated once."""
+    """Drop stated shapes of initializers, and merge values that are stated twice."""
     is_graph = isinstance(scope, GraphProto)
     known = {tensor.name for tensor in scope.initializer} if is_graph else set()
     first = {value.name: value for value in ((*scope.output, *scope.input) if is_graph else ())}
@@ -116,7 +116,7 @@ def _unstate(scope: Scope) -> None:
 
 
 def _add_stated(known: TypeProto, other: TypeProto) -> None:
-    """Add to a type, in place, what only the other one says of a tensor; contradictions stay as the first one says."""
+    """Add facts of `other` to `known`, in place. If both contradict each other, `known` stays."""
     if other.WhichOneof("value") != "tensor_type" or known.WhichOneof("value") not in (None, "tensor_type"):
         return
     one, two = known.tensor_type, other.tensor_type
@@ -133,7 +133,7 @@ def _add_stated(known: TypeProto, other: TypeProto) -> None:
 
 
 def _sort(scope: Scope) -> None:
-    """Sort topologically; a cycle stays."""
+    """Sort nodes topologically, in place; a graph with a cycle stays unchanged."""
     makers = {name: index for index, node in reversed([*enumerate(scope.node)]) for name in node.output}
     needs = {i: {makers[name] for name in names_read(n) if name in makers} for i, n in enumerate(scope.node)}
     if all(max(before, default=-1) < index for index, before in needs.items()):

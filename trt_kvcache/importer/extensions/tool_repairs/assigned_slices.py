@@ -1,10 +1,10 @@
-"""Parts that are written side by side into zeros, as one Concat.
+"""Replace parts that are written side by side into zeros with one Concat.
 
     zeros [B, H, T, 24] -- Transpose -> ScatterND(rows 0..15 of axis 0: Transpose(a)) -> Transpose, Transpose ->
         ScatterND(rows 16..23: Transpose(b))                      becomes           Transpose(Concat(a, b, axis=-1))
 
-torch.onnx writes an assignment to a slice so (``k[..., :16] = a; k[..., 16:] = b``), as transformers has it in latent
-attention. Where the parts cover everything, nothing is left of the zeros, whose shape is as long as the text.
+torch.onnx exports assignments to slices in this form (``k[..., :16] = a; k[..., 16:] = b``), as in transformers' latent
+attention. If the parts cover all zeros, the zeros, whose shape is as long as the text, are not needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Part = tuple[int, int, str, list[int]]
 
 
 def rewrite(model: ModelProto) -> ModelProto:
-    """Put a Concat in the place of each chain of ScatterND that covers what it writes into: a guess."""
+    """Replace each chain of ScatterND that covers its zeros with a Concat. This is a guess, which the check tests."""
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -40,7 +40,7 @@ def rewrite(model: ModelProto) -> ModelProto:
 
 
 def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
-    """The parts that a chain of ScatterND that ends with `node` writes into one ConstantOfShape; empty: it is none."""
+    """The parts that a chain of ScatterND, ending with `node`, writes into one ConstantOfShape; else an empty list."""
     parts: list[_Part] = []
     perm: list[int] = []
     current: NodeProto | None = node

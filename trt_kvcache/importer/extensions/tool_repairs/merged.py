@@ -1,4 +1,4 @@
-"""Merged exports: the first step and all others in one model, chosen by an input.
+"""Merged exports: one model contains the first step and all other steps, and an input chooses.
 
     use_cache_branch ── If(then: with past, else: without) -> present      becomes      with past -> present
 
@@ -28,7 +28,7 @@ _FIRST_ONLY = "only the branch without a past computes it: run the export as it 
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Replace the branches of a merged export by the one with a past. `model` is changed."""
+    """Replace the branches of a merged export with the branch with a past. `model` is changed."""
     graph = model.graph
     inputs = {v.name: v for v in graph.input}
     chosen = _choices(graph)
@@ -54,13 +54,13 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 def _finish(
     inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
 ) -> CachePlan:
-    """The plan with the inputs and outputs that only the other branch has."""
+    """Add inputs and outputs that only the other branch has to the plan."""
     original = (*plan.original, *tensors) if plan.original else ()
     return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
 
 
 def take_first_branch(graph: onnx.GraphProto) -> None:
-    """Replace the branches of a merged export by the one without a past. `graph` is changed, but for its interface."""
+    """Replace the branches of a merged export with the branch without a past, in place; the interface stays."""
     _take(graph, {name: not value for name, value in _choices(graph).items()})
 
 
