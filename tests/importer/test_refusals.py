@@ -64,3 +64,13 @@ def test_a_mask_over_the_new_tokens_alone(tmp_path: Path) -> None:
     onnx.save(make_decoder(Decoder(mask="none", masked=over_new)), tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError, match=r"Add '.*' takes sizes \d+ and \d+, .*; if one of them is a mask"):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
+
+
+def test_token_ids_in_a_mask(tmp_path: Path) -> None:
+    def by_tokens(g: Build, scores: str) -> str:
+        shown = g.Unsqueeze(g.Less(g.tokens, g.constant(40)), [1, 3])
+        return g.Where(shown, scores, g.number(-5))
+
+    onnx.save(make_decoder(Decoder(masked=by_tokens)), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"token ids \('input_ids'\) decide in an attention or its mask"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))

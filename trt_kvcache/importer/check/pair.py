@@ -35,7 +35,7 @@ class ModelPair:
 
 def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
     """Read both models. Only the roles of inputs and outputs are taken from the plan."""
-    sides = (Graph(_runnable(extensions.unstacked(original, plan))), Graph(_runnable(rewritten)))
+    sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
     constants = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}

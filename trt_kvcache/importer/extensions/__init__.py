@@ -41,7 +41,6 @@ __all__ = [
     "is_update_outside_onnx",
     "notes",
     "read",
-    "unstacked",
 ]
 
 Test = Callable[[onnx.ModelProto], bool]
@@ -126,11 +125,6 @@ def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """Convert the model to operators that ONNX Runtime runs; also returns notes on differences."""
     model, notes = edit("for_cpu", model)
     return model, [*chain(*notes)]
-
-
-def unstacked(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """The exported model with the inputs and outputs of the plan (`CachePlan.original`)."""
-    return model
 
 
 _LISTED = {"Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split", "Slice", "Pad", "Concat", "ConstantOfShape"}

@@ -206,6 +206,11 @@ class _Recognizer:
                     return self._whole(self._attentions())
                 caches = seen
             except UnknownError as error:
+                if error.args[0] == self._interface.tokens:
+                    raise RecognizeError(
+                        f"token ids ('{error.args[0]}') decide in an attention or its mask, and not only through their "
+                        "embeddings"
+                    ) from None
                 if positions or not self._may_count(error.args[0]):
                     raise
                 positions = error.args
