@@ -15,7 +15,7 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.extensions import EXTENSIONS
 
 # torch's DeepSeek V3 has assigned slices.
-NOT_PLAIN = {"deepseek_v3_dynamic_eager"}
+NOT_PLAIN = {"deepseek_v3_dynamic_eager", "bloom", "t5"}  # the last two compute biases by distance in parts
 EXPORTS = sorted((Path(__file__).parents[1] / "models").glob("*/*/model.onnx"))
 LOADED = """
 import sys

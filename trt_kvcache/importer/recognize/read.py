@@ -279,8 +279,8 @@ class Reader:
         else:
             raise RecognizeError(
                 f"the weights of keys are no softmax of products of '{query}' and '{key.past.name}' (closest fit "
-                f"{best:.3f}) in a step of {sample.length} tokens; not supported either are heads of queries in another "
-                "order than those of keys, and queries that see one key alone"
+                f"{best:.3f}) in a step of {sample.length} tokens; not supported either are heads of queries in "
+                "another order than those of keys, and queries that see one key alone"
             )
         few, layout, products = found
         scale = _scaled(products, few)
