@@ -127,7 +127,8 @@ def state_inner_sizes(graph: gs.Graph) -> None:
                 end = casts[0].outputs[0]
             if not contains(graph.inputs, start) or not contains(graph.outputs, end):
                 raise UnsupportedModelError(
-                    f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and output of "
+                    stack_in_words(graph)
+                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and output of "
                     "the model; supported are caches that the caller gives and takes back: export the model with past "
                     "and present"
                 )
