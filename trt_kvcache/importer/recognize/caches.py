@@ -128,9 +128,9 @@ def state_inner_sizes(graph: gs.Graph) -> None:
             if not contains(graph.inputs, start) or not contains(graph.outputs, end):
                 raise UnsupportedModelError(
                     stack_in_words(graph)
-                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and output of "
-                    "the model; supported are caches that the caller gives and takes back: export the model with past "
-                    "and present"
+                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and "
+                    "output of the model; supported are caches that the caller gives and takes back: export the model "
+                    "with past and present"
                 )
             for cache in (start, end):
                 known, new = list(dims(cache) or ("?",) * 4), dims(update) or ("?",) * 4
