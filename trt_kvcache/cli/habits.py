@@ -131,7 +131,7 @@ _COMMANDS = {
         "give trt-kvcache export CHECKPOINT -o FOLDER/ --int4; for caches, build MODEL -o ENGINE/ --cache-dtype int8",
     ),
     **dict.fromkeys(("completion", "completions"), "give trt-kvcache --install-completion"),
-    **dict.fromkeys(("perplexity", "eval", "evaluate"), "give trt-kvcache score MODEL --prompt-file FILE"),
+    **dict.fromkeys(("perplexity", "eval", "evaluate"), "give trt-kvcache score MODEL FILE"),
     **dict.fromkeys(
         ("tokenize", "tokens", "detokenize"), "a server has /tokenize; in Python, Tokenizer.load(FILE).encode(TEXT)"
     ),
