@@ -61,7 +61,9 @@ def exported(model: onnx.ModelProto, batch: int) -> list[Array]:
         for i in others:
             if i in caches:
                 continue
-            if "total" in i.shape:
+            if i.shape == ["sequence"]:
+                feeds[i.name] = past + np.arange(length)
+            elif "total" in i.shape:
                 feeds[i.name] = np.ones((batch, past + length), np.int64)
             else:
                 feeds[i.name] = np.broadcast_to(past + np.arange(length), ids.shape)
@@ -95,7 +97,7 @@ def rewritten(made: ImportedModel, batch: int) -> list[Array]:
             if t.io == "input" and t.name not in held:
                 feeds[t.name] = {
                     Role.TOKENS: ids,
-                    Role.POSITIONS: np.broadcast_to(past + np.arange(length), ids.shape),
+                    Role.POSITIONS: np.broadcast_to(past + np.arange(length), ids.shape[2 - len(t.shape) :]),
                     Role.WRITE_INDICES: np.full(batch, past),
                     Role.VALID_LENGTHS: np.full(batch, past + length),
                     Role.SPAN: np.arange(past + length),

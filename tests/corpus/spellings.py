@@ -1,4 +1,4 @@
-"""Small decoders that compute one causal attention over growing caches, in many legal spellings.
+"""Small decoders that compute one causal attention over growing or fixed caches, in many legal spellings.
 
 `SPELLINGS` lists, for each part of a decoder, the usual spelling first and then the others. `spelled` draws a model:
 with one part spelled in a given way, or with every part drawn. `twin` is the same decoder in usual spellings, with the
@@ -16,7 +16,7 @@ from graphs import Dim, Graph
 from onnx import TensorProto, helper
 
 VOCABULARY = 16
-CAPACITY = 16
+CAPACITY = 20  # unlike all sizes of heads and widths, as in trained models
 _FAR = 1e4
 _OPSET = 23
 _FLOAT, _INT64, _BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
@@ -47,6 +47,14 @@ SPELLINGS = {
     "project": ("apart", "packed", "gemm", "einsum", "heads"),
     "merge": ("reshape", "einsum", "concat", "sum of heads"),
 }  # fmt: skip
+# Of caches with `CAPACITY` rows, into which each step writes its rows at `cache_position`.
+FIXED_SPELLINGS = SPELLINGS | {
+    "append": (
+        "scatter nd", "scatter elements", "concat", "where", "one-hot", "grid", "pad",
+    ),
+    "mask": tuple(how for how in SPELLINGS["mask"] if how != "padding"),
+    "positions": tuple(how for how in SPELLINGS["positions"] if how != "padding"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class Spelling:
     Attributes:
         window: keys that a query sees, its own included; 0: all.
         softcap: of scores; 0: none.
+        fixed: caches have `CAPACITY` rows from the start; the caller says where new rows go.
         bias: projections add a bias.
         interleaved: rotary turns neighbours, not halves.
         rotates: it has rotary positions.
@@ -73,24 +82,30 @@ class Spelling:
     interleaved: bool = False
     rotates: bool = True
     softcap: float = 0.0
+    fixed: bool = False
 
     @property
     def unusual(self) -> dict[str, str]:
         """The parts that are not spelled as usual."""
-        return {part: how for part, how in self.spelled.items() if how != SPELLINGS[part][0]}
+        return {part: how for part, how in self.spelled.items() if how != self.spellings[part][0]}
+
+    @property
+    def spellings(self) -> dict[str, tuple[str, ...]]:
+        return FIXED_SPELLINGS if self.fixed else SPELLINGS
 
 
-def spelled(seed: int, part: str = "", how: str = "", *, kept: float = 0.0) -> Spelling:
+def spelled(seed: int, part: str = "", how: str = "", *, kept: float = 0.0, fixed: bool = False) -> Spelling:
     """A decoder of usual spellings but for one part; without a part, each is drawn, or kept with a probability."""
     rng = np.random.default_rng(seed)
-    usual = {name: hows[0] for name, hows in SPELLINGS.items()}
-    drawn = {name: hows[int(rng.integers(len(hows)))] for name, hows in SPELLINGS.items()}
-    drawn |= {name: hows[0] for name, hows in SPELLINGS.items() if rng.random() < kept}
+    spellings = FIXED_SPELLINGS if fixed else SPELLINGS
+    usual = {name: hows[0] for name, hows in spellings.items()}
+    drawn = {name: hows[int(rng.integers(len(hows)))] for name, hows in spellings.items()}
+    drawn |= {name: hows[0] for name, hows in spellings.items() if rng.random() < kept}
     heads, kv_heads = ((4, 2), (4, 4), (4, 1), (2, 1), (6, 3))[int(rng.integers(5))]
     made = Spelling(
         seed, {**usual, part: how} if part else drawn, int(rng.integers(1, 3)), heads, kv_heads,
         int(rng.choice([4, 8])), int(rng.choice([0, 0, 3, 5])), bool(rng.integers(2)), bool(rng.integers(2)),
-        bool(rng.integers(3)), float(rng.choice([0.0, 0.0, 0.0, 2.0])),
+        bool(rng.integers(3)), float(rng.choice([0.0, 0.0, 0.0, 2.0])), fixed,
     )  # fmt: skip
     if part == "repeat" and heads == kv_heads:
         made = replace(made, kv_heads=2)
@@ -99,14 +114,14 @@ def spelled(seed: int, part: str = "", how: str = "", *, kept: float = 0.0) -> S
     return made
 
 
-def all_single() -> list[tuple[str, str]]:
+def all_single(spellings: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     """Every part in every other spelling than the usual one."""
-    return [(part, how) for part, hows in SPELLINGS.items() for how in hows[1:]]
+    return [(part, how) for part, hows in spellings.items() for how in hows[1:]]
 
 
 def twin(spelling: Spelling) -> Spelling:
     """The same decoder in usual spellings."""
-    return replace(spelling, spelled={name: hows[0] for name, hows in SPELLINGS.items()})
+    return replace(spelling, spelled={name: hows[0] for name, hows in spelling.spellings.items()})
 
 
 class _Build(Graph):
@@ -116,7 +131,7 @@ class _Build(Graph):
         self.rng = np.random.default_rng(spelling.seed)
         self.functions: list[onnx.FunctionProto] = []
         self.known: dict[str, str] = {}
-        self.tokens, self.pasts, self.presents = "", list[str](), list[str]()
+        self.tokens, self.positions, self.pasts, self.presents = "", "", list[str](), list[str]()
         self.batch_dim: Dim = "batch"
 
     def how(self, part: str) -> str:
@@ -190,11 +205,18 @@ class _Build(Graph):
 
     @property
     def past(self) -> str:
+        if self.s.fixed:
+            return self.once("past", lambda: self.Slice(self.positions, [0], [1], [0]))
         return self.once("past", lambda: self.dim(self.pasts[0], self.row_axis))
 
     @property
     def total(self) -> str:
         return self.once("total", lambda: self.Add(self.past, self.new))
+
+    @property
+    def keys(self) -> str:
+        """How many keys scores have, as ``[1]``."""
+        return self.constant([CAPACITY]) if self.s.fixed else self.total
 
     @property
     def row_axis(self) -> int:
@@ -220,11 +242,13 @@ def make(s: Spelling) -> onnx.ModelProto:
     rename = g.name
 
     def shape(dims: list[Dim], rows: str) -> list[Dim]:
-        named = {"past": rows, "batch": batch}
+        named: dict[str, Dim] = {"past": CAPACITY if s.fixed else rows, "batch": batch}
         return [named.get(d, d) if isinstance(d, str) else d for d in dims]
 
     g.batch_dim = batch
     g.tokens = g.input(rename("input_ids"), _INT64, [batch, "sequence"])
+    if s.fixed:
+        g.positions = g.input(rename("cache_position"), _INT64, ["sequence"])
     x = g.Gather(g.weight(VOCABULARY, width), g.tokens, axis=0)
     kinds = ("key", "value")
     for layer in range(s.layers):
@@ -262,7 +286,7 @@ def _layer(g: _Build, x: str, layer: int) -> str:
     if g.how("wrap") == "identities":
         key, value = (g.Identity(t) for t in (key, value))
     mask = g.once("mask", lambda: _mask(g))
-    for name in ("new", "past", "total", "batch"):  # made once, and outside of what is wrapped
+    for name in ("new", "past", "total", "keys", "batch"):  # made once, and outside of what is wrapped
         getattr(g, name)
     first = len(g.nodes)
     result = _attention(g, query, key, value, mask)
@@ -414,7 +438,8 @@ def _cached(g: _Build, key: str, value: str, layer: int) -> tuple[str, str]:
         if how == "flat":
             rows = g.Reshape(rows, [0, 0, s.kv_heads * s.size])
         place = 2 * layer + index
-        whole = _appended(g, g.pasts[place], rows, axis, len(dims), g.presents[place])
+        write = _written if s.fixed else _appended
+        whole = write(g, g.pasts[place], rows, axis, len(dims), g.presents[place])
         if how == "flat":
             whole = g.Reshape(whole, [0, 0, s.kv_heads, s.size])
         made.append(whole if perm is None else g.Transpose(whole, perm=perm))
@@ -463,6 +488,43 @@ def _appended(g: _Build, past: str, rows: str, axis: int, rank: int, present: st
     return g.Concat(past, rows, out=present, axis=axis)
 
 
+def _written(g: _Build, past: str, rows: str, axis: int, rank: int, present: str) -> str:
+    """Rows written into a cache of `CAPACITY` rows."""
+    how = g.how("append")
+    if how == "scatter elements":
+        index = g.Expand(g.Reshape(g.positions, [-1] + [1] * (rank - 1 - axis)), g.Shape(rows))
+        return g.ScatterElements(past, index, rows, out=present, axis=axis)
+    if how == "concat":
+        after = g.Slice(past, g.total, [CAPACITY], [axis])
+        return g.Concat(g.Slice(past, [0], g.past, [axis]), rows, after, out=present, axis=axis)
+    if how in ("where", "pad"):
+        sizes: list[object] = [0] * rank
+        before, behind = list(sizes), list(sizes)
+        before[axis], behind[axis] = g.past, g.Sub(CAPACITY, g.total)
+        wide = g.Pad(rows, g.Concat(g.sizes(*before), g.sizes(*behind), axis=0))
+        places = g.Range(0, CAPACITY, 1)
+        new = g.And(g.GreaterOrEqual(places, g.past), g.Less(places, g.total))
+        new = g.Reshape(new, [-1] + [1] * (rank - 1 - axis))
+        if how == "where":
+            return g.Where(new, wide, past, out=present)
+        return g.Add(g.Where(new, g.f(0.0), past), wide, out=present)
+    if how == "one-hot" and axis == rank - 2:
+        hot = g.Cast(g.Equal(g.Unsqueeze(g.Range(0, CAPACITY, 1), [1]), g.positions), to=_FLOAT)
+        new = g.Greater(g.ReduceSum(hot, [1], keepdims=1), g.f(0.0))
+        return g.Where(new, g.MatMul(hot, rows), past, out=present)
+    if how == "grid" and rank == 4:  # torch's index_put with an index for each axis in front
+        sizes = [g.dim(past, i) for i in range(axis)]
+        grids = [g.Reshape(g.Range(0, g.scalar(n), 1), [-1] + [1] * (axis - i)) for i, n in enumerate(sizes)]
+        shape = g.Concat(*sizes, g.new, axis=0)
+        index = g.Concat(*(g.Unsqueeze(g.Expand(t, shape), [-1]) for t in (*grids, g.positions)), axis=-1)
+        return g.ScatterND(past, index, rows, out=present)
+    perm = [axis, *(i for i in range(rank) if i != axis)]
+    back = [perm.index(i) for i in range(rank)]
+    index = g.Unsqueeze(g.positions, [1])
+    made = g.ScatterND(g.Transpose(past, perm=perm), index, g.Transpose(rows, perm=perm))
+    return g.Transpose(made, perm=back, out=present)
+
+
 # Masks.
 
 
@@ -487,7 +549,7 @@ def _visible(g: _Build) -> str:
     how, window = g.how("mask"), g.s.window
     total, past = g.scalar(g.total), g.scalar(g.past)
     if how == "trilu":
-        ones = g.ConstantOfShape(g.sizes(g.new, g.total), value=helper.make_tensor("one", _FLOAT, [1], [1.0]))
+        ones = g.ConstantOfShape(g.sizes(g.new, g.keys), value=helper.make_tensor("one", _FLOAT, [1], [1.0]))
         seen = g.Trilu(ones, past, upper=0)
         if window:
             seen = g.Sub(seen, g.Trilu(ones, g.Sub(past, window), upper=0))
@@ -495,10 +557,10 @@ def _visible(g: _Build) -> str:
     if how == "buffer":
         square = np.tril(np.ones((CAPACITY, CAPACITY))) - np.tril(np.ones((CAPACITY, CAPACITY)), -(window or CAPACITY))
         rows = g.Slice(g.constant(square[None, None], np.bool_), g.past, g.total, [2])
-        return g.Slice(rows, [0], g.total, [3])
-    keys, queries = g.Range(0, total, 1), g.Unsqueeze(g.Range(past, total, 1), [1])
+        return g.Slice(rows, [0], g.keys, [3])
+    keys, queries = g.Range(0, g.scalar(g.keys), 1), g.Unsqueeze(g.Range(past, total, 1), [1])
     if how == "cumulative":
-        ones = [g.ConstantOfShape(n, value=helper.make_tensor("one", _INT64, [1], [1])) for n in (g.total, g.new)]
+        ones = [g.ConstantOfShape(n, value=helper.make_tensor("one", _INT64, [1], [1])) for n in (g.keys, g.new)]
         keys = g.CumSum(ones[0], g.constant(0))
         queries = g.Unsqueeze(g.Add(g.CumSum(ones[1], g.constant(0)), past), [1])
     if how == "positions":
@@ -522,15 +584,15 @@ def _visible(g: _Build) -> str:
         if window:
             seen = g.And(seen, g.Equal(g.Min(distance, window - 1), distance))
     elif how == "one-hot":  # key j is seen by the queries after the one that it belongs to
-        hot = g.OneHot(g.Range(past, total, 1), total, g.f([0, 1]), axis=-1)
+        hot = g.OneHot(g.Range(past, total, 1), g.scalar(g.keys), g.f([0, 1]), axis=-1)
         seen = g.CumSum(hot, g.constant(-1), reverse=1)
         if window:
             seen = g.Mul(seen, g.Cast(g.Less(distance, window), to=_FLOAT))
         seen = g.Cast(seen, to=_BOOL)
     elif how == "scatter":
-        zeros = g.ConstantOfShape(g.sizes(g.new, g.total), value=helper.make_tensor("zero", _FLOAT, [1], [0.0]))
+        zeros = g.ConstantOfShape(g.sizes(g.new, g.keys), value=helper.make_tensor("zero", _FLOAT, [1], [0.0]))
         kept = g.Cast(g.GreaterOrEqual(distance, g.constant(0)), to=_FLOAT)
-        index = g.Expand(g.Unsqueeze(keys, [0]), g.sizes(g.new, g.total))
+        index = g.Expand(g.Unsqueeze(keys, [0]), g.sizes(g.new, g.keys))
         seen = g.Cast(g.ScatterElements(zeros, index, kept, axis=1), to=_BOOL)
         if window:
             seen = g.And(seen, g.Less(distance, window))
@@ -600,7 +662,7 @@ def _grouped(g: _Build, query: str, key: str, value: str, mask: str, how: str) -
         scores = g.MatMul(folded, g.Transpose(key, perm=[0, 1, 3, 2]))
         scores = g.Reshape(scores, g.sizes(g.batch, s.heads, g.new, -1))
         weights, below = _softmax(g, scores, mask)
-        weights = g.Reshape(weights, g.sizes(g.batch, s.kv_heads, -1, g.total))
+        weights = g.Reshape(weights, g.sizes(g.batch, s.kv_heads, -1, g.keys))
         made = g.Reshape(g.MatMul(weights, value), g.sizes(g.batch, s.heads, g.new, -1))
         return made if below is None else g.Div(made, below)
     five = g.Reshape(query, g.sizes(g.batch, s.kv_heads, -1, g.new, s.size))
@@ -695,10 +757,10 @@ def _softmax(g: _Build, scores: str, mask: str) -> tuple[str, str | None]:
     if how == "log-softmax":
         return g.Exp(g.LogSoftmax(scores, axis=-1)), None
     if how == "2-D rows":
-        rows = g.Softmax(g.Reshape(scores, g.sizes(-1, g.total)), axis=1)
+        rows = g.Softmax(g.Reshape(scores, g.sizes(-1, g.keys)), axis=1)
         return g.Reshape(rows, g.Shape(scores)), None
     if how == "1-D rows":
-        rows = g.Softmax(g.Reshape(scores, g.sizes(g.batch, -1, g.total)), axis=-1)
+        rows = g.Softmax(g.Reshape(scores, g.sizes(g.batch, -1, g.keys)), axis=-1)
         return g.Reshape(rows, g.Shape(scores)), None
     if how in ("exp and sum", "exp, max and sum", "late", "pow"):
         if how != "exp and sum":
