@@ -73,7 +73,7 @@ _BITS = {CacheDtype.INT8: 8, CacheDtype.INT4: 4}
 _EXACT = 24  # bits that float32 holds exactly
 _FLOAT8 = "float8e4m3fn"
 _INT4 = (
-    "caches of 4 bits change what a small model says (docs/caches.md has figures): test it on "
+    "caches of 4 bits change what a small model says (docs/quantized-caches.md has figures): test it on "
     "texts of yours, or take int8"
 )
 
