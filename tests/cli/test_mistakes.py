@@ -25,6 +25,7 @@ MISTAKES = {
     "plan two": "2 models that may be the decoder (a.onnx, b.onnx); give the path of an .onnx file",
     "plan broken.onnx": "text, not a binary ONNX model; give the path of an .onnx file",
     "plan weights.gguf": "a checkpoint; export it first: trt-kvcache export weights.gguf -o weights-onnx/",
+    "plan model.onnx --target cuda": "--target is cuda; give tensorrt or tensorrt-rtx",
     "plan checkpoint": EXPORT,
     "build checkpoint -o e/": EXPORT,
     "generate checkpoint --prompt Hello": EXPORT,
@@ -106,7 +107,6 @@ RULED_OUT = {
     "build model.onnx -o e --max-batch 0": "greater than or equal to 1",
     "verify model.onnx --batch 0": "greater than or equal to 1",
     "serve model.onnx --port 99999": "less than or equal to 65535",
-    "plan model.onnx --target cuda": "not one of 'tensorrt', 'tensorrt-rtx'",
 }
 """Commands that ``--help`` rules out; exit code 2."""
 
@@ -196,7 +196,12 @@ def test_a_mistake_is_answered_with_what_to_do(typed: str, folder: Path, monkeyp
         ("build model.onnx -o e --builderOptimizationLevel 3", "--opt-level N"),
         ("export checkpoint -o e --task text-generation", "run that exporter by hand"),
         ("export checkpoint -o e --precision int4", "--int4"),
-        ("build model.onnx -o e --precision int4", "types of the model"),
+        ("build model.onnx -o e --precision int4", "weights of 4 bits"),
+        ("build model.onnx -o e -e cuda", "for NVIDIA GPUs"),
+        ("serve model.onnx -p 8000", "--port N"),
+        ("batch model.onnx -i rows.jsonl", "the file is the argument"),
+        ("score model.onnx --text hi", "score MODEL FILE"),
+        ("export -m checkpoint -o e", "the checkpoint is the argument"),
         ("generate model.onnx -f x", "--prompt-file FILE"),
         ("generate model.onnx -t 4", "one thread for each core"),
         ("generate model.onnx --threads 4", "one thread for each core"),
@@ -243,6 +248,8 @@ def test_flags_of_other_tools_get_a_hint(typed: str, hint: str, folder: Path, mo
         ("export checkpoint out", "give -o out"),
         ("plan https://huggingface.co/a/b", "give hf download a/b, and then the name or the folder"),
         ("chat hf.co/a/b", "give hf download a/b"),
+        ("export checkpoint -o e --dtype int8", "--dtype is int8; give float16 or bfloat16 or float32"),
+        ("deploy model.onnx", "is model.onnx; give triton"),
     ],
 )
 def test_other_habits_get_a_hint(typed: str, hint: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,27 @@ from collections.abc import Collection, Sequence
 __all__ = ["advice_on_address", "advice_on_command", "advice_on_flags", "advice_on_more", "translated"]
 
 _TYPES = "an engine computes in the types of the model; export it in float16 or bfloat16"
-_MODEL = "the model or engine is the argument, without a flag"
+_BITS = "weights keep their bits in the engine; export the model in float16, in bfloat16, or with weights of 4 bits"
+_MODEL = (
+    "the checkpoint is the argument, without a flag; --exporter NAME chooses who exports it",
+    "the model or engine is the argument, without a flag",
+)
 _QUIET = "leave it out; what is long shows on a terminal alone, and errors are one line"
 FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("fp16", "bf16", "fp8", "best", "half", "dtype", "noTF32"), _TYPES),
-    **dict.fromkeys(("int8", "precision", "bits"), ("give --int4 for weights of 4 bits, or --dtype", _TYPES)),
-    "int4": _TYPES,
+    **dict.fromkeys(("int8", "precision", "bits"), ("give --int4 for weights of 4 bits, or --dtype", _BITS)),
+    "int4": _BITS,
     **dict.fromkeys(
         ("quantization", "quantize"),
         ("give --int4 for weights of 4 bits", "quantize the model before or as it is exported"),
     ),
-    **dict.fromkeys(("e", "execution-provider", "provider", "backend-device"), ("give --device cuda, or cpu",)),
+    **dict.fromkeys(
+        ("e", "execution-provider", "provider", "backend-device"),
+        ("give --device cuda, or cpu", "engines are for NVIDIA GPUs; leave it out"),
+    ),
+    "p": ("give --port N",),
+    **dict.fromkeys(("i", "input", "input-file"), ("the file is the argument, without a flag; give -o for the output",)),
+    "text": ("give --prompt TEXT", "give a file, as in trt-kvcache score MODEL FILE"),
     **dict.fromkeys(("f", "file-prompt"), "give --prompt-file FILE"),
     **dict.fromkeys(
         ("t", "threads", "num-threads"),
@@ -107,7 +117,7 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
 """Flags of trtexec, vLLM, TensorRT-LLM, llama.cpp and transformers, with dashes, and what does the same here."""
 
 
-_SHORT = ("m", "md", "np", "ngl", "fa", "sys", "hf", "cnv", "no-cnv", "tp", "e", "f", "t", "q", "v", "vv")
+_SHORT = ("m", "md", "np", "ngl", "fa", "sys", "hf", "cnv", "no-cnv", "tp", "e", "f", "i", "p", "t", "q", "v", "vv")
 """Names of these with one dash there."""
 
 
@@ -183,7 +193,7 @@ def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
     if word in _COMMANDS:
         return f"there is no command {word!r}: {_COMMANDS[word]}"
     flag = word.partition("=")[0]
-    if flag.startswith("-") and flag not in own and flag.lstrip("-") in (*FOREIGN, *_SHORT, "p", "prompt"):
+    if flag.startswith("-") and flag not in own and flag.lstrip("-") in (*FOREIGN, *_SHORT, "prompt"):
         return f"{flag} needs a command before it, such as trt-kvcache build MODEL -o ENGINE/, or generate MODEL TEXT"
     return ""
 
@@ -201,6 +211,8 @@ def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
     if (match := re.search(r"'(--[\w-]+)'.*valid (integer|number)", said)) and match[1] in args[:-1]:
         kind = "a whole number" if match[2] == "integer" else "a number"
         return f"{match[1]} is {args[args.index(match[1]) + 1]}; give {kind}"
+    if match := re.search(r"for '([^']+)'.*?: (?:Value error, )?'(.*)' is not one of '(.*)'\.?$", said):
+        return f"{match[1]} is {match[2]}; give {match[3].replace(chr(39), '').replace(', ', ' or ')}"
     places = [arg for arg in args if not arg.startswith("-")]
     if "'--output'" in said and len(places) > 1:
         return f"the output is a flag: give -o {places[-1]}"
