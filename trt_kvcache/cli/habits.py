@@ -27,7 +27,9 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
         ("give --device cuda, or cpu", "engines are for NVIDIA GPUs; leave it out"),
     ),
     "p": ("give --port N",),
-    **dict.fromkeys(("i", "input", "input-file"), ("the file is the argument, without a flag; give -o for the output",)),
+    **dict.fromkeys(
+        ("i", "input", "input-file"), ("the file is the argument, without a flag; give -o for the output",)
+    ),
     "text": ("give --prompt TEXT", "give a file, as in trt-kvcache score MODEL FILE"),
     **dict.fromkeys(("f", "file-prompt"), "give --prompt-file FILE"),
     **dict.fromkeys(
