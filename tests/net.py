@@ -59,21 +59,22 @@ class Promises:
     """Keys of models that are taken and right; True where a cache may be copied."""
     cells: dict[str, tuple[str, ...]]
     """Families that are right, by exporter."""
-    spellings: float
-    """Share of the drawn spellings that is taken."""
+    spellings: dict[str, float]
+    """Share of the drawn spellings that is taken, of growing and fixed caches."""
 
 
 def promises() -> Promises:
     """Read `promises.txt`."""
     models: dict[str, bool] = {}
     cells: dict[str, tuple[str, ...]] = {}
-    spellings = 0.0
+    spellings: dict[str, float] = {}
     for line in PROMISES.read_text(encoding="utf-8").splitlines():
         if line.startswith("cells "):
             exporter, _, families = line.removeprefix("cells ").partition(": ")
             cells[exporter] = tuple(families.split())
         elif line.startswith("spellings "):
-            spellings = float(line.removeprefix("spellings ").removesuffix("%")) / 100
+            _, caches, share = line.split()
+            spellings[caches] = float(share.removesuffix("%")) / 100
         elif line and not line.startswith("#"):
             key, _, how = line.partition("\t")
             if key in models or how not in ("", "copied"):

@@ -1,4 +1,4 @@
-"""One attention over growing caches in many spellings: each is taken and right, or refused."""
+"""One attention over growing or fixed caches in many spellings: each is taken and right, or refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import onnx
 import pytest
 import spellings
 from spelling_judge import EQUAL, REFUSED, judge
-from spellings import SPELLINGS, Spelling, all_single, spelled
+from spellings import FIXED_SPELLINGS, SPELLINGS, Spelling, all_single, spelled
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.recognize.layout import ATTENTION, brought, layouts
 
-SHARE = 25
+SHARE = 50
 
 
 def _check(spelling: Spelling) -> str:
@@ -28,12 +28,20 @@ def _check(spelling: Spelling) -> str:
     return outcome.kind
 
 
-@pytest.mark.few(12)
-@pytest.mark.parametrize(("part", "how"), all_single())
-def test_one_unusual_spelling(part: str, how: str) -> None:
+@pytest.mark.few(16)
+@pytest.mark.parametrize(
+    ("fixed", "part", "how"),
+    [(False, *one) for one in all_single(SPELLINGS)] + [(True, *one) for one in all_single(FIXED_SPELLINGS)],
+)
+def test_one_unusual_spelling(fixed: bool, part: str, how: str) -> None:
     """Each by itself is taken."""
-    seed = 1000 * list(SPELLINGS).index(part) + SPELLINGS[part].index(how)
-    assert _check(spelled(seed, part, how)) == EQUAL
+    seed = 1000 * list(SPELLINGS).index(part) + (FIXED_SPELLINGS if fixed else SPELLINGS)[part].index(how)
+    assert _check(spelled(seed, part, how, fixed=fixed)) == EQUAL
+
+
+def test_a_step_beyond_the_last_row() -> None:
+    """A cache that slices write grows there, so that it is no ring."""
+    assert _check(spelled(0, "append", "concat", fixed=True)) == EQUAL
 
 
 def test_refusals_say_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,7 +87,8 @@ def test_softmax_over_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [0.0, 0.83])
-@pytest.mark.parametrize("first", range(0, 400, SHARE))
-def test_everything_drawn(first: int, kept: float) -> None:
-    kinds = collections.Counter(_check(spelled(seed, kept=kept)) for seed in range(first, first + SHARE))
-    assert kinds[EQUAL] >= net.promises().spellings * SHARE
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("first", range(0, 200, SHARE))
+def test_everything_drawn(first: int, fixed: bool, kept: float) -> None:
+    kinds = collections.Counter(_check(spelled(seed, kept=kept, fixed=fixed)) for seed in range(first, first + SHARE))
+    assert kinds[EQUAL] >= net.promises().spellings["fixed" if fixed else "growing"] * SHARE
