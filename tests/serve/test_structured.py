@@ -258,8 +258,10 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
             call["function"]["arguments"]
         )
         named = {"type": "function", "function": {"name": "Clock"}}
-        (choice,) = post(service, body | {"tool_choice": named}, CHAT).data["choices"]
-        assert choice["message"]["tool_calls"][0]["function"]["name"] == "Clock"
+        format_too = {"type": "json_object"}  # of texts; instructor gives both
+        forced = {**body, "tool_choice": named, "parallel_tool_calls": True, "response_format": format_too}
+        (choice,) = post(service, forced, CHAT).data["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["Clock"]
         after = [*MESSAGES, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "noon"}]
         reply = post(service, body | {"messages": after, "tool_choice": "none", "max_tokens": 4}, CHAT)
         assert reply.status == 200, reply.body

@@ -544,7 +544,8 @@ def _config(
     if uses is not None:
         settings["grammar"] = uses.grammar
     for field in ("response_format", "structured_outputs"):
-        _add_grammar(session, request, field, settings)
+        if field == "structured_outputs" or uses is None or not uses.required:  # the format is of a text, not of calls
+            _add_grammar(session, request, field, settings)
     if request.ignore_eos:
         if "grammar" in settings:
             raise ApiError(400, "ignore_eos: a grammar or tools say where the text ends; leave it out", "ignore_eos")

@@ -240,6 +240,7 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
     if not able:
         return None
     form = form_of(session)
+    parallel = parallel and not isinstance(choice, dict)  # a named function is called once
     grammar = tool_grammar(session, form, able, required=required, parallel=parallel)
     return ToolUse(form, able, required, grammar)
 
