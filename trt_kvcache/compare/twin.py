@@ -70,7 +70,7 @@ class Sizes:
     """Facts of a configuration, and the small numbers for the twin.
 
     Attributes:
-        layers, heads, hidden, positions, vocabulary: sizes of the checkpoint.
+        layers, heads, size, hidden, positions, vocabulary: sizes of the checkpoint; `size` is that of a head.
         width, head: small sizes of hidden states and heads, as shares of the checkpoint's.
         kept: numbers of the layers that stay; a number may occur twice.
         length: number of positions of the twin.
@@ -79,6 +79,7 @@ class Sizes:
 
     layers: int
     heads: int
+    size: int
     hidden: int
     positions: int
     vocabulary: int
@@ -117,7 +118,7 @@ class Sizes:
         grows = "dynamic" in (rope.get("rope_type"), rope.get("type"))
         ids = sorted({v for k, value in config.items() if k.endswith("token_id") for v in _listed(value) if _counts(v)})
         return Sizes(
-            layers, heads, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
+            layers, heads, size, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
             min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
             THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64)),
             {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)},
@@ -172,7 +173,7 @@ class Sizes:
             return (
                 few if value == self.heads else 2 * few if value > self.heads else 1 if value == 1 else max(1, few // 2)
             )
-        if _HEAD_SIZE.search(name):
+        if _HEAD_SIZE.search(name) or (value == self.size and name.endswith("scalar")):
             return max(1, round(value * self.head))
         if _CHOSEN.search(name) or _SHARED.search(name) or _GROUPS.search(name):
             return min(value, 2)
