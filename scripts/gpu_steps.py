@@ -43,15 +43,15 @@ import numpy as np
 from decoders import DecoderConfig, weights, write_decoder
 
 from trt_kvcache.engine import build
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer.plan import cache_bytes
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt import runner as trt_runner
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.trt import trt_runner
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 LARGE = DecoderConfig(
     layers=8, hidden=1024, query_heads=16, kv_heads=4, head_size=64, vocab=32_000, dtype="float16", positions=32_768

@@ -32,26 +32,26 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 if TYPE_CHECKING:
     from trt_kvcache.compare.report import VerifyOptions
     from trt_kvcache.engine.build import build_engine
-    from trt_kvcache.engine.doctor import diagnose
-    from trt_kvcache.engine.inspect import inspect_engine
+    from trt_kvcache.engine.build_options import BuildOptions
+    from trt_kvcache.engine.diagnosis import diagnose
+    from trt_kvcache.engine.inspection import inspect_engine
     from trt_kvcache.engine.manifest import Manifest, load_manifest
-    from trt_kvcache.engine.options import BuildOptions
     from trt_kvcache.errors import TrtKvCacheError
     from trt_kvcache.export.run import export_checkpoint
     from trt_kvcache.importer import plan_model, rewrite_model
     from trt_kvcache.importer.plan import CachePlan, PlanOptions
     from trt_kvcache.runtime.calibration import calibrate_caches
-    from trt_kvcache.runtime.generation.config import GenerationConfig
+    from trt_kvcache.runtime.generation.generation_config import GenerationConfig
     from trt_kvcache.runtime.scoring import score
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.structured import Grammars
     from trt_kvcache.verify import verify_model
 
 _HOME_OF = {
-    "BuildOptions": "trt_kvcache.engine.options",
+    "BuildOptions": "trt_kvcache.engine.build_options",
     "CachePlan": "trt_kvcache.importer.plan",
     "DecodeSession": "trt_kvcache.runtime.session",
-    "GenerationConfig": "trt_kvcache.runtime.generation.config",
+    "GenerationConfig": "trt_kvcache.runtime.generation.generation_config",
     "Grammars": "trt_kvcache.runtime.structured",
     "Manifest": "trt_kvcache.engine.manifest",
     "PlanOptions": "trt_kvcache.importer.plan",
@@ -59,9 +59,9 @@ _HOME_OF = {
     "VerifyOptions": "trt_kvcache.compare.report",
     "build_engine": "trt_kvcache.engine.build",
     "calibrate_caches": "trt_kvcache.runtime.calibration",
-    "diagnose": "trt_kvcache.engine.doctor",
+    "diagnose": "trt_kvcache.engine.diagnosis",
     "export_checkpoint": "trt_kvcache.export.run",
-    "inspect_engine": "trt_kvcache.engine.inspect",
+    "inspect_engine": "trt_kvcache.engine.inspection",
     "load_manifest": "trt_kvcache.engine.manifest",
     "plan_model": "trt_kvcache.importer",
     "rewrite_model": "trt_kvcache.importer",

@@ -23,18 +23,18 @@ from trt_kvcache.runtime.events import (
     FinishReason,
     TokenEvent,
 )
-from trt_kvcache.runtime.generation.config import (
+from trt_kvcache.runtime.generation.generation_config import (
     LogitsProcessor,
-)
-from trt_kvcache.runtime.generation.masks import (
-    Grammar,
-    TokenMask,
 )
 from trt_kvcache.runtime.generation.settings import (
     Settings,
 )
 from trt_kvcache.runtime.generation.speculation import (
     SpeculationStats,
+)
+from trt_kvcache.runtime.generation.token_masks import (
+    Grammar,
+    TokenMask,
 )
 from trt_kvcache.runtime.prefix import (
     PrefixStats,

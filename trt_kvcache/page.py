@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from trt_kvcache.words import visible
+from trt_kvcache.messages import visible
 
 __all__ = ["Html", "Point", "chart", "page", "table", "tag"]
 

@@ -10,14 +10,14 @@ from trt_kvcache.compare.report import (
 from trt_kvcache.engine.build import (
     ProgressEvent,
 )
-from trt_kvcache.engine.doctor import (
+from trt_kvcache.engine.diagnosis import (
     BackendStatus,
     Diagnosis,
     Gpu,
     PackageStatus,
     RouteStatus,
 )
-from trt_kvcache.engine.inspect import (
+from trt_kvcache.engine.inspection import (
     EngineReport,
     EngineTensor,
     EngineView,

@@ -414,7 +414,7 @@ class _Verification:
         return station
 
     def _session(self) -> Station:
-        from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+        from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
         from trt_kvcache.runtime.replay import SessionSteps
 
         plan = self.imported.plan

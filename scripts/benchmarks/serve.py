@@ -34,8 +34,8 @@ OPTIONS = {
 
 def serve_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
     """The process of the server."""
-    from trt_kvcache.serve.app import Service
     from trt_kvcache.serve.server import bind, serve
+    from trt_kvcache.serve.service import Service
 
     with bind("127.0.0.1", 0) as sock, open_model(model, given) as session:
         service = Service(session, "model", max_queue=1000)

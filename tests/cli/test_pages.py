@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.pages import bench_page, inspect_page, plan_page, verify_page
 from trt_kvcache.compare.report import Station, VerifyReport
-from trt_kvcache.engine.inspect import EngineReport
+from trt_kvcache.engine.inspection import EngineReport
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import (
     CachePlan,
@@ -26,9 +26,9 @@ from trt_kvcache.importer.plan import (
     StateUpdate,
     UpdateMode,
 )
+from trt_kvcache.messages import human_bytes
 from trt_kvcache.page import Html, Point, chart, page, table, tag
-from trt_kvcache.runtime.bench import BenchReport, Timing
-from trt_kvcache.words import human_bytes
+from trt_kvcache.runtime.measure import BenchReport, Timing
 
 run = CliRunner().invoke
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=\"alert('2')\">\x1b[2J\u202e&amp;{}"

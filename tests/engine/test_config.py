@@ -17,8 +17,8 @@ from decoders import DecoderConfig, write_decoder
 from trt_kvcache.child import _ROOT
 from trt_kvcache.engine.backend import Backend
 from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import check_engine
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import Target
 
@@ -30,8 +30,8 @@ from pathlib import Path
 from sample_plans import sample_plan
 from trt_kvcache.engine.builder import create_config, save_timing_cache
 from trt_kvcache.engine.manifest import Profile, ShapeRange
-from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.engine.protocol import Job
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.build_process import Job
 from trt_kvcache.importer.plan import Target
 
 warnings.simplefilter("error")

@@ -18,10 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.engine import build as engine_build
 from trt_kvcache.engine.build import build_engine
-from trt_kvcache.engine.encoder import EncoderJob, find_job
-from trt_kvcache.engine.inspect import inspect_engine
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.encoder_job import EncoderJob, find_job
+from trt_kvcache.engine.inspection import inspect_engine
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import plan_model

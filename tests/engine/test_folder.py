@@ -14,9 +14,9 @@ from trt_kvcache import DecodeSession, GenerationConfig, build_engine, inspect_e
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine import build as building
 from trt_kvcache.engine.backend import driver_present
-from trt_kvcache.engine.folder import copy_texts, output_engine
+from trt_kvcache.engine.engine_folder import copy_texts, output_engine
 from trt_kvcache.errors import ManifestError, OptionError, OutputError
-from trt_kvcache.names import ENGINE, engine_in, is_model
+from trt_kvcache.model_paths import ENGINE, engine_in, is_model
 
 TEXTS = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": 7}', "chat_template.jinja": "{{ a }}"}
 

@@ -11,10 +11,10 @@ from decoders import DecoderConfig, write_decoder
 from sample_plans import sample_manifest, sample_plan
 from typer.testing import CliRunner
 
-import trt_kvcache.engine.inspect as inspect_module
+import trt_kvcache.engine.inspection as inspect_module
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.inspect import (
+from trt_kvcache.engine.inspection import (
     EngineReport,
     EngineTensor,
     EngineView,

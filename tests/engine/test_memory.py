@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from trt_kvcache import machine
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine import build as build_module
-from trt_kvcache.engine.build import build_engine
-from trt_kvcache.engine.memory import check_memory
-from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.build import build_engine, check_memory
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.errors import OptionError
 
 GB = 1_000_000_000

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import trt_kvcache.engine.backend as backend_module
 import trt_kvcache.engine.build as build_module
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend, installed_version
-from trt_kvcache.engine.doctor import Gpu
-from trt_kvcache.engine.options import BuildOptions, format_shapes, parse_bytes, parse_shapes
+from trt_kvcache.engine.build_options import BuildOptions, format_shapes, parse_bytes, parse_shapes
+from trt_kvcache.engine.diagnosis import Gpu
 from trt_kvcache.errors import BackendError, OptionError
 from trt_kvcache.importer.plan import Target
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_plans import sample_plan, with_contract
 
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import Profile, ShapeRange
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Dim, LogitsSpan, Role, TensorRole

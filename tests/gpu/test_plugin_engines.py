@@ -16,8 +16,8 @@ import pytest
 from decoders import DecoderConfig
 
 from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route
 from trt_kvcache.runtime.runner import StepBatch
 

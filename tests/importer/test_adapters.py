@@ -26,7 +26,7 @@ from trt_kvcache import (
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import AdapterProduct, CachePlan, Role
 from trt_kvcache.runtime.check import load_proof
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.replay import replay
 
 OPTIONS = PlanOptions(capacity=64, lora_rank=4)

@@ -13,7 +13,7 @@ from unittest import mock
 
 from trt_kvcache.engine import build, builder
 from trt_kvcache.engine.backend import Backend
-from trt_kvcache.engine.protocol import Job
+from trt_kvcache.engine.build_process import Job
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target

@@ -26,14 +26,14 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.cli.manifest_view import manifest_lines
 from trt_kvcache.compare.proof import draws_digest
 from trt_kvcache.engine import marked
+from trt_kvcache.engine.build_process import Done, Job
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
-from trt_kvcache.engine.protocol import Done, Job
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, VerificationError
 from trt_kvcache.files import identify
 from trt_kvcache.runtime import check as checking
 from trt_kvcache.runtime.check import CheckReport, check_engine_on_gpu
 from trt_kvcache.runtime.locate import with_layer
-from trt_kvcache.runtime.trt.runner import Bindings
+from trt_kvcache.runtime.trt.trt_runner import Bindings
 
 
 @pytest.fixture

@@ -14,17 +14,17 @@ from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 
 from trt_kvcache.engine.build import _bound_contracts
-from trt_kvcache.engine.encoder import find_job
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.encoder_job import find_job
 from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, load_manifest, manifest_path, save_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 ARGUMENTS = ("max_batch", "max_chunk", "device", "kernel_cache", "cuda_graphs")
 

@@ -26,7 +26,7 @@ from trt_kvcache.runtime import cache, prefix
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.session import DecodeSession
 

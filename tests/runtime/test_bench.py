@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from trt_kvcache.cli import bench as bench_command
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.bench import Timing, bench_session, default_sizes
+from trt_kvcache.runtime.measure import Timing, bench_session, default_sizes
 from trt_kvcache.runtime.session import DecodeSession
 
 
@@ -93,7 +93,7 @@ def test_rows_come_as_they_are_measured_and_stay_at_ctrl_c(model: Path, monkeypa
             shown.append(sys.stdout.getvalue())  # type: ignore[attr-defined]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trt_kvcache.runtime.bench.bench_session", cases)
+    monkeypatch.setattr("trt_kvcache.runtime.measure.bench_session", cases)
     stdout = io.StringIO()
     with monkeypatch.context() as changed:
         changed.setattr(sys, "stdout", stdout)
@@ -108,7 +108,7 @@ def test_rows_come_as_they_are_measured_and_stay_at_ctrl_c(model: Path, monkeypa
 def test_a_case_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps that count, however long they take; all that are asked for where no time is said."""
     clock = itertools.count(0, 10)
-    monkeypatch.setattr("trt_kvcache.runtime.bench.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr("trt_kvcache.runtime.measure.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     sizes: Any = {"lengths": [4], "positions": [4], "batches": [1], "repeats": 9, "warmup": 5}
     for seconds, runs in ((5.0, 1 + 3), (None, 5 + 9)):
         with DecodeSession(HashRunner()) as session:

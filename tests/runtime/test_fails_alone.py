@@ -23,7 +23,7 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.embeddings import TableEmbeddings
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.prefix import PrefixCache
 from trt_kvcache.runtime.rows import Rows

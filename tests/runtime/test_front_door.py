@@ -35,7 +35,7 @@ import trt_kvcache
 from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, decoding, errors, plan, reports
 from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import Settings
-from trt_kvcache.engine.options import BuildValues
+from trt_kvcache.engine.build_options import BuildValues
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan_options import PlanValues

@@ -21,7 +21,7 @@ from hybrids import cross_model, write
 from runtime.embedded_models import cut
 from runtime.engines import open_engine, write_engine
 
-from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.errors import BackendError, SessionError
 
 ROOT = Path(__file__).resolve().parents[2]

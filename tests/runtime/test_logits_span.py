@@ -17,7 +17,7 @@ from runtime.engines import open_engine, runner_on, write_engine
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.engine.manifest import load_manifest, manifest_path
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
 ALL = PlanOptions(logits=LogitPositions.ALL)

@@ -21,9 +21,9 @@ from trt_kvcache import DecodeSession
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer import pipeline
 from trt_kvcache.importer.check import Checked
-from trt_kvcache.runtime.ort import memory
-from trt_kvcache.runtime.ort import runner as runner_module
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort import ort_runner as memory
+from trt_kvcache.runtime.ort import ort_runner as runner_module
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
 BASE = DecoderConfig(capacity=32, vocab=64)
@@ -101,7 +101,7 @@ def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
     path = write_decoder(tmp_path / "model.onnx", replace(BASE, head_size=12))  # GroupQueryAttention copies silently
     code = (
         "import sys, numpy as np\n"
-        "from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner\n"
+        "from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner\n"
         "from trt_kvcache.runtime.runner import StepBatch\n"
         f"r = OnnxRuntimeRunner({str(path)!r}, max_batch=3)\n"
         "if sys.argv[1] == 'apart':\n"

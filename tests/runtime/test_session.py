@@ -28,7 +28,7 @@ from runtime.test_draft import Sometimes
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))

@@ -25,7 +25,7 @@ from runtime.test_encoder import CONFIG, LAYOUTS, LENGTHS, PROMPTS, expected, ex
 from trt_kvcache import DecodeSession
 from trt_kvcache.engine.manifest import encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptError, SessionError
-from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.context import ContextFactory
 from trt_kvcache.runtime.trt.cuda import Cuda
 from trt_kvcache.runtime.trt.device_array import DeviceArray

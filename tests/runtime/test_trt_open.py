@@ -25,7 +25,7 @@ from trt_kvcache.importer.plan import Role, Target
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.cuda import CudaBindings, taken
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 RESERVE = 128 << 20
 
@@ -118,7 +118,7 @@ def test_every_byte_is_asked_for(rows: int, capacity: int, tmp_path: Path, monke
         asked[:] = [need.size for need in needs]
         admit(needs, *more)
 
-    monkeypatch.setattr("trt_kvcache.runtime.trt.runner.admit", counting)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.trt_runner.admit", counting)
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=capacity, positions=16))
     machine = Machine()
     runner = open_engine(write_engine(model, max_batch=rows), machine)

@@ -24,8 +24,8 @@ from tokenizers import decoders
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.core import ServingCore, Work
+from trt_kvcache.serve.service import Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

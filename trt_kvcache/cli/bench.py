@@ -24,7 +24,7 @@ from trt_kvcache.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trt_kvcache.runtime.bench import BenchReport, Timing
+    from trt_kvcache.runtime.measure import BenchReport, Timing
 
     Results = Sequence[tuple[str, BenchReport]]
 
@@ -82,7 +82,7 @@ def bench(
 
     from trt_kvcache.cli.output import console, human_bytes, json_text
     from trt_kvcache.files import check_output
-    from trt_kvcache.runtime.bench import load_report
+    from trt_kvcache.runtime.measure import load_report
 
     pyplot = None if plot is None else load_pyplot(plot)
     if html is not None:
@@ -130,7 +130,7 @@ def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, row
     """Measure; return the report, and True if Ctrl-C ended the run. Print each row at once if `rows` is set."""
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
-    from trt_kvcache.runtime.bench import bench_session, default_sizes, report
+    from trt_kvcache.runtime.measure import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)

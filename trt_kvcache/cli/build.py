@@ -11,7 +11,7 @@ import typer
 
 from trt_kvcache.cli.flags import Flags, flags_of
 from trt_kvcache.cli.options import BuildPlanFlags, JsonOption, ModelArgument
-from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.errors import OptionError
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def _print(output: Path, manifest: Manifest, seconds: float, chosen: str) -> Non
     from trt_kvcache.cli.plan_view import batch_of, bytes_of
     from trt_kvcache.cli.summary import command_line, print_next, use_line
     from trt_kvcache.engine.backend import driver_present
-    from trt_kvcache.engine.folder import TEXTS
-    from trt_kvcache.names import engine_in
+    from trt_kvcache.engine.engine_folder import TEXTS
+    from trt_kvcache.model_paths import engine_in
 
     out = console()
     plan = manifest.plan

@@ -28,7 +28,7 @@ class Command(TyperCommand):
         """Run the command."""
         if ctx.params.get("json") or not sys.stderr.isatty():
             return super().invoke(ctx)
-        from trt_kvcache.cli.progress import show_progress
+        from trt_kvcache.cli.progress_bars import show_progress
 
         with show_progress():
             return super().invoke(ctx)

@@ -23,10 +23,10 @@ from trt_kvcache.cli.options import (
 )
 from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode, read_text
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 
 if TYPE_CHECKING:
-    from trt_kvcache.runtime.generation.masks import Grammar
+    from trt_kvcache.runtime.generation.token_masks import Grammar
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
@@ -71,8 +71,8 @@ class GenerationFlags(Flags):
         import warnings
 
         from trt_kvcache.cli.output import print_warnings
-        from trt_kvcache.runtime.beside import ended_by, find_tokenizer
         from trt_kvcache.runtime.generation.settings import with_sampling
+        from trt_kvcache.runtime.sidecar import ended_by, find_tokenizer
 
         settings, file, ignore_eos = (
             self.values("generation_config", "ignore_eos"),
@@ -112,7 +112,7 @@ class GenerationFlags(Flags):
 
 def sampling_text(session: DecodeSession) -> str:
     """Return the default sampling of a session, and the file that it comes from."""
-    from trt_kvcache.runtime.beside import USUAL_SAMPLING
+    from trt_kvcache.runtime.sidecar import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
     source = "the model names no sampling" if session.sampling == USUAL_SAMPLING else "generation_config.json"

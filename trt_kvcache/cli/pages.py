@@ -20,8 +20,8 @@ from trt_kvcache.page import Html, Point, chart, page, table, tag
 if TYPE_CHECKING:
     from trt_kvcache.cli.summary import Lines
     from trt_kvcache.compare.report import VerifyReport
-    from trt_kvcache.engine.inspect import EngineReport
-    from trt_kvcache.runtime.bench import BenchReport, Timing
+    from trt_kvcache.engine.inspection import EngineReport
+    from trt_kvcache.runtime.measure import BenchReport, Timing
 
 __all__ = ["bench_page", "inspect_page", "plan_page", "save_page", "verify_page"]
 

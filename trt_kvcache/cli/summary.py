@@ -15,7 +15,7 @@ from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, shared_caches
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, Target, UpdateForm, UpdateMode
-from trt_kvcache.names import is_model
+from trt_kvcache.model_paths import is_model
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from trt_kvcache.engine.options import CURRENT, BuildOptions
+from trt_kvcache.engine.build_options import CURRENT, BuildOptions
 from trt_kvcache.errors import BackendError, OptionError
 from trt_kvcache.importer.plan import Target
 

@@ -17,18 +17,17 @@ from trt_kvcache import __version__
 from trt_kvcache.arguments import as_options, shown
 from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
-from trt_kvcache.engine.doctor import find_gpus
-from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder
-from trt_kvcache.engine.folder import copy_texts, new_folders, output_engine
+from trt_kvcache.engine.build_options import CURRENT, BuildOptions, format_shapes
+from trt_kvcache.engine.build_process import Done, Job, run_worker
+from trt_kvcache.engine.diagnosis import find_gpus
+from trt_kvcache.engine.encoder_job import EncoderJob, find_job, which_encoder
+from trt_kvcache.engine.engine_folder import copy_texts, new_folders, output_engine
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path, proof_path
-from trt_kvcache.engine.memory import check_memory
-from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
-from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
-from trt_kvcache.engine.protocol import Done, Job
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, UpdateContract
+from trt_kvcache.machine import free_memory, memory
 from trt_kvcache.progress import ProgressEvent, listener
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def _build_engine(
 ) -> Manifest:
     """`build_engine`, while the check of the model runs: files appear only after the check has ended."""
     # Not at the top: all other names of the engine package work without ONNX.
-    from trt_kvcache.engine.generation import settings_beside
+    from trt_kvcache.engine.token_settings import settings_beside
     from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op
@@ -463,3 +462,34 @@ def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
     except OSError as error:
         raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
     return temporary, final
+
+
+_FACTOR = 1.65  # times the bytes of all weights
+_FIXED = 500_000_000  # bytes
+
+
+def build_memory(weights: int) -> int:
+    """Return the bytes of memory that TensorRT takes to build an engine with `weights` bytes of weights."""
+    return int(_FACTOR * weights) + _FIXED
+
+
+def check_memory(weights: int, flipped: int = 0, *, twice: bool = False) -> None:
+    """Refuse a build that would run out of memory.
+
+    Args:
+        weights: size of the rewritten model's weights, in bytes.
+        flipped: size of the weights whose bytes change for TensorRT.
+        twice: the engine holds most weights twice.
+
+    Raises:
+        OptionError: too little memory is free.
+    """
+    need = build_memory(weights * (2 if twice else 1)) + flipped
+    free = free_memory(swap=True)
+    if need > free:
+        raise OptionError(
+            f"this build takes about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB of weights, and TensorRT's "
+            f"copies of most of them), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are free; "
+            "close other programs, add swap space, or build on a larger machine (TensorRT for RTX needs no GPU to "
+            "build); --no-memory-check skips this check"
+        )

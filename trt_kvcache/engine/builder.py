@@ -2,7 +2,7 @@
 
 It is a separate process, because some models crash TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
 contrib RotaryEmbedding), and because the system gets TensorRT's memory back only when its process ends.
-`trt_kvcache.engine.process` runs it as ``python -m trt_kvcache.engine.builder ENGINE``.
+`trt_kvcache.engine.build_process` runs it as ``python -m trt_kvcache.engine.builder ENGINE``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.child import serve
-from trt_kvcache.engine.options import CURRENT
-from trt_kvcache.engine.protocol import STAGES, Done, Job, Log, Send, Stage
+from trt_kvcache.engine.build_options import CURRENT
+from trt_kvcache.engine.build_process import STAGES, Done, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
 from trt_kvcache.importer.files.flipped import Flipped

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from blake3 import blake3
 
-from trt_kvcache.engine.protocol import Line, Log, Node, Progress, Send
+from trt_kvcache.engine.build_process import Line, Log, Node, Progress, Send
 from trt_kvcache.files import begin_sync
 from trt_kvcache.progress import ProgressEvent
 

@@ -14,9 +14,9 @@ from trt_kvcache.engine.contradictions import contradictions
 from trt_kvcache.errors import ManifestError, OptionError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.names import engine_in
+from trt_kvcache.messages import human_bytes
+from trt_kvcache.model_paths import engine_in
 from trt_kvcache.page import Html, table, tag
-from trt_kvcache.words import human_bytes
 
 __all__ = [
     "ENCODER",

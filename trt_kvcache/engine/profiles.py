@@ -16,8 +16,8 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from trt_kvcache.engine.build_options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
 from trt_kvcache.engine.manifest import ENCODER, Profile, ShapeRange
-from trt_kvcache.engine.options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
 

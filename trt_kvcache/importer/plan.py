@@ -28,8 +28,8 @@ from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
+from trt_kvcache.messages import human_bytes
 from trt_kvcache.page import Html, table, tag
-from trt_kvcache.words import human_bytes
 
 
 class Route(str, Enum):

@@ -14,6 +14,7 @@ from typing import Any
 from trt_kvcache.arguments import as_list, as_whole, is_whole, shown
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
 from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.messages import human_bytes
 from trt_kvcache.page import Html, table, tag
 from trt_kvcache.runtime.adapters import Adapter, Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -27,8 +28,7 @@ from trt_kvcache.runtime.prefix import BLOCK, PrefixCache, PrefixStats
 from trt_kvcache.runtime.rows import Rows
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.tokens import read_ids
-from trt_kvcache.words import human_bytes
+from trt_kvcache.runtime.token_ids import read_ids
 
 
 class KVCache:

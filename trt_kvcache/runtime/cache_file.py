@@ -34,8 +34,8 @@ from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs,
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.token_ids import read_ids
 from trt_kvcache.runtime.token_inputs import Embeds, Positions
-from trt_kvcache.runtime.tokens import read_ids
 
 __all__ = ["SavedSlots", "open_slots", "save_slots"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 __all__ = ["Conversation"]

@@ -9,11 +9,10 @@ from typing import Any
 
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import UpdateMode
-from trt_kvcache.names import engine_in, is_model
+from trt_kvcache.model_paths import engine_in, is_model
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
-from trt_kvcache.runtime.embedding_files import find_embeddings
-from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, open_embeddings
+from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.inputs import carried_caches
@@ -21,7 +20,7 @@ from trt_kvcache.runtime.limits import SequenceLimits
 from trt_kvcache.runtime.loop import DecodeLoop, Outcomes, as_outcome
 from trt_kvcache.runtime.open import open_runner
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.tokens import common_length
+from trt_kvcache.runtime.token_ids import common_length
 
 __all__ = ["DraftModel", "open_draft"]
 

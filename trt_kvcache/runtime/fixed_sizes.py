@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from trt_kvcache.runtime.buffers import carried_buffers
-from trt_kvcache.runtime.generation.masks import Mask, Masks, all_tokens
+from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 

@@ -52,7 +52,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
         ManifestError: the engine was built from another model.
         BuildError, BackendError: TensorRT refuses the new engine.
     """
-    from trt_kvcache.runtime.trt.runner import TensorRTRunner
+    from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
     manifest = load_manifest(engine)
     proof = load_proof(manifest, engine)

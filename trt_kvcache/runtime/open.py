@@ -12,9 +12,9 @@ from typing import Any
 from trt_kvcache.arguments import as_options, as_path, shown
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.names import engine_in, is_model
-from trt_kvcache.runtime.beside import find_tokenizer
+from trt_kvcache.model_paths import engine_in, is_model
 from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.sidecar import find_tokenizer
 
 __all__ = ["open_runner", "open_tokenizer"]
 
@@ -61,7 +61,7 @@ def open_runner(
         raise OptionError(f"{path} is taken for an engine, and the CPU runs models; open the .onnx file instead")
     settings = {name: value for name, value in options.items() if value is not None}
     if model:
-        from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+        from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 
         _check(OnnxRuntimeRunner, settings, {"options": "plan_options"}, "a model on the CPU", ("capacity",))
         plan_options = as_options(settings.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
@@ -69,7 +69,7 @@ def open_runner(
             plan_options = replace(plan_options, capacity=settings.pop("capacity"))
         return OnnxRuntimeRunner(path, plan_options, default_capacity=default_capacity, **settings)
     from trt_kvcache.runtime.check import prove
-    from trt_kvcache.runtime.trt.runner import TensorRTRunner
+    from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
     _check(TensorRTRunner, settings, {"device": "gpu"}, "an engine on a GPU")
     if "gpu" in settings:

@@ -17,13 +17,13 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.token_ids import read_ids
 from trt_kvcache.runtime.token_inputs import Array
-from trt_kvcache.runtime.tokens import read_ids
 
 __all__ = [
     "ConstantValues",

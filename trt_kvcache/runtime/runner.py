@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.encoders.constants import Constants
-from trt_kvcache.runtime.generation.masks import Masks
+from trt_kvcache.runtime.generation.token_masks import Masks
 
 __all__ = ["Array", "HostBytes", "HostMemory", "Logits", "Runner", "StepBatch"]
 

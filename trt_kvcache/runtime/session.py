@@ -17,19 +17,17 @@ from trt_kvcache.arguments import as_list, as_path, as_switch, as_whole, shown
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.lora import LoraFolder
-from trt_kvcache.names import engine_in, is_model, runnable_named
+from trt_kvcache.model_paths import engine_in, is_model, runnable_named
 from trt_kvcache.page import Html, tag
 from trt_kvcache.runtime.adapters import Adapters, adapter_folders, for_adapters
-from trt_kvcache.runtime.beside import Unread, default_config, default_sampling
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel, open_draft
-from trt_kvcache.runtime.embedding_files import find_embeddings
-from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, open_embeddings
+from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
 from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_encoder
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.beam_slots import beam_events
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.beam import beam_events
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import Settings, changed
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
@@ -47,6 +45,7 @@ from trt_kvcache.runtime.requests import (
     is_one,
 )
 from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.sidecar import Unread, default_config, default_sampling
 from trt_kvcache.runtime.streams import Streams, in_a_thread
 
 __all__ = ["DecodeSession", "Generation", "Prompt"]
@@ -448,8 +447,8 @@ class DecodeSession:
             messages: see `chat`.
             tools: functions that the model may call, for chat templates that support tools: ``{"type": "function",
                 "function": {"name": "f", "parameters": {...}}}``.
-            how: fields of `trt_kvcache.runtime.text.chat.Chat`, such as ``values={"enable_thinking": False}`` for the
-                template.
+            how: fields of `trt_kvcache.runtime.text.chat_template.Chat`, such as ``values={"enable_thinking": False}``
+                for the template.
 
         Raises:
             PromptError, OptionError: see `chat`.

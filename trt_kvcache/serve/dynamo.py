@@ -25,15 +25,15 @@ from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, Work
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
-from trt_kvcache.engine.folder import TEXTS, new_folders
+from trt_kvcache.engine.engine_folder import TEXTS, new_folders
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.files import atomic_file, read_file, read_object
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
 from trt_kvcache.serve.core import EndingError, ServingCore, Work
-from trt_kvcache.serve.protocol import as_api, find_adapter
+from trt_kvcache.serve.requests import as_api, find_adapter
 
 __all__ = ["Engine", "run", "write_texts"]
 

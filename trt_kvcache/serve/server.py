@@ -18,7 +18,7 @@ from uvicorn.server import HANDLED_SIGNALS
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_file
-from trt_kvcache.serve.app import Service
+from trt_kvcache.serve.service import Service
 
 __all__ = ["bind", "read_keys", "serve"]
 

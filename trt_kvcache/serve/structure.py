@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.structured import Grammars
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.structured import JSON_FORM
 from trt_kvcache.runtime.text.incremental import StopStrings

@@ -24,8 +24,8 @@ from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
 from trt_kvcache.serve.core import ServingCore
-from trt_kvcache.serve.protocol import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
 from trt_kvcache.serve.repository import ADAPTERS, FOLDER
+from trt_kvcache.serve.requests import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
 
 __all__ = ["TritonPythonModel"]
 

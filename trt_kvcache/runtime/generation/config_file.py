@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.arguments import shown
-from trt_kvcache.engine.generation import load_settings
+from trt_kvcache.engine.token_settings import load_settings
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.config import GenerationConfig, idle_settings
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig, idle_settings
 
 __all__ = ["read_config_file"]
 

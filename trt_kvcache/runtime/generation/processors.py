@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
-from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig, LogitsProcessor
 
 __all__ = [
     "add_sequence_bias",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.engine.backend import PACKAGES, RTX_COMPUTE_CAPABILITIES
+from trt_kvcache.engine.build_options import CURRENT
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
-from trt_kvcache.engine.inspect import reconcile, view_of
+from trt_kvcache.engine.inspection import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
-from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.runtime.trt.cuda import Cuda

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.words import FLAGS, as_arguments, as_flags
+from trt_kvcache.messages import FLAGS, as_arguments, as_flags
 
 PACKAGE = Path(__file__).parent.parent / "trt_kvcache"
 COMPILER = {"fmad", "gpu-architecture", "ptxas-options", "std", "device-as-default-execution-space", "extra_options"}
@@ -64,7 +64,7 @@ def test_arguments_become_flags(arguments: str, flags: str) -> None:
 def test_every_flag_in_a_message_is_known() -> None:
     named = set()
     for path in PACKAGE.rglob("*.py"):
-        if "cli" in path.parts or path.name in ("words.py", "__main__.py"):
+        if "cli" in path.parts or path.name in ("messages.py", "__main__.py"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):

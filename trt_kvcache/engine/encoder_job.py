@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import Profile
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_encoder_profile
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole

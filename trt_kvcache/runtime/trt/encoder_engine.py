@@ -12,7 +12,7 @@ from trt_kvcache.errors import ManifestError, PromptError
 from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.runtime.encoders.source_reader import Array, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 __all__ = ["TensorRTEncoder"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from trt_kvcache.arguments import as_path
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
-from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import Route, TensorRole
-from trt_kvcache.names import engine_in
+from trt_kvcache.model_paths import engine_in
 
 # Names of TensorRT's DataType that differ from ONNX's by more than case.
 _DTYPES = {"half": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn", "fp4": "float4e2m1"}

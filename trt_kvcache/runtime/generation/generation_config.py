@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trt_kvcache.runtime.generation.masks import Grammar
+    from trt_kvcache.runtime.generation.token_masks import Grammar
 
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
@@ -363,9 +363,9 @@ class GenerationConfig:
             OptionError: a file is unreadable, or a value is out of range.
             ManifestError: the manifest of an engine is unreadable.
         """
-        from trt_kvcache.engine.generation import each_beside
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
-        from trt_kvcache.names import engine_in, is_model
+        from trt_kvcache.engine.token_settings import each_beside
+        from trt_kvcache.model_paths import engine_in, is_model
 
         path = engine_in(as_path(model, "model"))
         is_engine = not is_model(path) and manifest_path(path).is_file()

@@ -17,19 +17,28 @@ that rows beyond a sequence's length are never read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeGuard
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant, tidy
+from trt_kvcache.importer.lower import CONTRIB
+from trt_kvcache.importer.lower.matmul_nbits import NUMBERS, middle
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateMode
 from trt_kvcache.importer.prepare import attach_weights, detach_weights
+from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors, names_read, replace_field
+from trt_kvcache.importer.protos import is_op as is_proto_op
 from trt_kvcache.importer.simplify import infer_shapes
+from trt_kvcache.importer.steps.element_types import has_bfloat16, state_type
+from trt_kvcache.importer.weights import reinterpret
 
-__all__ = ["DOMAIN", "OPERATOR", "fuse_attention"]
+__all__ = ["DOMAIN", "NOTE", "OPERATOR", "fuse_attention", "fuse_products", "in_float32", "keep_experts"]
 
 DOMAIN = "com.microsoft"
 OPERATOR = "GroupQueryAttention"
@@ -240,3 +249,201 @@ def _only(tensor: gs.Tensor, op: str) -> gs.Node | None:
     """Return the only reader of a tensor, if it is this operator; else None."""
     readers = consumers(tensor)
     return readers[0] if len(readers) == 1 and is_op(readers[0], op) else None
+
+
+_EXPERTS = {"MoE": 2, "QMoE": 3}
+"""Index of the operand whose type the node computes in."""
+
+
+def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
+    """Replace rewritten experts with the operators of the source, in float32 only.
+
+    Args:
+        model: the rewritten model, its nodes sorted; not changed.
+        source: the model that it was made from; external data of both lie in one folder.
+
+    Returns:
+        A model with the same inputs and outputs; the same object if no operator is replaced.
+    """
+    weights = {tensor.name: tensor for tensor in source.graph.initializer}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    fitting = {
+        str(node.output[0]): node
+        for node in source.graph.node
+        if node.domain == CONTRIB and node.op_type in _EXPERTS and _fits(node, weights, makers, model)
+    }
+    if not fitting:
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    del result.graph.value_info[:]
+    nodes = [fitting.get(next(iter(node.output), ""), node) for node in model.graph.node]
+    live = {value.name for value in model.graph.output}
+    live_nodes: list[NodeProto] = []
+    for node in reversed(nodes):
+        if live & {*node.output}:
+            live_nodes.append(node)
+            live |= names_read(node)
+    del result.graph.node[:]
+    result.graph.node.extend(reversed(live_nodes))
+    own = [tensor for tensor in model.graph.initializer if tensor.name in live]
+    taken = {tensor.name for tensor in own}
+    needed = {name for node in fitting.values() for name in node.input[2:]} - taken - {""}
+    del result.graph.initializer[:]
+    result.graph.initializer.extend([*own, *(weights[name] for name in sorted(needed))])
+    if all(entry.domain != CONTRIB for entry in result.opset_import):
+        result.opset_import.add(domain=CONTRIB, version=1)
+    return result
+
+
+def _fits(
+    node: NodeProto, weights: Mapping[str, TensorProto], makers: Mapping[str, NodeProto], model: ModelProto
+) -> bool:
+    """Return True if a model computes a node's result from the node's tokens and logits, and from nothing else.
+
+    Comparing names is enough: a rewrite keeps the names of tensors that it keeps.
+    """
+    if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):
+        return False
+    kind = weights.get(node.input[_EXPERTS[node.op_type]]) if len(node.input) > _EXPERTS[node.op_type] else None
+    if kind is None or kind.data_type != TensorProto.FLOAT or any(n and n not in weights for n in node.input[2:]):
+        return False
+    own = {tensor.name: (tensor.data_type, [*tensor.dims]) for tensor in model.graph.initializer}
+    if any((stored := own.get(n)) and stored != (weights[n].data_type, [*weights[n].dims]) for n in node.input[2:]):
+        return False
+    ends, pending, seen = {*node.input[:2]}, [str(node.output[0])], set()
+    while pending:
+        name = pending.pop()
+        if name in seen or name in own:
+            continue
+        seen.add(name)
+        if name in ends:
+            continue
+        if name not in makers:
+            return False
+        pending += names_read(makers[name])
+    return ends <= seen
+
+
+_BITS = {kind: bits for bits, kind in NUMBERS.items()}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_LEAST_BLOCK = 16
+
+
+def fuse_products(model: ModelProto) -> ModelProto:
+    """Replace every product in float32 or float16 with MatMulNBits if that computes exactly the same.
+
+    Args:
+        model: the rewritten model; not changed.
+
+    Returns:
+        A model with the same inputs and outputs; the same object if no product fits.
+    """
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    views: dict[str, TensorProto] = {}
+    nodes = [_fused(node, makers, weights, views) or node for node in model.graph.node]
+    if not views:
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
+    for node in reversed(nodes):
+        if live & {*node.output}:
+            live_nodes.append(node)
+            live |= names_read(node)
+    replace_field(result.graph.node, live_nodes[::-1])
+    replace_field(result.graph.initializer, [t for t in (*weights.values(), *views.values()) if t.name in live])
+    del result.graph.value_info[:]
+    if all(entry.domain != CONTRIB for entry in result.opset_import):
+        result.opset_import.add(domain=CONTRIB, version=1)
+    return result
+
+
+def _fused(
+    node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
+) -> NodeProto | None:
+    """Return the product as one operator, and add a view of its weight to `views`; None if the product does not fit."""
+    turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
+    source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None
+    if turn is None or source is None or not is_proto_op(source, "DequantizeLinear"):
+        return None
+    read = [weights[name] for name in source.input if name in weights]
+    if len(read) != 3 or read[1].data_type not in _FLOATS or [len(t.dims) for t in read[:2]] != [2, 2]:
+        return None
+    numbers, scales, zeros = read
+    bits, sizes = _BITS.get(numbers.data_type), {a.name: a.i for a in source.attribute}
+    block, axis = sizes.get("block_size", 0), sizes.get("axis", 1)
+    if bits is None or axis not in (1, -1):
+        return None
+    rows, columns = numbers.dims
+    count = scales.dims[1]
+    plain = block >= _LEAST_BLOCK and not block & (block - 1) and columns == count * block
+    if not plain or zeros.raw_data != middle(bits, (rows, count)).raw_data:
+        return None
+    if [*next((a.ints for a in turn.attribute if a.name == "perm"), [1, 0])] != [1, 0]:
+        return None
+    name = f"{numbers.name}/bytes"
+    views[name] = reinterpret(numbers, name, TensorProto.UINT8, [rows, count, block * bits // 8])
+    attributes = {"K": columns, "N": rows, "bits": bits, "block_size": block}
+    inputs = [node.input[0], name, scales.name]
+    return helper.make_node("MatMulNBits", inputs, [*node.output], node.name, domain=CONTRIB, **attributes)
+
+
+NOTE = (
+    "bfloat16 runs in float32 on the CPU, where ONNX Runtime has no bfloat16 arithmetic: caches take twice the memory, "
+    "and numbers are closer to the model's in float32 than those of its engine"
+)
+_SMALL = 1024  # bytes; smaller tensors are converted here, so that shape inference can read their values
+
+
+def in_float32(imported: ImportedModel) -> ImportedModel:
+    """Return a bfloat16 model in float32, with a note in its plan; the same object if nothing in it is bfloat16.
+
+    Args:
+        imported: the model, with its own caches or quantized ones; not changed.
+    """
+    if not has_bfloat16(imported.model):
+        return imported
+    model = copied(imported.model)
+    state_type(model, (TensorProto.BFLOAT16,), TensorProto.FLOAT)
+    large = {name for scope in iter_scopes(model) if isinstance(scope, GraphProto) for name in _large(scope)}
+    for tensor in iter_tensors(model):
+        if tensor.data_type == TensorProto.BFLOAT16 and tensor.name not in large:
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for scope in iter_scopes(model):
+        if isinstance(scope, GraphProto):
+            _cast(scope, large)
+    plan = _widened(imported.plan)
+    return replace(imported, model=model, plan=replace(plan, notes=(NOTE, *plan.notes)))
+
+
+def _large(graph: GraphProto) -> Iterator[str]:
+    """Yield the bfloat16 weights that keep their type."""
+    for tensor in graph.initializer:
+        inside = tensor.data_location != TensorProto.EXTERNAL
+        if tensor.data_type == TensorProto.BFLOAT16 and not (inside and (byte_size(tensor) or 0) <= _SMALL):
+            yield tensor.name
+
+
+def _cast(graph: GraphProto, large: Container[str]) -> None:
+    """Insert a Cast after each large weight."""
+    casts = []
+    for tensor in graph.initializer:
+        if tensor.name in large:
+            name, tensor.name = tensor.name, f"{tensor.name}/bfloat16"
+            casts.append(helper.make_node("Cast", [tensor.name], [name], f"{name}/Cast", to=TensorProto.FLOAT))
+    replace_field(graph.node, [*casts, *graph.node])
+
+
+def _widened(value: Any) -> Any:
+    """Return a plan, or a part of one, with float32 instead of bfloat16."""
+    if isinstance(value, tuple):
+        return tuple(map(_widened, value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    parts = {f.name: _widened(getattr(value, f.name)) for f in fields(value)}
+    if parts.get("dtype") == "bfloat16":
+        parts["dtype"] = "float"
+    return replace(value, **parts)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, TrtKvCacheError
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.core import EndingError, QueueFullError, Work

@@ -10,7 +10,7 @@ from pathlib import Path
 from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.files import atomic_file, read_file
-from trt_kvcache.names import ENGINE, models_in
+from trt_kvcache.model_paths import ENGINE, models_in
 
 __all__ = ["TEXTS", "copy_texts", "new_folders", "output_engine"]
 

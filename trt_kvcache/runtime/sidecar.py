@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.engine.generation import sampling_beside
+from trt_kvcache.engine.token_settings import sampling_beside
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 
 __all__ = ["USUAL_SAMPLING", "Unread", "default_config", "default_sampling", "ended_by", "find_tokenizer"]

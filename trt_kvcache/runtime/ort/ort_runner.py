@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from onnx import ModelProto, TensorProto
 
 from trt_kvcache.arguments import as_whole
 from trt_kvcache.dtypes import array_dtype
@@ -20,20 +21,24 @@ from trt_kvcache.importer import ImportedModel, import_unchecked, quantize_cache
 from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.machine import allow_memory, memory
+from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.machine import allow_memory, free_memory, memory
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.ort.bfloat16 import NOTE, in_float32
 from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
-from trt_kvcache.runtime.ort.experts import keep_experts
-from trt_kvcache.runtime.ort.group_query_attention import OPERATOR, fuse_attention
+from trt_kvcache.runtime.ort.cpu_model import (
+    NOTE,
+    OPERATOR,
+    fuse_attention,
+    fuse_products,
+    in_float32,
+    keep_experts,
+)
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
-from trt_kvcache.runtime.ort.memory import admit_weights
-from trt_kvcache.runtime.ort.products import fuse_products
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
@@ -425,3 +430,27 @@ def _admit(one: int, asked: int | None) -> int:
             f"machine has {most / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
         )
     return batch
+
+
+_CONVERTED = 2.5  # times the bytes of float16 and bfloat16 weights, at least
+_PACKED = 0.8  # times the bytes of other weights: tables are not packed
+
+
+def admit_weights(model: ModelProto) -> None:
+    """Refuse a model whose weights do not fit; the system would otherwise kill a process without a message.
+
+    Raises:
+        SessionError: too little memory is free.
+    """
+    narrow = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]
+    half, rest = (sum(size for size, is_half in sizes if is_half is wanted) for wanted in (True, False))
+    need, free = int(_CONVERTED * half + _PACKED * rest), free_memory(swap=True)
+    if need > free:
+        why = "computes 16-bit floats in float32" if half > rest else "packs them for products"
+        raise SessionError(
+            f"on the CPU the weights of this model, {(half + rest) / 1e9:.1f} GB, take at least {need / 1e9:.1f} GB of "
+            f"memory (ONNX Runtime {why}), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are to be "
+            "had; free memory that other programs hold, use weights of 4 or 8 bits or a larger machine, or build an "
+            "engine and run that on a GPU"
+        )
