@@ -206,7 +206,7 @@ class RunFlags(Flags):
         Raises:
             OptionError: a size is malformed.
         """
-        from trt_kvcache.engine.options import parse_bytes
+        from trt_kvcache.engine.build_options import parse_bytes
 
         options = self.values()
         if self.prefix_cache is not None:
