@@ -1,7 +1,7 @@
 """The encoder of a decoder: it takes audio, images or text, and returns the decoder's constants.
 
-It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder_engine`), or on the
-CPU with ONNX Runtime. `trt_kvcache.importer.extensions.encoders.outputs` finds the outputs that become constants.
+It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder_engine`), or
+on the CPU with ONNX Runtime. `importer.extensions.encoders.outputs` finds the outputs that become constants.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
-    files      compare the manifest with itself, the engine with its hash, TensorRT with the manifest
+    files      compare the manifest with its digest, the engine with its hash, TensorRT with the manifest
     memory     compare what is needed with what is free; then allocate everything, once
     step       inputs through pinned memory -> context of the phase, bound to a row range of the caches -> logits
 
@@ -67,7 +67,7 @@ class TensorRTRunner:
         bindings: the modules to call; None: the real ones.
 
     Raises:
-        ManifestError: the manifest is missing, contradicts itself, or belongs to another engine.
+        ManifestError: the manifest is missing, was edited, or belongs to another engine.
         BackendError: TensorRT or a driver is missing, the engine is for another GPU or version, or the GPU has too
             little memory.
         OptionError: `max_batch` or `max_chunk` is more than the engine was built for.
