@@ -18,7 +18,6 @@ Names load on first use, so that ``import trt_kvcache`` is fast and needs neithe
 from __future__ import annotations
 
 import os
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -68,8 +67,6 @@ _HOME_OF = {
     "score": "trt_kvcache.runtime.scoring",
     "verify_model": "trt_kvcache.verify",
 }
-_PARTS = ("errors", "plan", "reports", "decoding")
-"""Modules with all other public names. Up to 0.1 this module had these names, too."""
 
 __all__ = [
     "BuildOptions",
@@ -101,13 +98,6 @@ def __getattr__(name: str) -> object:
         value: object = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value
-    if name[:1].isupper():  # modules are lower case
-        for part in _PARTS:
-            module = import_module(f"{__name__}.{part}")
-            if name in module.__all__:
-                new = f"from trt_kvcache.{part} import {name}"
-                warnings.warn(f"trt_kvcache.{name} will go with the next release: {new}", DeprecationWarning, 2)
-                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

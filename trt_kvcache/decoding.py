@@ -47,6 +47,11 @@ from trt_kvcache.runtime.requests import (
     PositionsAll,
     Prompt,
 )
+from trt_kvcache.runtime.session_options import (
+    CpuOptions,
+    GpuOptions,
+    Schedule,
+)
 from trt_kvcache.stored_tensors import (
     StoredTensors,
 )
@@ -56,10 +61,12 @@ __all__ = [
     "Adapters",
     "ConstantValues",
     "ConstantsAll",
+    "CpuOptions",
     "EmbeddingsSource",
     "EmbedsAll",
     "FinishReason",
     "Generation",
+    "GpuOptions",
     "Grammar",
     "KVCache",
     "LogitsProcessor",
@@ -68,6 +75,7 @@ __all__ = [
     "PositionsAll",
     "PrefixStats",
     "Prompt",
+    "Schedule",
     "Settings",
     "Source",
     "SpeculationStats",

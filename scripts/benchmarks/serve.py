@@ -24,6 +24,7 @@ from decoders import DecoderConfig, write_decoder
 
 from benchmarks.report import Report
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import CpuOptions
 
 OPTIONS = {
     "clients": ([1, 8, 32], "clients at a time"), "rows": (8, "rows of the session"), "prompt": (32, "tokens"),
@@ -55,7 +56,7 @@ def step_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
 
 def open_model(model: Path, given: argparse.Namespace) -> DecodeSession:
     """As both sides do."""
-    return DecodeSession.open(model, max_batch=given.rows, threads=given.threads, tokenizer=False)
+    return DecodeSession.open(model, max_batch=given.rows, tokenizer=False, cpu=CpuOptions(threads=given.threads))
 
 
 async def ask_all(port: int, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]], list[list[float]]]:

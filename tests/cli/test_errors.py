@@ -72,7 +72,7 @@ def test_a_path_that_cannot_be_looked_at_is_one_line(
 
 PATHS = {
     "plan": ["--config"], "rewrite": ["--config", "-o"], "build": ["--config", "-o", "--timing-cache"],
-    "verify": ["--config", "--inputs"], "bench": ["--plot", "--compare"], "inspect": [],
+    "verify": ["--config", "--inputs"], "bench": ["--compare"], "inspect": [],
     "generate": ["--prompt-file", "--tokenizer", "--constants", "--inputs-embeds", "--source-inputs", "--encoder",
                  "--generation-config"],
 }  # fmt: skip

@@ -185,7 +185,7 @@ def test_a_mistake_is_answered_with_what_to_do(typed: str, folder: Path, monkeyp
         ("serve model.onnx --jinja", "by the chat template"),
         ("serve model.onnx --max-num-seqs 8", "--max-batch N"),
         ("serve model.onnx --gpu-memory-utilization 0.9", "follows"),
-        ("serve model.onnx --swap-space 4", "max_sequences=N"),
+        ("serve model.onnx --swap-space 4", r"max_sequences=N"),
         ("bench model.onnx --iterations 9", "--repeats N"),
         ("bench model.onnx --warmUp 200", "--warmup N"),
         ("bench model.onnx --useCudaGraph", "CUDA graphs are on"),

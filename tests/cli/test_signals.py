@@ -75,7 +75,8 @@ except KeyboardInterrupt:
 DECODING = """
 import sys, threading, time
 from trt_kvcache import DecodeSession, GenerationConfig
-session = DecodeSession.open(sys.argv[1], max_batch=1, threads=1)
+from trt_kvcache.decoding import CpuOptions
+session = DecodeSession.open(sys.argv[1], max_batch=1, cpu=CpuOptions(threads=1))
 def decode():
     while True:
         for event in session.stream([[*map(int, sys.argv[2].split(","))]], GenerationConfig(max_new_tokens=9)):

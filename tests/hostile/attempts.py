@@ -17,6 +17,7 @@ from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
 
 from trt_kvcache import DecodeSession
+from trt_kvcache.decoding import CpuOptions
 from trt_kvcache.engine.manifest import encode_manifest
 from trt_kvcache.files import identify
 from trt_kvcache.runtime.text.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ def caches(rng: random.Random, folder: Path) -> str:
     """Saved caches: refused, or what was saved."""
     model = write_decoder(folder / "model.onnx", SMALL)
     prompt = [rng.randrange(SMALL.vocab) for _ in range(rng.randint(1, 8))]
-    with DecodeSession.open(model, max_batch=2, threads=1) as session:
+    with DecodeSession.open(model, max_batch=2, cpu=CpuOptions(threads=1)) as session:
         slot = session.cache.acquire()
         session.update({slot: prompt})
         session.cache.save(folder / "saved", [slot])

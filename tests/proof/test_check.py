@@ -25,6 +25,7 @@ from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.manifest_view import manifest_lines
 from trt_kvcache.compare.proof import draws_digest
+from trt_kvcache.decoding import GpuOptions
 from trt_kvcache.engine import marked
 from trt_kvcache.engine.build_process import Done, Job
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
@@ -57,7 +58,9 @@ class Gpu:
         return runtime
 
     def open(self, engine: Path, **options: Any) -> DecodeSession:
-        return DecodeSession.open(engine, bindings=Bindings(self.module, self.machine.bindings()), **options)
+        return DecodeSession.open(
+            engine, **options, gpu=GpuOptions(bindings=Bindings(self.module, self.machine.bindings()))
+        )
 
 
 def passed_checks(engine: Path) -> list[Path]:

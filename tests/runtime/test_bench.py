@@ -16,7 +16,6 @@ from decoders import DecoderConfig, write_decoder
 from runtime.hash_runner import HashRunner
 from typer.testing import CliRunner
 
-from trt_kvcache.cli import bench as bench_command
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.measure import Timing, bench_session, default_sizes
@@ -116,30 +115,3 @@ def test_a_case_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(session, "update", updates.append)
             next(bench_session(session, **sizes, seconds=seconds))
         assert len(updates) == runs
-
-
-def test_a_plot_needs_matplotlib(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(_: str) -> Any:
-        raise ImportError
-
-    monkeypatch.setattr(bench_command, "import_module", missing)
-    result = CliRunner().invoke(app, ["bench", str(model), "--plot", str(tmp_path / "plot.png")])
-    assert result.exit_code == 1
-    assert "--plot needs matplotlib: pip install matplotlib" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("plot.foo", "no picture has this ending; supported are"),
-        ("plot", "no picture has this ending"),
-        ("no/plot.png", "no such folder"),
-    ],
-)
-def test_plots_that_cannot_be_are_refused_before_anything_is_measured(
-    name: str, said: str, model: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
-    result = CliRunner().invoke(app, ["bench", str(model), "--plot", str(tmp_path / name)])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert said in result.stderr

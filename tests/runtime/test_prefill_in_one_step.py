@@ -16,6 +16,7 @@ from onnx import TensorProto
 from runtime.engines import drain
 
 from trt_kvcache import DecodeSession
+from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, OptionError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions
@@ -48,7 +49,7 @@ def test_prompts_come_in_one_step(model: Path, session: DecodeSession) -> None:
 @pytest.mark.parametrize("held", [0, 1])
 def test_a_prompt_comes_whole_while_others_decode(model: Path, held: int) -> None:
     """Whatever the budget, and whatever row it gets: one between those that decode, too."""
-    with DecodeSession.open(model, capacity=24, max_batch=4, prefill_budget=2) as session:
+    with DecodeSession.open(model, capacity=24, max_batch=4, schedule=Schedule(prefill_budget=2)) as session:
         free = session.cache.acquire()
         first = [session.add(PROMPT[:4], max_new_tokens=9), session.add(PROMPT[3:5], max_new_tokens=9)]
         found: dict[int, list[int | None]] = {event.sequence: [event.token] for event in session.step()}
@@ -78,7 +79,7 @@ def test_nothing_is_guessed_shared_or_taken_back(model: Path, session: DecodeSes
     with pytest.raises(OptionError, match="a draft cannot help this model: tokens of one step see each other"):
         DecodeSession.open(model, capacity=24, draft=model)
     with pytest.raises(OptionError, match="prefix_cache cannot reuse rows of this model: tokens of one step see later"):
-        DecodeSession.open(model, capacity=24, prefix_cache=1 << 20)
+        DecodeSession.open(model, capacity=24, schedule=Schedule(prefix_cache=1 << 20))
     slot = session.cache.acquire()
     session.update({slot: PROMPT})
     with pytest.raises(CapacityError, match="cannot be cropped to 4 tokens: tokens of one step see later ones"):

@@ -23,6 +23,7 @@ from trt_kvcache.cli.options import (
 )
 from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode, read_text
 from trt_kvcache.errors import OptionError
+from trt_kvcache.model_paths import is_model
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 
 if TYPE_CHECKING:
@@ -207,11 +208,11 @@ class RunFlags(Flags):
             OptionError: a size is malformed.
         """
         from trt_kvcache.engine.build_options import parse_bytes
+        from trt_kvcache.runtime.session_options import Schedule
 
-        options = self.values()
-        if self.prefix_cache is not None:
-            options["prefix_cache"] = parse_bytes(self.prefix_cache)
-        return options
+        size = None if self.prefix_cache is None else parse_bytes(self.prefix_cache)
+        schedule = Schedule(prefix_cache=size, prefill_budget=self.prefill_budget)
+        return self.values("prefix_cache", "prefill_budget") | {"schedule": schedule}
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,7 @@ def generate(
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # slow: after the checks of flags
     from trt_kvcache.importer.capacity import usual_capacity
     from trt_kvcache.runtime.session import DecodeSession
+    from trt_kvcache.runtime.session_options import CpuOptions
 
     view = (JsonView if json else LiveView)(text=tokenizer is not None)
     session_of = partial(
@@ -304,7 +306,7 @@ def generate(
     def open_session() -> DecodeSession:
         longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
         more = longest if longest > usual_capacity(model if model.is_dir() else model.parent) else None
-        session = session_of(**options, default_capacity=more)
+        session = session_of(**options, cpu=CpuOptions(default_capacity=more) if is_model(model) else None)
         if unknown := [token for token in generation.eos_token_id or [] if token >= session.vocab]:
             session.close()
             raise OptionError(

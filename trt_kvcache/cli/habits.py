@@ -22,7 +22,7 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("f", "file-prompt"), "give --prompt-file FILE"),
     **dict.fromkeys(
         ("t", "threads", "num-threads"),
-        ("give --threads N", "ONNX Runtime takes one thread for each core; in Python, open(..., threads=N)"),
+        ("give --threads N", "ONNX Runtime takes one thread for each core; in Python: CpuOptions(threads=N)"),
     ),
     "no-cnv": "generate is no conversation; leave it out",
     **dict.fromkeys(("quiet", "q", "silent", "log-disable", "v", "vv", "debug"), _QUIET),
@@ -90,7 +90,9 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(
         ("enable-auto-tool-choice", "tool-call-parser", "jinja"), "tools work by the chat template; leave it out"
     ),
-    **dict.fromkeys(("swap-space", "cpu-offload-gb"), "sequences are offloaded in Python: open(..., max_sequences=N)"),
+    **dict.fromkeys(
+        ("swap-space", "cpu-offload-gb"), "sequences are offloaded in Python: Schedule(max_sequences=N)"
+    ),
     **dict.fromkeys(("hf-repo", "hf", "model-id", "model-name-or-path", "pretrained-model"), _MODEL),
     **dict.fromkeys(("interactive", "conversation", "cnv"), "that is a command of its own: trt-kvcache chat"),
     **dict.fromkeys(("dumpProfile", "dumpLayerInfo", "exportProfile"), "NVIDIA's Nsight Systems shows layers"),

@@ -13,9 +13,9 @@ from trt_kvcache.arguments import as_list, is_whole, shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
-from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
@@ -117,16 +117,17 @@ class PromptReader:
 
     Args:
         runner: runner of the model.
-        cache: the cache of this runner.
+        rows: the sequences in the caches of this runner.
         embeddings: embeddings of token ids; None for models that take the ids.
         tokenizer: tokenizer for texts, or None.
         why: why there is no tokenizer.
     """
 
     def __init__(
-        self, runner: Runner, cache: KVCache, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
+        self, runner: Runner, rows: CacheRows, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
     ) -> None:
-        self._vocab, self._cache, self._tokenizer, self._why = runner.vocab, cache, tokenizer, why
+        self._vocab, self._rows, self._tokenizer, self._why = runner.vocab, rows, tokenizer, why
+        self._constants = ConstantInputs(runner.plan, runner.home)
         self._embeddings = embeddings
         self._tensor = embedded_input(runner.plan)
         self._positions = PositionInput(runner.plan)
@@ -162,11 +163,11 @@ class PromptReader:
             if not prompt.tokens:
                 raise PromptError(f"prompt {i} is empty; it needs at least one token")
             self.after(Slot(-1), prompt, f"prompt {i}")
-        beside = [self._cache.read_constants(v) for v in for_each(checked, constants, "constants", "a mapping")]
+        beside = [self._constants.read(v) for v in for_each(checked, constants, "constants", "a mapping")]
         return [replace(prompt, constants=v) for prompt, v in zip(checked, beside, strict=True)]
 
     def read_added(
-        self, slot: int | None, prompt: Prompt, inputs_embeds: Any, positions: Any
+        self, slot: int | None, prompt: Prompt, constants: Any, inputs_embeds: Any, positions: Any
     ) -> tuple[ReadPrompt, Slot]:
         """Read a prompt that is appended to a slot (None: a new slot). Return it, and the slot's contents with it.
 
@@ -175,10 +176,12 @@ class PromptReader:
             CapacityError: see `after`.
             SlotError: the slot is not in use, or runs.
         """
-        entry = Slot(-1) if slot is None else self._cache.idle(slot)
+        entry = Slot(-1) if slot is None else self._rows.idle(slot)
         new = self.read(prompt, inputs_embeds, positions)
         if not new.tokens and not entry.pending:
             raise PromptError("the prompt is empty; it needs at least one token")
+        if slot is None:
+            new = replace(new, constants=self._constants.read(constants))
         return new, self.after(entry, new, "the prompt" if slot is None else f"slot {slot} with the prompt")
 
     def read_updates(
@@ -198,7 +201,7 @@ class PromptReader:
             raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
         checked = {}
         for slot, ids in tokens.items():
-            entry = self._cache.idle(slot)
+            entry = self._rows.idle(slot)
             checked[slot] = self.read(ids, inputs_embeds.get(slot), positions.get(slot))
             if not checked[slot].tokens and not entry.pending:
                 raise PromptError(f"slot {slot}: no tokens to write; give at least one")
@@ -212,7 +215,7 @@ class PromptReader:
             CapacityError: they do not fit.
         """
         after = prompt.after(entry)
-        self._cache.limits.check(after, what)
+        self._rows.limits.check(after, what)
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:

@@ -91,3 +91,8 @@ class Slot:
     def copy(self, row: int) -> Slot:
         """Return a copy of the sequence for another row; it does not run yet."""
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)
+
+    def close(self) -> None:
+        """Free the offloaded contents: the sequence has a row again, or is gone."""
+        if self.offloaded is not None:
+            self.offloaded.close()

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import SessionError, SlotError
-from trt_kvcache.runtime.cache import KVCache
-from trt_kvcache.runtime.encoders.constants import Constants
+from trt_kvcache.runtime.adapters import Adapters
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.processors import log_softmax, process
+from trt_kvcache.runtime.guard import Guard
+from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
-__all__ = ["BeamDecoder", "Hypothesis", "beam_events", "beam_search", "hypothesis_events"]
+__all__ = ["BeamDecoder", "BeamSlots", "Hypothesis", "beam_search", "hypothesis_events"]
 
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
@@ -182,73 +184,81 @@ def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, confi
     return bool(best.total / attainable**config.length_penalty <= ended[-1].score)
 
 
-class _Updater(Protocol):
-    """The part of a session that beam search needs."""
+class BeamSlots:
+    """Beam search over the slots of a session.
 
-    cache: KVCache
+    Args:
+        rows: the sequences in the caches of the session.
+        loop: its decode loop.
+        guard: its lock.
+        adapters: its adapters.
+    """
 
-    @property
-    def tokenizer(self) -> Any: ...
+    def __init__(self, rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters) -> None:
+        self._rows, self._loop, self._guard, self._adapters = rows, loop, guard, adapters
 
-    def update(self, tokens: Mapping[int, Sequence[int]], keep: int = 1) -> dict[int, Logits]: ...
+    def events(
+        self, prompts: Sequence[ReadPrompt], config: GenerationConfig, tokenizer: TokenDecoder | None
+    ) -> Iterator[TokenEvent]:
+        """Yield the events of the best hypothesis for each prompt, one prompt after the other.
+
+        Raises:
+            SlotError: fewer rows are free than the search has beams.
+            SessionError: a step failed.
+        """
+        for index, prompt in enumerate(prompts):
+            slots: list[int] = []
+            ids = np.array(prompt.tokens, np.int64)
+            try:
+                with self._guard.lock, self._guard.idle:
+                    free = min(self._rows.free, self._rows.count)
+                    if config.num_beams > free:
+                        raise SlotError(_few_rows(config.num_beams, free, self._rows.count))
+                    adapter = self._adapters.find(config.adapter)
+                    for _ in range(config.num_beams):
+                        slots.append(self._rows.take(constants=prompt.constants, adapter=adapter))
+                logits = self.update({slots[0]: prompt})[slots[0]][-1]
+                free_tokens = self._rows.free_tokens(slots[0])
+                best = beam_search(ids, logits, _LiveBeams(self, slots), config, free_tokens=free_tokens)[0]
+            finally:
+                with self._guard.lock:
+                    for slot in slots:
+                        self._rows.drop(slot)
+            yield from hypothesis_events(best, index, config, tokenizer, ids)
+
+    def update(self, tokens: Mapping[int, ReadPrompt]) -> dict[int, Logits]:
+        """Write tokens to slots; return the logits of the last position of each."""
+        with self._guard.lock, self._guard.idle:
+            return self._loop.update(tokens, 1)
+
+    def reorder(self, indices: Sequence[int], slots: Sequence[int]) -> None:
+        """See `CacheRows.reorder`."""
+        with self._guard.lock, self._guard.idle:
+            self._rows.reorder(indices, slots)
 
 
-class _SlotBeams:
+class _LiveBeams:
     """The live beams: the first slots of a fixed list."""
 
-    def __init__(self, session: _Updater, slots: Sequence[int]) -> None:
-        self._session, self._slots, self._live = session, list(slots), 1
+    def __init__(self, held: BeamSlots, slots: Sequence[int]) -> None:
+        self._held, self._slots, self._live = held, list(slots), 1
 
     def step(self, tokens: Tokens) -> Logits:
         """Feed one token to each live beam."""
         live = self._slots[: self._live]
-        logits = self._session.update({slot: [token] for slot, token in zip(live, tokens.tolist(), strict=True)})
+        logits = self._held.update({s: ReadPrompt([token]) for s, token in zip(live, tokens.tolist(), strict=True)})
         return np.stack([logits[slot][-1] for slot in live])
 
     def reorder(self, indices: Tokens) -> None:
         """Make beam i a copy of the former beam ``indices[i]``; slots without a beam keep unused contents."""
         chosen = indices.tolist()
         idle = [i for i in range(len(self._slots)) if i not in set(chosen)]
-        self._session.cache.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
+        self._held.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
         self._live = len(chosen)
 
 
-def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: GenerationConfig) -> Iterator[TokenEvent]:
-    """Yield the events of the best hypothesis for each prompt, one prompt after the other.
-
-    Raises:
-        SlotError: fewer rows are free than the search has beams.
-        SessionError: a step failed.
-    """
-    if config.num_beams > session.cache.rows:
-        raise SlotError(_few_rows(session.cache, config.num_beams, session.cache.free))
-    for index, prompt in enumerate(prompts):
-        slots: list[int] = []
-        try:
-            for _ in range(config.num_beams):
-                _acquire(session, config, slots, prompt.constants)
-            session.cache.put(slots[0], prompt.after(session.cache.slot(slots[0])))
-            logits = session.update({slots[0]: []})[slots[0]][-1]
-            free_tokens = session.cache.free_tokens(slots[0])
-            ids = np.array(prompt.tokens, np.int64)
-            best = beam_search(ids, logits, _SlotBeams(session, slots), config, free_tokens=free_tokens)[0]
-            session.cache.give_back(slots)
-        except BaseException:  # an interrupt may also come during give_back
-            session.cache.give_back(slots)
-            raise
-        yield from hypothesis_events(best, index, config, session.tokenizer, ids)
-
-
-def _acquire(session: _Updater, config: GenerationConfig, slots: list[int], constants: Constants) -> None:
-    have = len(slots)
-    try:
-        session.cache.take(slots, constants=constants, adapter=config.adapter)
-    except SlotError:
-        raise SlotError(_few_rows(session.cache, config.num_beams, have)) from None
-
-
-def _few_rows(cache: KVCache, beams: int, free: int) -> str:
+def _few_rows(beams: int, free: int, rows: int) -> str:
     return (
-        f"beam search with num_beams={beams} needs as many rows, and {min(free, cache.rows)} of {cache.rows} are free; "
+        f"beam search with num_beams={beams} needs as many rows, and {free} of {rows} are free; "
         f"remove sequences, or open the session with a max_batch of {beams} or more"
     )
