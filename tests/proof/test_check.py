@@ -57,10 +57,9 @@ class Gpu:
         self.opened += 1
         return runtime
 
-    def open(self, engine: Path, **options: Any) -> DecodeSession:
-        return DecodeSession.open(
-            engine, **options, gpu=GpuOptions(bindings=Bindings(self.module, self.machine.bindings()))
-        )
+    def open(self, engine: Path, kernels: Path | None = None, **options: Any) -> DecodeSession:
+        bindings = Bindings(self.module, self.machine.bindings())
+        return DecodeSession.open(engine, gpu=GpuOptions(bindings=bindings, kernel_cache=kernels), **options)
 
 
 def passed_checks(engine: Path) -> list[Path]:
@@ -164,7 +163,7 @@ def test_a_folder_that_takes_no_passed_check_is_worth_a_warning(own: Path, monke
     engine = write_proved(own)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        Gpu().open(engine, kernel_cache=own.parent / "nowhere").close()
+        Gpu().open(engine, own.parent / "nowhere").close()
     assert any("no passed check is kept" in str(w.message) for w in said)
 
 

@@ -77,7 +77,8 @@ def test_refusals(session: DecodeSession) -> None:
     ):  # fmt: skip
         with pytest.raises(SlotError, match=r"slot 5 is not in use \(in use: none\)"):
             call()
-    one, two = start(session, [1]), start(session, [2])
+    start(session, [1])
+    two = start(session, [2])
     for error, words, call in (
         (OptionError, "one index for each of 2 different slots, not 1", lambda: cache.reorder([0])),
         (OptionError, r"indices 0 to 1, not \[0, 2\]", lambda: cache.reorder([0, 2])),

@@ -736,14 +736,14 @@ def test_an_error_of_nobody_leaves_nothing_for_later_clients(service: Service, m
     session = service.core.session
     alone = post(service, of([1, 2])).data["choices"]
     stuck = session.add([5], GenerationConfig(max_new_tokens=400, eos_token_id=()))  # nobody waits for it
-    compact = session.cache.compact
+    compact = session._rows.compact
 
     def fails() -> None:
         if stuck in session.cache:
             raise SessionError("rows cannot be moved")
         compact()
 
-    monkeypatch.setattr(session.cache, "compact", fails)
+    monkeypatch.setattr(session._rows, "compact", fails)
 
     failed = post(service, of([1, 2]))
     assert (failed.status, failed.error["message"]) == (500, "rows cannot be moved")

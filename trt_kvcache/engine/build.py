@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blake3 import blake3
 
@@ -23,11 +23,10 @@ from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.engine.encoder_job import EncoderJob, find_job, which_encoder
 from trt_kvcache.engine.engine_folder import copy_texts, new_folders, output_engine
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path, proof_path
-from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
+from trt_kvcache.engine.profiles import Limits, make_profiles, resolve_limits, without_shapes
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, UpdateContract
-from trt_kvcache.machine import free_memory, memory
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, UpdateContract
 from trt_kvcache.progress import ProgressEvent, listener
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.check import Checked
     from trt_kvcache.importer.files.flipped import Flipped
     from trt_kvcache.importer.files.source import SourceModel
+    from trt_kvcache.importer.planning.index_limits import IndexLimits
 
 __all__ = ["ProgressEvent", "build_engine"]
 
@@ -54,9 +54,9 @@ def build_engine(
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
     The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If an encoder lies
-    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear together and
-    complete; after an error, existing files are unchanged. TensorRT runs in a child process, which ends with the
-    caller; Ctrl-C leaves no files.
+    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. Each file appears complete,
+    and a manifest after its engine; after an error, existing files are unchanged. TensorRT runs in a child process,
+    which ends with the caller; Ctrl-C leaves no files.
 
     Args:
         model: path of an ONNX decoder, opset 24 or later.
@@ -76,104 +76,130 @@ def build_engine(
         BackendError: no suitable TensorRT is installed.
         BuildError: TensorRT refuses the model; the message quotes TensorRT.
     """
+    build = BuildOptions() if build is None else as_options(build, BuildOptions, "build")
+    options = PlanOptions() if options is None else as_options(options, PlanOptions, "options")
     watched = _Watched(progress)
     engine, folder = output_engine(output)
     try:
-        with new_folders(engine.parent):
-            manifest = _build_engine(model, engine, options, build, watched)
+        with new_folders(engine.parent), ExitStack() as files:
+            setup = _setup(engine, build, watched)
+            engines = _run(_prepare(model, options, setup), setup, files)
+            _publish(engines)
             if folder is not None:
                 copy_texts(Path(model), folder)
-            return manifest
+            return engines[-1].manifest
     except Exception:
         if watched.verdict is not None:
             watched.verdict.result()  # a refusal of the check says more than later errors of such a model
         raise
 
 
-def _build_engine(
-    model: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    options: PlanOptions | None,
-    build: BuildOptions | None,
-    watched: _Watched,
-) -> Manifest:
-    """`build_engine`, while the check of the model runs: files appear only after the check has ended."""
+@dataclass(frozen=True)
+class _Prepared:
+    """A decoder that is ready to be built, and its encoder.
+
+    Attributes:
+        model: of the decoder, for TensorRT.
+        generation: see `Manifest.generation`.
+        tables: rows of the tables that token ids and positions look up.
+        scans: names of the nodes that run over the tokens of an update.
+        encoder: of the model; None: it has none, or none that becomes an engine.
+        said: why the encoder becomes no engine.
+    """
+
+    model: _Part
+    plan: CachePlan
+    limits: Limits
+    profiles: tuple[Profile, ...]
+    generation: dict[str, Any]
+    tables: IndexLimits
+    scans: tuple[str, ...]
+    encoder: EncoderJob | None
+    said: tuple[str, ...]
+
+    @property
+    def positions(self) -> int | None:
+        """Rows of the smallest table of positions; None: none is known."""
+        return min(self.tables.positions.values(), default=None)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Sizes of the proof."""
+        sizes = self.limits.max_batch, self.limits.max_chunk, self.limits.max_logits
+        return Bounds(*sizes, self.positions, _encoder_length(self.plan, self.profiles))
+
+
+def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
+    """Check the options of a build and its output, before the model is read."""
+    engine = check_output(output)
+    if engine.suffix == ".json":
+        raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
+    for path in (manifest_path(engine), proof_path(engine)):
+        check_output(path)
+    if build.log not in (None, "-"):
+        build = replace(build, log=str(check_output(build.log)))  # the build process runs in another folder
+    backend = choose_backend(build.backend)
+    check_build_options(backend, build)
+    return _Setup(engine, build, backend, watched)
+
+
+def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup) -> _Prepared:
+    """Import the model, and choose the sizes of its engine. The check of the model goes on meanwhile."""
     # Not at the top: all other names of the engine package work without ONNX.
     from trt_kvcache.engine.token_settings import settings_beside
     from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op
 
-    build = BuildOptions() if build is None else as_options(build, BuildOptions, "build")
-    options = PlanOptions() if options is None else as_options(options, PlanOptions, "options")
-    engine_path = check_output(output)
-    if engine_path.suffix == ".json":
-        raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
-    for beside in (manifest_path(engine_path), proof_path(engine_path)):
-        check_output(beside)
-    if build.log not in (None, "-"):
-        build = replace(build, log=str(check_output(build.log)))  # the build process runs in another folder
-    backend = choose_backend(build.backend)
-    check_build_options(backend, build)
-    options = replace(options, target=backend.target, packed_native=backend.packed_native)
-
-    imported, watched.verdict = import_unchecked(model, options)
-    generation = settings_beside(Path(model))
+    options = replace(options, target=setup.backend.target, packed_native=setup.backend.packed_native)
+    imported, setup.progress.verdict = import_unchecked(model, options)
     plan, part = imported.plan, _part([imported.source], imported.model)
-    tables = index_limits(imported.model, plan)
-    quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
-    scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
-    del imported  # the weights may be inside
-    _check_not_model(engine_path, part.files)
-    if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
-        raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
-
-    setup = _Setup(build, backend, watched)
-    if build.encoder != "auto":
-        which_encoder(part.path, plan, build)  # a named encoder has to exist
-    encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, build))
-    own = build if encoder is None else _of_decoder(build, plan, encoder)
+    _check_not_model(setup.engine, part.files)
+    if setup.engine.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
+        raise OutputError(f"{setup.engine}: models end in .onnx; give another name, such as model.engine")
+    if setup.build.encoder != "auto":
+        which_encoder(part.path, plan, setup.build)  # a named encoder has to exist
+    encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, setup.build))
+    own = setup.build if encoder is None else _of_decoder(setup.build, plan, encoder)
+    quantized = any(is_op(node, "DequantizeLinear") for node in part.model.graph.node)
     try:
         limits = resolve_limits(plan, own)
         profiles = make_profiles(plan, own, limits, quantized=quantized)
     except OptionError as error:
         raise OptionError("; ".join([error.message, *said])) from None
-    plan = _bound_contracts(plan, limits.max_chunk)
-    positions = min(tables.positions.values(), default=None)
-    bounds = Bounds(
-        limits.max_batch, limits.max_chunk, limits.max_logits, positions, _encoder_length(plan, profiles)
-    )  # fmt: skip
-    twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
-    _check_memory(part, setup, twice=twice)
-    unproved = build.strip_plan or build.proof == "off"
-    with ExitStack() as stack:
-        ready: list[tuple[Manifest, Path, Path]] = []
-        if encoder is not None:
-            entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
-            ready, said = [entry] if entry is not None else [], (*said, *more)
-        try:
-            built = stack.enter_context(
-                _built(part, plan, profiles, setup, engine_path, twice=twice, bounds=None if unproved else bounds)
-            )
-        except BuildError as error:
-            if not scans or limits.max_chunk == 1:
-                raise
-            raise BuildError(f"{error.message}; {_about_scans(scans)}") from None
-        plan = watched.verdict.result().on(plan)
-        manifest = replace(
-            _manifest(setup, plan, profiles, built, engine_path),
-            max_batch=limits.max_batch,
-            max_chunk=limits.max_chunk,
-            max_logits=limits.max_logits,
-            vocab=min(tables.tokens.values(), default=None),
-            max_positions=positions,
-            proof=_proof_identity(built.done.proof, engine_path),
-            encoder=ready[0][0].engine if ready else None,
-            generation=generation,
-            warnings=(*said, *filter(None, [built.done.note]), *built.warnings),
-        )
-        _publish([*ready, (manifest, built.file, engine_path)], built.done.proof)
-    return manifest
+    scans = tuple(node.name for node in part.model.graph.node if is_op(node, "Scan"))
+    tables, plan = index_limits(part.model, plan), _bound_contracts(plan, limits.max_chunk)
+    return _Prepared(part, plan, limits, profiles, settings_beside(Path(model)), tables, scans, encoder, said)
+
+
+def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
+    """Build the engines into temporary files of `files`: the encoder's, if there is one, and then the decoder's."""
+    engines, said, limits = [], prepared.said, prepared.limits
+    if (job := prepared.encoder) is not None:
+        entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(files, job, setup))
+        engines, said = [entry] if entry is not None else [], (*said, *more)
+    bounds = None if setup.build.proof == "off" else prepared.bounds
+    try:
+        built = _built(prepared.model, prepared.plan, prepared.profiles, setup, setup.engine, files, bounds)
+    except BuildError as error:
+        if not prepared.scans or limits.max_chunk == 1:
+            raise
+        raise BuildError(f"{error.message}; {_about_scans(prepared.scans)}") from None
+    assert setup.progress.verdict is not None
+    plan = setup.progress.verdict.result().on(prepared.plan)
+    manifest = replace(
+        _manifest(setup, plan, prepared.profiles, built, setup.engine),
+        max_batch=limits.max_batch,
+        max_chunk=limits.max_chunk,
+        max_logits=limits.max_logits,
+        vocab=min(prepared.tables.tokens.values(), default=None),
+        max_positions=prepared.positions,
+        proof=_proof_identity(built.done.proof, setup.engine),
+        encoder=engines[0].manifest.engine if engines else None,
+        generation=prepared.generation,
+        warnings=(*said, *filter(None, [built.done.note]), *built.warnings),
+    )
+    return [*engines, _Engine(manifest, built.file, setup.engine, built.done.proof)]
 
 
 def _proof_identity(proof: bytes, engine: Path) -> FileIdentity | None:
@@ -206,8 +232,13 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Setup:
-    """The choices that all engines of one build share."""
+    """The choices that all engines of one build share.
 
+    Attributes:
+        engine: path of the decoder's engine.
+    """
+
+    engine: Path
     build: BuildOptions
     backend: Backend
     progress: _Watched
@@ -221,17 +252,25 @@ class _Part:
         path: path of the model's file; external data lie in the same folder.
         files: all files of the model, by path, with their names in the manifest.
         sources: the models as read.
-        model: the rewritten model; taken out when it is sent to TensorRT.
+        model: the rewritten model.
         flipped: external data whose bytes change for TensorRT.
-        weights: size of all weights in bytes.
     """
 
     path: Path
     files: dict[Path, str]
     sources: tuple[SourceModel, ...]
-    model: list[onnx.ModelProto]
+    model: onnx.ModelProto
     flipped: tuple[Flipped, ...]
-    weights: int
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """An engine in a temporary file, its manifest, its final path, and its proof; without one empty."""
+
+    manifest: Manifest
+    file: Path
+    path: Path
+    proof: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -246,14 +285,12 @@ class _Built:
 
 def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     from trt_kvcache.importer.files.signed_weights import for_tensorrt
-    from trt_kvcache.importer.protos import byte_size, iter_tensors
 
     folder = sources[0].path.parent
     paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
     files = {path: os.path.relpath(path, folder) for path in paths}
     flipped = for_tensorrt(model, folder)
-    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(model))
-    return _Part(sources[0].path, files, tuple(sources), [model], flipped, weights)
+    return _Part(sources[0].path, files, tuple(sources), model, flipped)
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
@@ -271,8 +308,7 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
             f"--max-encoder {positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
         )
     own = without_shapes(build, plan, encoder.plan)
-    shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()
-    is_set = allowed is not None or any(t.name in shaped and "encoder" in t.axes for t in plan.tensors)
+    is_set = allowed is not None or any(t.name in own.max_shapes and "encoder" in t.axes for t in plan.tensors)
     return own if positions is None or is_set else replace(own, max_encoder=positions)
 
 
@@ -302,44 +338,34 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
     return None, (f"the encoder becomes no engine, and runs on the CPU: {why}",)
 
 
-def _build_encoder(stack: ExitStack, job: EncoderJob, setup: _Setup, engine: Path) -> tuple[Manifest, Path, Path]:
-    """Build an encoder; return its manifest, its engine in a temporary file of `stack`, and the final path."""
-    path = check_output(encoder_path(engine))
+def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
+    path = check_output(encoder_path(setup.engine))
     check_output(manifest_path(path))
-    part = _part(job.sources, job.model.pop())
+    part = _part(job.sources, job.model)
     _check_not_model(path, part.files)
-    built = stack.enter_context(_built(part, job.plan, (job.profile,), setup, path))
-    manifest = _manifest(setup, job.plan, (job.profile,), built, path)
-    return replace(manifest, vocab=job.vocab), built.file, path
+    built = _built(part, job.plan, (job.profile,), setup, path, files)
+    return _Engine(replace(_manifest(setup, job.plan, (job.profile,), built, path), vocab=job.vocab), built.file, path)
 
 
-@contextmanager
 def _built(
-    part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, *, twice: bool = False,
+    part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, files: ExitStack,
     bounds: Bounds | None = None,
-) -> Iterator[_Built]:  # fmt: skip
-    """Build an engine into a temporary file beside `output`; the block's end removes the file unless it was moved."""
+) -> _Built:  # fmt: skip
+    """Build an engine into a temporary file of `files`, beside `output`."""
     from trt_kvcache.importer.serialize import serialize_model
 
-    build, backend = setup.build, setup.backend
-    _check_memory(part, setup, twice=twice)
-    with temporary_file(output) as file:
-        with _identities(part.files) as identities:
-            paths = str(part.path), str(file), str(output)
-            job = Job(backend.target, backend.title, *paths, plan, profiles, build, part.flipped, bounds)
-            try:
-                done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
-                model = identities.result()
-            finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
-                for source in part.sources:
-                    source.check_unchanged()
-        yield _Built(file, done, warnings, model)
-
-
-def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
-    """Refuse a build that would not fit into memory."""
-    if setup.build.memory_check and setup.backend.target is Target.TENSORRT_RTX:
-        check_memory(part.weights, sum(weight.length for weight in part.flipped), twice=twice)
+    file = files.enter_context(temporary_file(output))
+    with _identities(part.files) as identities:
+        paths = str(part.path), str(file), str(output)
+        target, title = setup.backend.target, setup.backend.title
+        job = Job(target, title, *paths, plan, profiles, setup.build, part.flipped, bounds)
+        try:
+            done, warnings = run_worker(job, lambda: serialize_model(part.model), setup.progress)
+            model = identities.result()
+        finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
+            for source in part.sources:
+                source.check_unchanged()
+    return _Built(file, done, warnings, model)
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
@@ -358,7 +384,7 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
                 raise OutputError(f"{written}: is a file of the model; give another name for the engine")
 
 
-def _about_scans(scans: list[str]) -> str:
+def _about_scans(scans: Sequence[str]) -> str:
     """Return a likely reason for a failed build of a model with a Scan: see `importer.scans`."""
     return (
         f"the model has a Scan over the tokens of an update ('{scans[0]}'), and some operators do not build before one "
@@ -429,25 +455,24 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
     """Return the options as plain values, in the form of the command line."""
-    flat = {name: value for name, value in vars(build).items() if not name.endswith("shapes")}
+    flat = dict(vars(build))
     flat["compute_capabilities"] = ",".join(build.compute_capabilities)
-    for name in ("min_shapes", "opt_shapes", "max_shapes"):
-        flat[name] = format_shapes(getattr(build, name))
+    flat["max_shapes"] = format_shapes(build.max_shapes)
     return flat
 
 
-def _publish(engines: Sequence[tuple[Manifest, Path, Path]], proof: bytes) -> None:
+def _publish(engines: Sequence[_Engine]) -> None:
     """Move engines and manifests to their paths, each manifest after its engine; if one fails, move none.
 
-    The proof belongs to the last engine. A manifest without a proof stays true even beside an older engine's proof.
+    A manifest without a proof stays true even beside an older engine's proof.
     """
     with ExitStack() as stack:
         files = []
-        for manifest, engine_file, engine in engines:
-            files.append((engine_file, engine))
-            if manifest.proof is not None:
-                files.append(_written(stack, proof_path(engine), proof))
-            files.append(_written(stack, manifest_path(engine), encode_manifest(manifest)))
+        for engine in engines:
+            files.append((engine.file, engine.path))
+            if engine.manifest.proof is not None:
+                files.append(_written(stack, proof_path(engine.path), engine.proof))
+            files.append(_written(stack, manifest_path(engine.path), encode_manifest(engine.manifest)))
         publish(files)
 
 
@@ -462,34 +487,3 @@ def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
     except OSError as error:
         raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
     return temporary, final
-
-
-_FACTOR = 1.65  # times the bytes of all weights
-_FIXED = 500_000_000  # bytes
-
-
-def build_memory(weights: int) -> int:
-    """Return the bytes of memory that TensorRT takes to build an engine with `weights` bytes of weights."""
-    return int(_FACTOR * weights) + _FIXED
-
-
-def check_memory(weights: int, flipped: int = 0, *, twice: bool = False) -> None:
-    """Refuse a build that would run out of memory.
-
-    Args:
-        weights: size of the rewritten model's weights, in bytes.
-        flipped: size of the weights whose bytes change for TensorRT.
-        twice: the engine holds most weights twice.
-
-    Raises:
-        OptionError: too little memory is free.
-    """
-    need = build_memory(weights * (2 if twice else 1)) + flipped
-    free = free_memory(swap=True)
-    if need > free:
-        raise OptionError(
-            f"this build takes about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB of weights, and TensorRT's "
-            f"copies of most of them), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are free; "
-            "close other programs, add swap space, or build on a larger machine (TensorRT for RTX needs no GPU to "
-            "build); --no-memory-check skips this check"
-        )

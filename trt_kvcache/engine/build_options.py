@@ -18,7 +18,6 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
 PROOFS = ("auto", "off")
 VERBOSITIES = ("none", "layer-names-only", "detailed")
-REFITS = ("none", "any", "identical")
 DEFAULT_CHUNK = 512
 DEFAULT_LOGITS = 16
 """Enough to verify drafts of 15 tokens in one step."""
@@ -93,10 +92,7 @@ class BuildValues(TypedDict, total=False):
     max_logits: int | None
     opt_batch: int | None
     max_encoder: int | None
-    opt_encoder: int | None
     encoder: str | os.PathLike[str]
-    min_shapes: Mapping[str, Shape] | str
-    opt_shapes: Mapping[str, Shape] | str
     max_shapes: Mapping[str, Shape] | str
     decode_weights: Literal["auto", "shared", "own"]
     backend: Literal["auto", "tensorrt", "tensorrt-rtx"]
@@ -104,14 +100,9 @@ class BuildValues(TypedDict, total=False):
     workspace: int | str | None
     opt_level: int | None
     timing_cache: str | os.PathLike[str] | None
-    version_compatible: bool
-    declare_aliases: bool
-    strip_plan: bool
-    refit: Literal["none", "any", "identical"]
     profiling_verbosity: Literal["none", "layer-names-only", "detailed"]
     proof: str | int
     log: str | os.PathLike[str] | None
-    memory_check: bool
 
 
 @described
@@ -161,14 +152,6 @@ class BuildOptions:
             most=_MOST,
         ),
     ] = None
-    opt_encoder: Annotated[
-        int | None,
-        _size(
-            "Length of the encoder's output that TensorRT chooses kernels for. Default: the longest.",
-            metavar="N",
-            most=_MOST,
-        ),
-    ] = None
     encoder: Annotated[
         str,
         _size(
@@ -178,22 +161,11 @@ class BuildOptions:
             is_path=True,
         ),
     ] = "auto"
-    min_shapes: Annotated[
+    max_shapes: Annotated[
         Mapping[str, Shape],
         _size(
-            "Smallest shapes, for inputs of unknown role.",
-            "Also for others that max_batch, max_chunk and the capacity do not determine. Shapes by name, or their "
-            "text, see `parse_shapes`.",
-            flag="minShapes",
-            metavar="NAME:1x2,...",
-            read=_read_shapes,
+            "Largest shapes, for inputs of unknown role.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes
         ),
-    ] = field(default_factory=dict)
-    opt_shapes: Annotated[
-        Mapping[str, Shape], _size("Typical shapes.", flag="optShapes", metavar="NAME:1x2,...", read=_read_shapes)
-    ] = field(default_factory=dict)
-    max_shapes: Annotated[
-        Mapping[str, Shape], _size("Largest shapes.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes)
     ] = field(default_factory=dict)
     decode_weights: Annotated[
         str,
@@ -236,26 +208,6 @@ class BuildOptions:
         str | None,
         _how("File of measured kernel times, read and written.", "TensorRT only.", metavar="FILE", is_path=True),
     ] = None
-    version_compatible: Annotated[
-        bool, _how("The engine runs on later TensorRT versions too.", "Those of the same major version; TensorRT only.")
-    ] = False
-    declare_aliases: Annotated[
-        bool,
-        _how(
-            "Tell TensorRT which outputs of the plugin share a buffer with an input.",
-            "Else only one address is bound to both. TensorRT may then copy whole caches to keep its own promises; "
-            "TensorRT only.",
-        ),
-    ] = False
-    strip_plan: Annotated[bool, _how("Leave the weights out of the engine.", "Those that can be refitted.")] = False
-    refit: Annotated[
-        str,
-        _how(
-            "Allow setting weights after the build: any, or only identical ones, such as those that --strip-plan "
-            "left out.",
-            choices=REFITS,
-        ),
-    ] = "none"
     profiling_verbosity: Annotated[
         str, _how("Detail in which the engine describes its layers.", choices=VERBOSITIES)
     ] = "layer-names-only"
@@ -277,24 +229,14 @@ class BuildOptions:
             is_path=True,
         ),
     ] = None
-    memory_check: Annotated[
-        bool,
-        _how("Refuse a build that would not fit into this machine's memory.", "By an estimate; TensorRT for RTX only."),
-    ] = True
 
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "proof", _proof(self.proof))
-        for name in ("min_shapes", "opt_shapes", "max_shapes"):
-            object.__setattr__(self, name, _shapes(getattr(self, name), name))
+        object.__setattr__(self, "max_shapes", _shapes(self.max_shapes, "max_shapes"))
         if self.workspace is not None and self.workspace < _LEAST_WORKSPACE:
             raise OptionError(
                 f"--workspace is {self.workspace} bytes, and no kernel does with that; give a unit, as in 4GiB"
-            )
-        if self.opt_encoder is not None and self.opt_encoder > (self.max_encoder or 0):
-            most = "none is given" if self.max_encoder is None else f"it is {self.max_encoder}"
-            raise OptionError(
-                f"opt_encoder is {self.opt_encoder}, which needs a max_encoder of at least as much, and {most}"
             )
         capabilities = dict.fromkeys(_compute_capability(text) for text in self.compute_capabilities)
         if CURRENT in capabilities and len(capabilities) > 1:

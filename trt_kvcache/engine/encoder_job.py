@@ -27,7 +27,7 @@ class EncoderJob:
     Attributes:
         sources: files of the encoder; external data lie in the folder of the first.
         plan: the plan of the encoder.
-        model: the model for TensorRT; taken out when it is sent, because it may be large.
+        model: the model for TensorRT.
         profile: the lengths of sources.
         vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
         positions: length of the output for the longest source; None: unknown.
@@ -35,7 +35,7 @@ class EncoderJob:
 
     sources: tuple[SourceModel, ...]
     plan: CachePlan
-    model: list[onnx.ModelProto]
+    model: onnx.ModelProto
     profile: Profile
     vocab: int | None
     positions: int | None
@@ -96,7 +96,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     check_positions(encoder.model, shapes)
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
     positions = count_positions(encoder.model, shapes, axes)
-    return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions)
+    return EncoderJob(encoder.sources, encoder.plan, encoder.model, profile, most_ids(encoder.model), positions)
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:

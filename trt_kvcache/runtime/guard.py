@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 from trt_kvcache.errors import SessionError
+from trt_kvcache.native import HeldSignals
 
 __all__ = ["Guard"]
-
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
-"""Signals whose handlers may raise an exception. Windows has no SIGHUP; Linux has no SIGBREAK."""
 
 
 class Guard:
@@ -33,7 +29,7 @@ class Guard:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._signals = _Signals()
+        self._signals = HeldSignals()
         self.stepping = threading.Lock()
         self.open = _Open()
         self.idle = _Idle(self.open, self.stepping, self._signals)
@@ -99,7 +95,7 @@ class _Idle:
         signals: the waiting signals.
     """
 
-    def __init__(self, open_: _Open, stepping: threading.Lock, signals: _Signals) -> None:
+    def __init__(self, open_: _Open, stepping: threading.Lock, signals: HeldSignals) -> None:
         self._open, self._stepping, self._signals = open_, stepping, signals
 
     def __enter__(self) -> None:
@@ -115,50 +111,3 @@ class _Idle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._signals.release()
-
-
-class _Signals:
-    """Lets signals wait in the main thread, the only one in which Python handles them. Blocks nest."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._usual: dict[int, Any] = {}
-        self._waiting: list[int] = []
-
-    def hold(self) -> None:
-        """Let signals wait from now on."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if self._depth == 0:
-            try:
-                for number in _SIGNALS:
-                    usual = signal.getsignal(number)
-                    if callable(usual) and usual != self._note:
-                        self._usual[number] = usual
-                        signal.signal(number, self._note)
-            except BaseException:  # of a handler that still counts
-                self._restore()
-                raise
-        self._depth += 1
-
-    def release(self) -> None:
-        """Handle the signals that wait, at the end of the outermost block."""
-        if threading.current_thread() is threading.main_thread():
-            self._depth -= 1
-            if self._depth == 0:
-                self._restore()
-                self.deliver()
-
-    def _restore(self) -> None:
-        while self._usual:
-            signal.signal(*self._usual.popitem())
-
-    def deliver(self) -> None:
-        """Handle the signals that wait."""
-        if self._waiting and threading.current_thread() is threading.main_thread():
-            number, self._waiting = self._waiting[0], []
-            handler: Any = self._usual.get(number) or signal.getsignal(number)
-            handler(number, None)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._waiting.append(number)

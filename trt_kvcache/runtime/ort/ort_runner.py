@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import ModelProto, TensorProto
 
 from trt_kvcache.arguments import as_whole
 from trt_kvcache.dtypes import array_dtype
@@ -21,8 +20,7 @@ from trt_kvcache.importer import ImportedModel, import_unchecked, quantize_cache
 from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import byte_size, iter_tensors
-from trt_kvcache.machine import allow_memory, free_memory, memory
+from trt_kvcache.machine import allow_memory, memory
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants
@@ -73,7 +71,7 @@ class _Bound:
 
 
 class OnnxRuntimeRunner:
-    """Runs a model with ONNX Runtime on the CPU.
+    """A `Runner` on the CPU, with ONNX Runtime.
 
     The model is rewritten in memory, so that a step reads only the cache rows in use; large weights stay in their
     files. Past and present of a cache are bound to one address; ONNX Runtime's TensorScatter and GroupQueryAttention
@@ -109,7 +107,8 @@ class OnnxRuntimeRunner:
             raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")
         options = options or PlanOptions()
         own = options if options.cache_ranges is None else options.unquantized()
-        self._plan: CachePlan
+        self.plan: CachePlan
+        self.home: object = None
         imported, verdict = import_unchecked(model, own, default_capacity=default_capacity)
         try:
             imported = in_float32(imported)
@@ -118,15 +117,15 @@ class OnnxRuntimeRunner:
             verdict.result()  # the check's own error says more
             raise
         checked = verdict.result()
-        self._plan = checked.on(self._plan)
+        self.plan = checked.on(self.plan)
         if checked.prefill_in_one_step:  # only the check's runs can show this
-            self._inputs = StepInputs(checked.on(imported.plan))
-            self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
+            self.inputs = StepInputs(checked.on(imported.plan))
+            self.max_chunk = self.inputs.chunk(max_chunk, _DEFAULT_CHUNK)
         if imported.plan.logits_span is not None:
-            self._spans[imported.plan.logits_span.name] = np.arange(self._inputs.fixed_length or self._max_chunk)
+            self._spans[imported.plan.logits_span.name] = np.arange(self.inputs.fixed_length or self.max_chunk)
         if not self._logits.known:
             self._logits.settle(self._look_for_vocabulary(session))
-        self._vocab = min([self._logits.vocab, *self._limits.tokens.values()])
+        self.vocab = min([self._logits.vocab, *self._limits.tokens.values()])
 
     def _open(
         self,
@@ -141,23 +140,25 @@ class OnnxRuntimeRunner:
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
         self._stamps = [(path, times[:-1]) for path, times in self._source.stamps.items()]
-        self._inputs = StepInputs(imported.plan)
+        self.inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
         self._limits = index_limits(imported.model, imported.plan)
-        self._max_positions = self._inputs.positions(min(self._limits.positions.values(), default=None))
-        self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
-        model_run, self._plan = _fastest(imported, self._inputs, options)
-        self._carried = {c.past: c for c in carried_buffers(self._plan)}
+        self.max_positions = self.inputs.positions(min(self._limits.positions.values(), default=None))
+        self.max_chunk = self.inputs.chunk(max_chunk, _DEFAULT_CHUNK)
+        model_run, self.plan = _fastest(imported, self.inputs, options)
+        narrow = ", bfloat16 in float32" if NOTE in self.plan.notes else ""
+        self.name = f"ONNX Runtime {ort.__version__}, CPU{narrow}"
+        self.max_logits = 1 if self._logits.last_only else None
+        self._carried = {c.past: c for c in carried_buffers(self.plan)}
         in_place = _updated_in_place(model_run, self._carried.values())
         per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
-        self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
-        admit_weights(model_run)
+        self.max_batch = _admit(per_row, self.inputs.batch(max_batch))
         session = _opened(imported, model_run, threads, self.name)
         self._session: CpuSession | None = session
         imported.source.check_unchanged()
         # Only outside of GroupQueryAttention; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
-        allow_memory(per_row * self._max_batch)
+        allow_memory(per_row * self.max_batch)
         self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
         # ONNX Runtime writes state, and caches that are not updated in place, to new arrays; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
@@ -166,52 +167,6 @@ class OnnxRuntimeRunner:
         self._adapters = {t.name: np.zeros(tuple(map(int, t.shape)), array_dtype(t.dtype)) for t in weights}
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
         return session
-
-    @property
-    def name(self) -> str:
-        """Runtime and device as text."""
-        narrow = ", bfloat16 in float32" if NOTE in self._plan.notes else ""
-        return f"ONNX Runtime {ort.__version__}, CPU{narrow}"
-
-    @property
-    def plan(self) -> CachePlan:
-        """The plan of the rewritten model."""
-        return self._plan
-
-    @property
-    def home(self) -> None:
-        """See `Runner.home`."""
-        return
-
-    @property
-    def max_batch(self) -> int:
-        """Rows of every cache buffer."""
-        return self._max_batch
-
-    @property
-    def max_chunk(self) -> int:
-        """Most tokens per row in one step."""
-        return self._max_chunk
-
-    @property
-    def max_logits(self) -> int | None:
-        """1 for a model that returns logits of the last position only; None: all."""
-        return 1 if self._logits.last_only else None
-
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary: token ids are 0 to ``vocab - 1``."""
-        return self._vocab
-
-    @property
-    def max_positions(self) -> int | None:
-        """Rows of the model's smallest position table."""
-        return self._max_positions
-
-    @property
-    def inputs(self) -> StepInputs:
-        """The inputs of the model."""
-        return self._inputs
 
     def identity(self) -> str:
         """Return a digest of the model file and its external data."""
@@ -231,7 +186,7 @@ class OnnxRuntimeRunner:
 
     def step(self, batch: StepBatch) -> Logits:
         """Run one step; see `Runner.step`."""
-        with whole_step(self, self._inputs, batch) as whole:
+        with whole_step(self, self.inputs, batch) as whole:
             several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
             logits = np.concatenate([self._step(row) for row in whole.split()]) if several else self._step(whole)
         return asked_logits(logits, batch, whole)
@@ -242,7 +197,7 @@ class OnnxRuntimeRunner:
             raise SessionError("the runner is closed; open the model again")
         try:
             bound = self._bound(session, batch)
-            self._inputs.fill(batch, bound.inputs)
+            self.inputs.fill(batch, bound.inputs)
             bound.give(batch.constants)
             session.run_bound(bound.binding)
         except MemoryError:
@@ -322,30 +277,30 @@ class OnnxRuntimeRunner:
             at += rows.nbytes
 
     def _zeros(self, buffer: Carried) -> Array:
-        return np.zeros((self._max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
+        return np.zeros((self.max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
         """Return the last size of the logits of a step over empty caches; the caches stay empty."""
-        rows = self._inputs.max_rows or 1
-        length = self._inputs.fixed_length or 1
+        rows = self.inputs.max_rows or 1
+        length = self.inputs.fixed_length or 1
         tokens = np.zeros((rows, length), np.int64)
-        batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self._inputs.no_embeds(tokens))
-        if self._inputs.constants.tensors:
+        batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self.inputs.no_embeds(tokens))
+        if self.inputs.constants.tensors:
             return 0  # unknown: there are no constants to run with yet
-        spans = {n: self._spans[n][:size] for n, size in self._inputs.span_sizes(batch).items()}
-        feeds = self._inputs.arrays(batch) | spans | self._adapters | {n: a[:rows] for n, a in self._past.items()}
+        spans = {n: self._spans[n][:size] for n, size in self.inputs.span_sizes(batch).items()}
+        feeds = self.inputs.arrays(batch) | spans | self._adapters | {n: a[:rows] for n, a in self._past.items()}
         (logits,) = session.run([self._logits.name], feeds)
         return int(logits.shape[-1])
 
     def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
         """Return the binding of this row range and shape; it is made once and kept for steps of one token."""
-        key = (batch.first_row, *self._inputs.signature(batch))
+        key = (batch.first_row, *self.inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)
             return self._bindings[key]
         binding = session.binding()
-        spans = self._inputs.span_sizes(batch)
-        inputs = self._inputs.arrays(batch)
+        spans = self.inputs.span_sizes(batch)
+        inputs = self.inputs.arrays(batch)
         sample = batch.constants[0].arrays if batch.constants else {}
         arrays = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in sample.items()}
         for name, array in (inputs | arrays | {n: self._spans[n][:size] for n, size in spans.items()}).items():
@@ -430,27 +385,3 @@ def _admit(one: int, asked: int | None) -> int:
             f"machine has {most / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
         )
     return batch
-
-
-_CONVERTED = 2.5  # times the bytes of float16 and bfloat16 weights, at least
-_PACKED = 0.8  # times the bytes of other weights: tables are not packed
-
-
-def admit_weights(model: ModelProto) -> None:
-    """Refuse a model whose weights do not fit; the system would otherwise kill a process without a message.
-
-    Raises:
-        SessionError: too little memory is free.
-    """
-    narrow = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]
-    half, rest = (sum(size for size, is_half in sizes if is_half is wanted) for wanted in (True, False))
-    need, free = int(_CONVERTED * half + _PACKED * rest), free_memory(swap=True)
-    if need > free:
-        why = "computes 16-bit floats in float32" if half > rest else "packs them for products"
-        raise SessionError(
-            f"on the CPU the weights of this model, {(half + rest) / 1e9:.1f} GB, take at least {need / 1e9:.1f} GB of "
-            f"memory (ONNX Runtime {why}), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are to be "
-            "had; free memory that other programs hold, use weights of 4 or 8 bits or a larger machine, or build an "
-            "engine and run that on a GPU"
-        )

@@ -21,7 +21,6 @@ from typing import Any
 from trt_kvcache.arguments import as_whole
 from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError
-from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
@@ -53,6 +52,8 @@ class TensorRTRunner:
     """A `Runner` on a GPU. Not thread-safe, but several threads may use it one after the other.
 
     Attributes:
+        manifest: the manifest of the engine.
+        inputs: the inputs of the model.
         host_choice: why the host chooses tokens among all scores; empty if the GPU finds the best and the highest
             scores.
 
@@ -86,19 +87,24 @@ class TensorRTRunner:
         bindings: Bindings | None = None,
     ) -> None:
         path = Path(engine)
-        self._manifest = load_manifest(path)
-        if self._manifest.is_encoder:
+        self.manifest = load_manifest(path)
+        if self.manifest.is_encoder:
             raise OptionError(f"{path} is the engine of an encoder; open that of its decoder, which finds it")
-        self._inputs = StepInputs(self._manifest.plan)
-        self._logits = StepLogits(self._manifest.plan)
-        self._max_chunk = _within("max_chunk", max_chunk, self._inputs.chunk(None, self._manifest.max_chunk))
-        rows = self._manifest.max_batch if self._inputs.max_rows != 1 else 1
-        self._max_batch = _within("max_batch", self._inputs.batch(max_batch), rows)
-        check_engine(self._manifest, path)
-        bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
+        self.plan = self.manifest.plan
+        self.inputs = StepInputs(self.plan)
+        self._logits = StepLogits(self.plan)
+        self.max_logits = 1 if self._logits.last_only else self.manifest.max_logits
+        # Beyond the table of positions TensorRT would silently read the last row.
+        self.max_positions = self.inputs.positions(self.manifest.max_positions)
+        self.max_chunk = _within("max_chunk", max_chunk, self.inputs.chunk(None, self.manifest.max_chunk))
+        rows = self.manifest.max_batch if self.inputs.max_rows != 1 else 1
+        self.max_batch = _within("max_batch", self.inputs.batch(max_batch), rows)
+        check_engine(self.manifest, path)
+        bindings = bindings or Bindings(load_tensorrt(self.manifest.backend), cuda_bindings())
         self._bound: dict[tuple[int, int], dict[str, int]] = {}
         self._last = 0  # index of the last step's context
         self._cuda = Cuda(device, bindings.cuda)
+        self.home: object = self._cuda
         self._kernels = None if kernel_cache is None else Path(kernel_cache)
         self._resources = Resources(self._cuda)
         try:
@@ -109,36 +115,37 @@ class TensorRTRunner:
         self._end = weakref.finalize(self, self._resources.close)  # closes it at garbage collection or exit
 
     def _open(self, path: Path, module: Any, cuda_graphs: bool) -> None:
-        manifest, cuda = self._manifest, self._cuda
-        self._caches = DeviceCaches(cuda, manifest.plan, self._max_batch)
-        self._shapes = StepShapes(manifest, self._inputs, self._caches.buffers)
+        manifest, cuda = self.manifest, self._cuda
+        self._caches = DeviceCaches(cuda, manifest.plan, self.max_batch)
+        self._shapes = StepShapes(manifest, self.inputs, self._caches.buffers)
         needed = self._caches.bytes_for
-        caches = Need(f"caches for {self._max_batch} sequences", needed(self._max_batch), needed)
+        caches = Need(f"caches for {self.max_batch} sequences", needed(self.max_batch), needed)
         # Before the engine is opened: its weights take about as much memory as the file.
-        admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self._max_batch)
+        admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self.max_batch)
         self._resources.trt = trt = open_engine(path, manifest, module, cuda)
-        self._name = f"{trt.title}, {cuda.name}"
+        self.name = f"{trt.title}, {cuda.name}"
 
         self._resources.factory = factory = ContextFactory(trt, cuda, self._kernel_file(path))
         for index in range(len(manifest.profiles)):
             self._contexts.append(factory.make(index))
-        largest = self._shapes.largest(self._contexts, self._max_batch, self._max_chunk, self.max_logits)
+        largest = self._shapes.largest(self._contexts, self.max_batch, self.max_chunk, self.max_logits)
         self._logits.settle(largest[self._logits.name][-1])
-        self._buffers = StepBuffers(cuda, manifest.plan, largest, self._max_batch)
+        self.vocab = min(self._logits.vocab, manifest.vocab or self._logits.vocab)
+        self._buffers = StepBuffers(cuda, manifest.plan, largest, self.max_batch)
         needs = [
             caches,
             Need("activations", taken(factory.activation_bytes)),
             Need("inputs and outputs", self._buffers.device_bytes),
             Need("choice of tokens", self._buffers.choice_bytes),
         ]
-        admit(needs, *cuda.free_memory(), cuda.name, self._max_batch)
+        admit(needs, *cuda.free_memory(), cuda.name, self.max_batch)
         self._caches.allocate()
         self._buffers.allocate()
         factory.allocate(self._contexts)
         cuda.sync()
         self.host_choice = self._buffers.choose()
         if self.host_choice:
-            self._name += ", tokens chosen on the host"
+            self.name += ", tokens chosen on the host"
         self._resources.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
 
     @property
@@ -151,77 +158,27 @@ class TensorRTRunner:
         return self._resources.contexts
 
     @property
-    def name(self) -> str:
-        """Runtime and device as text."""
-        return self._name
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of the engine."""
-        return self._manifest
-
-    @property
-    def home(self) -> Cuda:
-        """See `Runner.home`."""
-        return self._cuda
-
-    @property
-    def plan(self) -> CachePlan:
-        """The plan of the engine."""
-        return self._manifest.plan
-
-    @property
-    def max_batch(self) -> int:
-        """Rows of every cache buffer."""
-        return self._max_batch
-
-    @property
-    def max_chunk(self) -> int:
-        """Most tokens per row in one step."""
-        return self._max_chunk
-
-    @property
-    def max_logits(self) -> int | None:
-        """Most positions per row whose logits a step returns; None: all."""
-        return 1 if self._logits.last_only else self._manifest.max_logits
-
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary: token ids are 0 to ``vocab - 1``."""
-        return min(self._logits.vocab, self._manifest.vocab or self._logits.vocab)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Rows of the model's smallest position table; beyond it TensorRT would silently read the last row."""
-        return self._inputs.positions(self._manifest.max_positions)
-
-    @property
-    def inputs(self) -> StepInputs:
-        """The inputs of the model."""
-        return self._inputs
-
-    @property
     def device_bytes(self) -> int:
         """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations. Constant once open."""
         return self._cuda.allocated
 
     def identity(self) -> str:
         """See `Runner.identity`."""
-        return model_identity(self._manifest.model)
+        return model_identity(self.manifest.model)
 
     def step(self, batch: StepBatch) -> Logits:
         """See `Runner.step`."""
-        with whole_step(self, self._inputs, batch) as whole:
+        with whole_step(self, self.inputs, batch) as whole:
             logits = self._step(whole)
         return asked_logits(logits, batch, whole)
 
     def _step(self, batch: StepBatch) -> Logits:
         with self.running():
             self._logits.check(batch)
-            signature = self._inputs.signature(batch)
+            signature = self.inputs.signature(batch)
             index, shapes = self._shapes.of(signature, batch)
             self._buffers.give(batch.constants)
-            self._buffers.put(self._inputs.arrays(batch))
+            self._buffers.put(self.inputs.arrays(batch))
             side = self._caches.side(batch.first_row, batch.rows)
             addresses = self._bindings(batch.first_row, side)
             upload = partial(self._buffers.upload, shapes)
@@ -301,7 +258,7 @@ class TensorRTRunner:
 
     def encoder_beside(self, engine: Path) -> tuple[Path | None, str]:
         """Return the encoder's engine that was built with this one; or None, and the reason."""
-        built = self._manifest.encoder
+        built = self.manifest.encoder
         if built is None:
             return None, f"{engine} was built without the engine of an encoder"
         path = engine.with_name(built.name)
