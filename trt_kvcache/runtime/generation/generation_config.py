@@ -6,14 +6,16 @@ Source: https://huggingface.co/docs/transformers/main_classes/text_generation (m
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trt_kvcache.arguments import as_path, is_number, is_whole, shown
+from trt_kvcache.engine.token_settings import load_settings
 from trt_kvcache.errors import OptionError
 from trt_kvcache.setting import Setting, check_settings, described
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from trt_kvcache.runtime.generation.token_masks import Grammar
 
-__all__ = ["GenerationConfig", "LogitsProcessor"]
+__all__ = ["GenerationConfig", "LogitsProcessor", "read_config_file"]
 
 LogitsProcessor = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"], "npt.NDArray[np.float32]"]
 """A rule of the caller's: takes the tokens so far ``[T]``, prompt included, and scores ``[V]``; returns new scores
@@ -291,20 +293,23 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        _check_types(self)
-        self._normalize()
-        self._check_ranges()
+        for name, (read, supported) in _READERS.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, read(value))
+            except (TypeError, ValueError):
+                raise OptionError(f"{name} is {shown(value)}; supported: {supported}") from None
         self._check_together()
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """`eos_token_id`, always as a tuple."""
-        return tuple(int(token) for token in _as_sequence(self.eos_token_id))
+        return tuple(_as_sequence(self.eos_token_id))
 
     @cached_property
     def forced_eos_token_ids(self) -> tuple[int, ...]:
         """`forced_eos_token_id`, always as a tuple."""
-        return tuple(int(token) for token in _as_sequence(self.forced_eos_token_id))
+        return tuple(_as_sequence(self.forced_eos_token_id))
 
     @cached_property
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:
@@ -336,8 +341,6 @@ class GenerationConfig:
         Raises:
             OptionError: the file is unreadable, or asks for a way of choosing tokens that is not supported.
         """
-        from trt_kvcache.runtime.generation.config_file import read_config_file
-
         path = as_path(path, "path")
         settings = read_config_file(path, changes)
         try:
@@ -379,45 +382,6 @@ class GenerationConfig:
                 raise OptionError(f"{file}: {error}") from None
             settings |= counts
         return cls(**settings)
-
-    def _normalize(self) -> None:
-        if self.top_k == -1:  # vLLM's value for all
-            object.__setattr__(self, "top_k", 0)
-        if self.exponential_decay_length_penalty is not None:
-            start, factor = self.exponential_decay_length_penalty
-            object.__setattr__(self, "exponential_decay_length_penalty", (int(start), float(factor)))
-        for name in (*_TOKENS, "stop_strings", "logits_processor"):
-            value = getattr(self, name)
-            if name in _TOKENS and isinstance(value, Integral):
-                object.__setattr__(self, name, int(value))
-            elif not isinstance(value, (str, type(None))) and not callable(value):
-                object.__setattr__(self, name, tuple(int(v) if name in _TOKENS else v for v in value))
-        object.__setattr__(self, "bad_words_ids", tuple(tuple(int(t) for t in run) for run in self.bad_words_ids))
-        biases = {_plain_key(key): float(bias) for key, bias in self.sequence_bias.items()}
-        object.__setattr__(self, "sequence_bias", biases)
-
-    def _check_ranges(self) -> None:
-        hint = "above 0; for the most probable token do not sample"
-        _require(self.temperature > 0, self, "temperature", hint)
-        _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
-        _require(self.repetition_penalty > 0, self, "repetition_penalty", "above 0; 1 is none")
-        for name in _TOKENS:
-            ids = _as_sequence(getattr(self, name))
-            _require(all(token >= 0 for token in ids), self, name, "token ids, 0 or more")
-        runs = all(run and min(run) >= 0 for run in self.bad_words_ids)
-        _require(runs, self, "bad_words_ids", "runs of at least one token id, 0 or more")
-        decay = self.exponential_decay_length_penalty
-        hint = "(new tokens before it starts, a factor above 0)"
-        _require(decay is None or (decay[0] >= 0 and 0 < decay[1] < math.inf), self,
-                 "exponential_decay_length_penalty", hint)  # fmt: skip
-        _require(all(self.stops), self, "stop_strings", "texts of at least one character")
-        for tokens, bias in self.biases:
-            if not tokens or min(tokens) < 0:
-                raise OptionError(
-                    f"sequence_bias of {shown(tokens)}: keys are token ids, or tuples of at least one, from 0 on"
-                )
-            if math.isnan(bias) or bias == math.inf:
-                raise OptionError(f"sequence_bias of {shown(tokens)} is {bias}; supported: numbers, and -inf to forbid")
 
     def _check_together(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:
@@ -479,61 +443,216 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
     return {switch: names for switch, names in idle.items() if names}
 
 
-_SEVERAL = ("suppress_tokens", "begin_suppress_tokens")
-_TOKENS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", *_SEVERAL)
+def _several(values: Any) -> Collection[Any]:
+    """Return several values that can be read more than once."""
+    if (
+        isinstance(values, (str, bytes, Mapping))
+        or not isinstance(values, Collection)
+        or not getattr(values, "ndim", 1)
+    ):
+        raise TypeError
+    return values
 
 
-def _check_types(config: GenerationConfig) -> None:
-    """Refuse values of a wrong type: JSON and command lines contain them, and their later errors would be unclear."""
-    early: object = config.early_stopping
-    _require(
-        isinstance(early, bool) or (isinstance(early, str) and early == "never"),
-        config,
-        "early_stopping",
-        'True, False or "never"',
-    )
-    for name in ("eos_token_id", "forced_eos_token_id"):
-        value = getattr(config, name)
-        well = value is None or is_whole(value) or _all(value, is_whole)
-        _require(well, config, name, "a token id, several, or None")
-    for name in _SEVERAL:
-        _require(_all(getattr(config, name), is_whole), config, name, "token ids")
-    runs = _all(config.bad_words_ids, lambda run: _all(run, is_whole))
-    _require(runs, config, "bad_words_ids", "runs of token ids, such as [[5], [7, 8]]")
-    decay: object = config.exponential_decay_length_penalty
-    pair = isinstance(decay, Sequence) and len(decay) == 2 and is_whole(decay[0]) and is_number(decay[1])
-    _require(decay is None or pair, config, "exponential_decay_length_penalty", "(whole number, number), or None")
-    processor: object = config.logits_processor
-    _require(callable(processor) or _all(processor, callable), config, "logits_processor", "a function, or several")
-    startable = config.grammar is None or callable(getattr(config.grammar, "start", None))
-    _require(startable, config, "grammar", "what trt_kvcache.Grammars compiles, an object with start(), or None")
-    stops = config.stop_strings
-    texts = stops is None or _all([stops] if isinstance(stops, str) else stops, lambda text: isinstance(text, str))
-    _require(texts, config, "stop_strings", "a text, several, or None")
-    biases: object = config.sequence_bias
-    well = isinstance(biases, Mapping) and all(
-        (is_whole(key) or (isinstance(key, tuple) and _all(key, is_whole))) and is_number(bias)
-        for key, bias in biases.items()
-    )
-    _require(well, config, "sequence_bias", "{token: number, (token, token): number}")
+def _id(value: Any) -> int:
+    if not is_whole(value) or value < 0:
+        raise ValueError
+    return int(value)
 
 
-def _require(holds: bool, config: GenerationConfig, name: str, supported: str) -> None:
-    if not holds:
-        raise OptionError(f"{name} is {shown(getattr(config, name))}; supported: {supported}")
+def _ids(values: Any) -> tuple[int, ...]:
+    return tuple(map(_id, _several(values)))
 
 
-def _all(values: object, test: Any) -> bool:
-    # iterable more than once
-    several = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping))
-    return several and getattr(values, "ndim", 1) > 0 and all(test(value) for value in cast("Collection[Any]", values))
+def _id_or_ids(value: Any) -> int | tuple[int, ...] | None:
+    return value if value is None else _id(value) if isinstance(value, Integral) else _ids(value)
+
+
+def _run(tokens: Any) -> tuple[int, ...]:
+    """Return a run of at least one token."""
+    if not (run := _ids(tokens)):
+        raise ValueError
+    return run
+
+
+def _between(value: float, low: float, high: float = math.inf) -> float:
+    """Return a number above `low`, and up to `high`."""
+    if not low < value <= high:
+        raise ValueError
+    return value
+
+
+def _texts(value: Any) -> str | tuple[str, ...] | None:
+    texts = () if value is None else (value,) if isinstance(value, str) else tuple(_several(value))
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TypeError
+    return value if value is None or isinstance(value, str) else texts
+
+
+def _decay(value: Any) -> tuple[int, float] | None:
+    if value is None:
+        return None
+    start, factor = _several(value)
+    if not is_number(factor) or not math.isfinite(factor):
+        raise ValueError
+    return _id(start), _between(float(factor), 0)
+
+
+def _biases(value: Any) -> dict[int | tuple[int, ...], float]:
+    biases: dict[int | tuple[int, ...], float] = {}
+    for key, bias in value.items() if isinstance(value, Mapping) else _several(None):
+        if not is_number(bias) or math.isnan(bias) or bias == math.inf:
+            raise ValueError
+        biases[_run(key) if isinstance(key, tuple) else _id(key)] = float(bias)
+    return biases
+
+
+def _processors(value: Any) -> Any:
+    if callable(value):
+        return value
+    if not all(map(callable, _several(value))):
+        raise TypeError
+    return tuple(value)
+
+
+def _early(value: Any) -> bool | str:
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
+        raise TypeError
+    return value
+
+
+def _grammar(value: Any) -> Any:
+    if value is not None and not callable(getattr(value, "start", None)):
+        raise TypeError
+    return value
+
+
+_READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "temperature": (lambda v: _between(v, 0), "above 0; for the most probable token do not sample"),
+    "top_p": (lambda v: _between(v, 0, 1), "above 0 and at most 1"),
+    "top_k": (lambda v: max(v, 0), ""),  # -1 is vLLM's value for all
+    "repetition_penalty": (lambda v: _between(v, 0), "above 0; 1 is none"),
+    "early_stopping": (_early, 'True, False or "never"'),
+    "eos_token_id": (_id_or_ids, "a token id, 0 or more, several, or None"),
+    "forced_bos_token_id": (lambda v: v if v is None else _id(v), "a token id, 0 or more, or None"),
+    "forced_eos_token_id": (_id_or_ids, "a token id, 0 or more, several, or None"),
+    "suppress_tokens": (_ids, "token ids, 0 or more"),
+    "begin_suppress_tokens": (_ids, "token ids, 0 or more"),
+    "bad_words_ids": (lambda v: tuple(map(_run, _several(v))), "runs of token ids, such as [[5], [7, 8]]"),
+    "exponential_decay_length_penalty": (_decay, "(new tokens before it starts, a factor above 0), or None"),
+    "logits_processor": (_processors, "a function, or several"),
+    "grammar": (_grammar, "what trt_kvcache.Grammars compiles, an object with start(), or None"),
+    "stop_strings": (_texts, "texts of at least one character, or None"),
+    "sequence_bias": (_biases, "{token: number, (token, token): number}, with -inf to forbid"),
+}
+"""By setting: converts a caller's value to plain ones, and what is supported."""
 
 
 def _as_sequence(value: Any) -> Iterable[Any]:
     if value is None:
         return ()
-    return (value,) if isinstance(value, (Integral, str)) else value
+    return (value,) if isinstance(value, (int, str)) else value
 
 
-def _plain_key(key: Any) -> int | tuple[int, ...]:
-    return tuple(int(token) for token in key) if isinstance(key, tuple) else int(key)
+_WITHOUT_EFFECT = {
+    # Ids of other tokens, how transformers runs and what it returns: these do not change which tokens are chosen.
+    "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config",
+    "_commit_hash", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
+    "low_memory", "compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type",
+    "remove_invalid_values",
+}  # fmt: skip
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    # Ways of choosing tokens that are not supported, and the values that turn them off.
+    "constraints": (),
+    "diversity_penalty": (0.0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "force_words_ids": (),
+    "guidance_scale": (1.0,),
+    "max_time": (),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0.0,),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "use_mtp": (False,),
+    "watermarking_config": (),
+}
+
+_SAID = {"forced_decoder_ids", "max_length"}
+"""Settings with messages of their own."""
+
+
+def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the file sets, with `changes` in place of the file's.
+
+    Args:
+        path: transformers' ``generation_config.json``.
+        changes: fields of `GenerationConfig`.
+
+    Warns:
+        UserWarning: for settings without effect.
+
+    Raises:
+        OptionError: the file is unreadable, or asks for something that is not supported.
+    """
+    content = {key: value for key, value in load_settings(path).items() if value is not None}
+    known = {field.name for field in fields(GenerationConfig)} - _WITHOUT_EFFECT
+    strange = content.keys() - known - _WITHOUT_EFFECT - _UNSUPPORTED.keys() - _SAID
+    if len(strange) > 1 and strange == content.keys():
+        raise OptionError(
+            f"{path} has none of the settings of a generation_config.json, but {', '.join(sorted(strange)[:4])}; give "
+            "the file of that name"
+        )
+    for key in sorted(content.keys() - known - _WITHOUT_EFFECT):
+        _check_other(path, key, content[key], changes)
+    settings = {key: content[key] for key in known & content.keys()}
+    if "sequence_bias" in settings:
+        settings["sequence_bias"] = _sequence_bias(path, settings["sequence_bias"])
+    settings.update(changes)
+    # Models come with such files (a temperature without do_sample); transformers ignores the setting with a warning,
+    # too.
+    for switch, names in idle_settings(settings).items():
+        for name in [name for name in names if name not in changes]:
+            _warn(path, f"{name}={shown(settings.pop(name))} has no effect without {switch}; ignored")
+    return settings
+
+
+def _check_other(path: Path, key: str, value: Any, changes: Mapping[str, Any]) -> None:
+    if key in _UNSUPPORTED:
+        if (tuple(value) if isinstance(value, list) else value) not in _UNSUPPORTED[key]:
+            raise OptionError(
+                f"{path}: {key}={shown(value)} is not supported; remove it from the file, or do without it"
+            )
+    elif key == "forced_decoder_ids":
+        raise OptionError(
+            f"{path}: {key}={shown(value)} is not supported; give these tokens as the prompt, and remove it from the "
+            "file"
+        )
+    elif key == "max_length":
+        if "max_new_tokens" not in changes:
+            _warn(path, f"max_length={value} counts the prompt too and is ignored; say max_new_tokens")
+    else:
+        _warn(path, f"{key} is not a setting of transformers' GenerationConfig; ignored")
+
+
+def _sequence_bias(path: Path, value: Any) -> dict[tuple[int, ...], float]:
+    """Return transformers' JSON form, ``[[[token, ...], bias], ...]``, as a mapping."""
+    try:
+        if not isinstance(value, list):
+            raise TypeError
+        return {tuple(int(token) for token in tokens): float(bias) for tokens, bias in value}
+    except (TypeError, ValueError):
+        raise OptionError(f"{path}: sequence_bias is {shown(value)}; supported: [[[token, ...], bias], ...]") from None
+
+
+def _warn(path: Path, message: str) -> None:
+    warnings.warn(f"{path}: {message}", UserWarning, stacklevel=2)
