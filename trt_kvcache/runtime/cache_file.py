@@ -32,11 +32,10 @@ from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import embedded_input
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
-from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_ids import read_ids
-from trt_kvcache.runtime.token_inputs import Embeds, Positions
+from trt_kvcache.runtime.token_inputs import Embeds, PositionInput, Positions
 
 __all__ = ["SavedSlots", "load_slots", "open_slots", "save_slots"]
 

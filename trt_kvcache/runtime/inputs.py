@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -13,10 +13,20 @@ from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
-from trt_kvcache.runtime.axes import axes_with_planes, fixed_length, fixed_rows, named_axes
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.step_inputs import (
+    axes_with_planes,
+    by_token,
+    caches_under,
+    fixed_length,
+    fixed_rows,
+    from_lengths,
+    named_axes,
+    newest_tokens,
+    place,
+)
 
 __all__ = [
     "SPAN_BUCKET",
@@ -25,6 +35,7 @@ __all__ = [
     "carried_caches",
     "linear_capacity",
     "model_identity",
+    "why_no_session",
 ]
 
 SPAN_BUCKET = 256
@@ -184,44 +195,27 @@ class StepInputs:
 
     def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
         """Return the values of one input, in a shape that broadcasts to its own."""
-        names: tuple[str, ...]
-        match tensor.role:
-            case Role.TOKENS if tensor.embedded:
-                return _embeds(batch, tensor)
-            case Role.TOKENS:
-                values, names = _by_token(batch.tokens, tensor)
-            case Role.POSITIONS if batch.positions is not None and len(tensor.shape) == 3:
-                return _positions(batch.positions, tensor)
-            case Role.POSITIONS:
-                values, names = _by_token(_counted(batch) if batch.positions is None else batch.positions[:, 0], tensor)
-            case Role.WRITE_INDICES:
-                values, names = batch.starts, ("batch",)
-            case Role.VALID_LENGTHS:
-                values, names = np.minimum(batch.starts + batch.length, self._reach[tensor.name]), ("batch",)
-            case Role.UPDATE_LENGTHS:
-                values, names = np.arange(batch.rows + 1) * batch.length, ("batch+1",)
-            case Role.ADAPTER:
-                slots = batch.adapters
-                values, names = np.zeros(batch.rows, np.int64) if slots is None else slots, ("batch",)
-            case Role.ZEROS:
-                return np.zeros([1] * len(tensor.shape), self._dtypes[tensor.name])
-            case _:
-                values, names = self._visible(tensor, batch, keys), ("batch", "sequence", "keys")
-                if self._dtypes[tensor.name].kind not in "iub":  # a bias that is added to the scores
-                    values = np.where(values, 0.0, _lowest(self._dtypes[tensor.name]))
-        return _place(values, names, tensor.axes, tensor.role is Role.MASK)
-
-    def _visible(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
-        """The cache rows that each new token sees, bool ``[R, S, keys]``: tokens up to itself that are still there."""
-        after = (batch.starts + batch.length)[:, None, None]
-        query = batch.starts[:, None, None] + np.arange(batch.length)[None, :, None]
-        row = np.arange(keys)[None, None, :]
-        if self._circular(tensor):
-            capacity = self._reach[tensor.name]
-            newest = after - 1 - (after - 1 - row) % capacity  # the newest token in this row
-            visible: Array = (newest >= 0) & (newest <= query) & (row < capacity)
-            return visible
-        return row <= query
+        role, dtype = tensor.role, self._dtypes[tensor.name]
+        if tensor.embedded:
+            return _embeds(batch, tensor)
+        if role is Role.TOKENS:
+            return place(by_token(batch.tokens, tensor), tensor.axes)
+        if role is Role.POSITIONS and batch.positions is not None:
+            return _positions(batch.positions, tensor)
+        if role is Role.ADAPTER and batch.adapters is not None:
+            return place((batch.adapters, ("batch",)), tensor.axes)
+        if role in (Role.ZEROS, Role.ADAPTER):
+            return np.zeros([1] * len(tensor.shape), dtype)
+        if role is Role.MASK:
+            ring = self._reach[tensor.name] if self._circular(tensor) else None
+            held, new = newest_tokens(batch.starts, batch.length, keys, ring)
+            visible = (held >= 0) & (held <= new)
+            if dtype.kind not in "iub":  # a bias that is added to the scores
+                visible = np.where(visible, 0.0, _lowest(dtype))
+            return place((visible, ("batch", "sequence", "keys")), tensor.axes, mask=True)
+        known = from_lengths(role, batch.starts, batch.length, self._reach[tensor.name])
+        assert known, role  # `_check` refuses other roles
+        return place(by_token(known[0], tensor) if role is Role.POSITIONS else known, tensor.axes)
 
     def _shape(self, tensor: TensorRole, sizes: dict[str, int], batch: StepBatch) -> tuple[int, ...]:
         known = sizes | {"keys": self._rows(batch.longest, self._reach[tensor.name])}
@@ -234,9 +228,7 @@ class StepInputs:
 
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
         """Return the caches that attention reads with these lengths or this mask; all if the plan does not tell."""
-        geometries = {g.name for g in self._plan.masks if tensor.name in (g.lengths, g.mask)}
-        read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
-        return [c for c in self._caches if c.past in read] or list(self._caches)
+        return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
 
     def _circular(self, tensor: TensorRole) -> bool:
         return any(c.mode is UpdateMode.CIRCULAR for c in self._readers(tensor))
@@ -378,44 +370,30 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
             f"the model takes embeddings (input '{tensor.name}'), and the step has token ids alone; a session looks "
             "them up: DecodeSession(runner, embeddings=...)"
         )
-    values, names = _by_token(batch.embeds, tensor)
-    return _place(values, (*names, "width"), (*tensor.axes[:-1], "width"), mask=False)
+    values, names = by_token(batch.embeds, tensor)
+    return place((values, (*names, "width")), (*tensor.axes[:-1], "width"))
 
 
 def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return positions ``[R, planes, S]`` in a shape that broadcasts to an input with planes."""
-    names: tuple[str, ...] = "batch", "planes", "sequence"
-    if "tokens" in tensor.axes:
-        values, names = values.transpose(1, 0, 2).reshape(values.shape[1], -1), ("planes", "tokens")
-    return _place(values, names, axes_with_planes(tensor), mask=False)
+    """Return the caller's positions ``[R, planes, S]`` in a shape that broadcasts to the input's."""
+    if len(tensor.shape) < 3:
+        return place(by_token(values[:, 0], tensor), tensor.axes)
+    if "tokens" not in tensor.axes:
+        return place((values, ("batch", "planes", "sequence")), axes_with_planes(tensor))
+    flat = values.transpose(1, 0, 2).reshape(values.shape[1], -1)
+    return place((flat, ("planes", "tokens")), axes_with_planes(tensor))
 
 
-def _counted(batch: StepBatch) -> Array:
-    """Return positions ``[R, S]`` of consecutive tokens."""
-    starts = batch.starts[:, np.newaxis]
-    return starts if batch.length == 1 else starts + np.arange(batch.length)
+def why_no_session(plan: CachePlan) -> str:
+    """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
 
-
-def _by_token(values: Array, tensor: TensorRole) -> tuple[Array, tuple[str, ...]]:
-    if "tokens" in tensor.axes:
-        return values.reshape(-1, *values.shape[2:]), ("tokens",)
-    return values, ("batch", "sequence")
-
-
-def _place(values: Array, names: tuple[str, ...], axes: Sequence[str], mask: bool) -> Array:
-    """Return values with named axes, shaped so that they broadcast to a tensor with the axes `axes`.
-
-    If the tensor has no axis of a name, one entry stays: the last token of a sequence, the first row of a batch (all
-    rows agree there). Fixed axes of the tensor repeat the values, except a mask's last one: it holds the keys.
+    A model without tokens is not a decoder: the program that plans it also runs it.
     """
-    if tuple(axes) == names:
-        return values
-    wanted = [*axes[:-1], "keys"] if mask else list(axes)
-    for name in names:
-        if name not in wanted:
-            values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
-    shared = [name for name in wanted if name in names]
-    order = [names.index(name) for name in shared] + [i for i, name in enumerate(names) if name not in shared]
-    values = values.transpose(order)
-    sizes = dict(zip(shared, values.shape, strict=False))
-    return values.reshape([sizes.get(name, 1) for name in wanted])
+    if plan.tensor(Role.TOKENS) is None or not plan.caches:
+        return ""
+    try:
+        StepInputs(plan)
+        StepLogits(plan)
+    except UnsupportedModelError as error:
+        return error.message
+    return ""

@@ -19,11 +19,10 @@ from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs,
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
-from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_ids import read_ids
-from trt_kvcache.runtime.token_inputs import Array
+from trt_kvcache.runtime.token_inputs import Array, PositionInput
 
 __all__ = [
     "ConstantValues",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.generation.token_masks import Masks
+from trt_kvcache.step_inputs import axis_sizes
 
 __all__ = ["Array", "HostBytes", "HostMemory", "Logits", "Runner", "StepBatch"]
 
@@ -84,9 +85,7 @@ class StepBatch:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Sizes of the step, by the names of axes in a plan."""
-        tokens = self.rows * self.length
-        count = max(self.keep, 1)
-        return {"batch": self.rows, "sequence": self.length, "kept": count, "tokens": tokens, "batch+1": self.rows + 1}
+        return axis_sizes(self.rows, self.length) | {"kept": max(self.keep, 1)}
 
     @cached_property
     def longest(self) -> int:
