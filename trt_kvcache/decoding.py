@@ -16,9 +16,7 @@ from trt_kvcache.runtime.cache import (
 from trt_kvcache.runtime.embeddings import (
     EmbeddingsSource,
 )
-from trt_kvcache.runtime.encoders.encoder import (
-    Source,
-)
+from trt_kvcache.runtime.encoders.source_reader import Source
 from trt_kvcache.runtime.events import (
     FinishReason,
     TokenEvent,

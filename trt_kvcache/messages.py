@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["CONTROL", "FLAGS", "as_arguments", "as_flags", "human_bytes", "visible"]
-
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Control characters, line breaks, and marks that change the direction of text."""
 

@@ -14,18 +14,6 @@ from pathlib import Path
 
 from trt_kvcache.errors import InvalidModelError
 
-__all__ = [
-    "ENGINE",
-    "checkpoint_named",
-    "engine_in",
-    "engine_named",
-    "is_checkpoint",
-    "is_model",
-    "model_named",
-    "models_in",
-    "runnable_named",
-]
-
 ENGINE = "model.engine"
 """Name of the engine file in an engine's folder."""
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from trt_kvcache.errors import SessionError
 
-__all__ = ["Endable", "HeldSignals", "calls_under_way", "end_calls"]
-
 _PATIENCE = 10.0  # seconds; a call ends at the next node of its graph
 _PAUSE = 0.01
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from trt_kvcache.messages import visible
 
-__all__ = ["Html", "Point", "chart", "page", "table", "tag"]
-
 _WIDTH, _HEIGHT = 420, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 28, 42
 _COLORS = ("#2563a8", "#c2571a", "#2c8a57", "#8a4fb0", "#a8862a", "#b03a5b")

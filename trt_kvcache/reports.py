@@ -7,9 +7,6 @@ from trt_kvcache.compare.report import (
     Station,
     VerifyReport,
 )
-from trt_kvcache.engine.build import (
-    ProgressEvent,
-)
 from trt_kvcache.engine.diagnosis import (
     BackendStatus,
     Diagnosis,
@@ -22,14 +19,12 @@ from trt_kvcache.engine.inspection import (
     EngineTensor,
     EngineView,
 )
-from trt_kvcache.engine.manifest import (
-    FileIdentity,
-    Profile,
-    ShapeRange,
-)
+from trt_kvcache.engine.manifest import Profile, ShapeRange
 from trt_kvcache.export.run import (
     Export,
 )
+from trt_kvcache.files import FileIdentity
+from trt_kvcache.progress import ProgressEvent
 from trt_kvcache.runtime.scoring import (
     Score,
 )

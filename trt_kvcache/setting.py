@@ -16,8 +16,6 @@ from trt_kvcache.arguments import as_list, as_path, as_switch, as_whole, is_numb
 from trt_kvcache.errors import OptionError
 from trt_kvcache.messages import as_arguments
 
-__all__ = ["Setting", "check_settings", "described", "settings_of"]
-
 _Class = TypeVar("_Class", bound=type)
 _MANY = 10_000
 """Larger limits are those of number types; messages leave them out."""

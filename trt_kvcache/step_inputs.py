@@ -15,19 +15,6 @@ import numpy.typing as npt
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, TensorRole
 
-__all__ = [
-    "axes_with_planes",
-    "axis_sizes",
-    "by_token",
-    "caches_under",
-    "fixed_length",
-    "fixed_rows",
-    "from_lengths",
-    "named_axes",
-    "newest_tokens",
-    "place",
-]
-
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 Named = tuple[Array, tuple[str, ...]]

@@ -11,9 +11,10 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.runtime.inputs import SPAN_BUCKET, array_dtype
+from trt_kvcache.runtime.inputs import SPAN_BUCKET
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 
 

@@ -21,9 +21,9 @@ from trt_kvcache.engine.inspection import (
     inspect_engine,
     reconcile,
 )
-from trt_kvcache.engine.manifest import FileIdentity, Manifest, ShapeRange, manifest_path, save_manifest
+from trt_kvcache.engine.manifest import Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.files import identify
+from trt_kvcache.files import FileIdentity, identify
 from trt_kvcache.importer.plan import Route
 
 

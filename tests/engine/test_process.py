@@ -17,8 +17,9 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.child import _ROOT
 from trt_kvcache.engine import build_process as process
-from trt_kvcache.engine.build import ProgressEvent, build_engine
+from trt_kvcache.engine.build import build_engine
 from trt_kvcache.errors import BuildError, OutputError
+from trt_kvcache.progress import ProgressEvent
 
 FAKE = """
 import os, resource, signal, sys, time

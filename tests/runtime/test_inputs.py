@@ -10,9 +10,10 @@ import pytest
 import sample_plans
 from numpy.testing import assert_array_equal
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import PromptError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateForm, UpdateMode
-from trt_kvcache.runtime.inputs import StepInputs, array_dtype
+from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.token_inputs import PositionInput
 

@@ -11,8 +11,6 @@ from typer.core import TyperCommand
 from trt_kvcache.cli.habits import advice_on_address, advice_on_flags, advice_on_more, translated
 from trt_kvcache.errors import OptionError
 
-__all__ = ["PLANNED", "Command", "first_sentence"]
-
 _HELP_ALL = "--help-all"
 PLANNED = "How the model is planned"
 """The group of flags that most commands have."""

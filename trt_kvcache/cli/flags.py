@@ -15,8 +15,6 @@ from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.messages import as_flags
 from trt_kvcache.setting import Setting, settings_of
 
-__all__ = ["Flags", "flags_of", "with_flags"]
-
 _Flags = TypeVar("_Flags", bound="type[Flags]")
 _MANY = 1_000  # limits from here on are not shown
 

@@ -21,8 +21,6 @@ from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
 
-__all__ = ["JsonView", "LiveView", "Run", "run"]
-
 
 @dataclass
 class Run:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-__all__ = ["advice_on_address", "advice_on_command", "advice_on_flags", "advice_on_more", "translated"]
-
 _TYPES = "an engine computes in the types of the model; export it in float16 or bfloat16"
 _MODEL = "the model or engine is the argument, without a flag"
 _QUIET = "leave it out; what is long shows on a terminal alone, and errors are one line"

@@ -16,8 +16,6 @@ from trt_kvcache.progress import ProgressEvent, listening
 _USUAL = {"building the engine": ", usually a minute"}
 """What a wait takes where TensorRT's own bar stands still for most of it."""
 
-__all__ = ["ProgressBars", "show_progress"]
-
 
 @contextmanager
 def show_progress() -> Iterator[None]:

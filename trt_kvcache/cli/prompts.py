@@ -18,7 +18,7 @@ from trt_kvcache.errors import OptionError
 if TYPE_CHECKING:
     import numpy as np
 
-    from trt_kvcache.runtime.encoders.encoder import Source
+    from trt_kvcache.runtime.encoders.source_reader import Source
     from trt_kvcache.runtime.requests import ConstantsAll, Prompt
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer

@@ -20,10 +20,6 @@ from trt_kvcache.model_paths import is_model
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "advice", "chosen_capacity", "command_line", "next_line", "plan_lines", "print_lines", "print_next", "tell_next",
-    "use_line",
-]  # fmt: skip
 
 Lines = list[tuple[str, str]]
 

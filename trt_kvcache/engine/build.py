@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from trt_kvcache.importer.files.source import SourceModel
     from trt_kvcache.importer.planning.index_limits import IndexLimits
 
-__all__ = ["ProgressEvent", "build_engine"]
 
 _T = TypeVar("_T")
 _ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes them

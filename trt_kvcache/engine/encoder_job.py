@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from trt_kvcache.importer.files.source import SourceModel
 
-__all__ = ["EncoderJob", "find_job", "which_encoder"]
-
 
 @dataclass(frozen=True)
 class EncoderJob:

@@ -12,8 +12,6 @@ from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.model_paths import ENGINE, models_in
 
-__all__ = ["TEXTS", "copy_texts", "new_folders", "output_engine"]
-
 TEXTS = (
     "tokenizer.json",
     "tokenizer_config.json",

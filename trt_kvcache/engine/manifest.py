@@ -18,23 +18,6 @@ from trt_kvcache.messages import human_bytes
 from trt_kvcache.model_paths import engine_in
 from trt_kvcache.page import Html, table, tag
 
-__all__ = [
-    "ENCODER",
-    "NO_PROOF",
-    "SCHEMA_VERSION",
-    "FileIdentity",
-    "Manifest",
-    "Profile",
-    "ShapeRange",
-    "check_engine",
-    "encode_manifest",
-    "encoder_path",
-    "load_manifest",
-    "manifest_path",
-    "proof_path",
-    "save_manifest",
-]
-
 _LARGEST = 1 << 28  # bytes
 SCHEMA_VERSION = 2
 NO_PROOF = "the engine has no proof: "

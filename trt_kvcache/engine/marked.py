@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.build_process import Job, run_worker
-from trt_kvcache.engine.manifest import FileIdentity, Manifest, manifest_path, save_manifest
+from trt_kvcache.engine.manifest import Manifest, manifest_path, save_manifest
+from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import Role, Target, TensorRole
 
 if TYPE_CHECKING:

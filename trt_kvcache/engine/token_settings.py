@@ -8,8 +8,6 @@ from typing import Any
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_object
 
-__all__ = ["each_beside", "load_settings", "sampling_beside", "settings_beside"]
-
 _OF_MODEL = (
     # The model was trained with these; they hold however its tokens are chosen.
     "eos_token_id",

@@ -22,8 +22,6 @@ from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_ids import read_ids
 
-__all__ = ["KVCache"]
-
 
 class KVCache:
     """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.

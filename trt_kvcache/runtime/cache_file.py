@@ -37,8 +37,6 @@ from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_ids import read_ids
 from trt_kvcache.runtime.token_inputs import Embeds, PositionInput, Positions
 
-__all__ = ["SavedSlots", "load_slots", "open_slots", "save_slots"]
-
 _FORMAT = "trt_kvcache.cache.1"
 _EXTENDED_FORMAT = "trt_kvcache.cache.2"
 _ADAPTED_FORMAT = "trt_kvcache.cache.3"

@@ -21,8 +21,6 @@ from trt_kvcache.runtime.prefix import BLOCK, PrefixCache
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
 
-__all__ = ["CacheRows"]
-
 
 class CacheRows:
     """The sequences in caches of fixed capacity. All callers hold the lock of the session.

@@ -15,8 +15,6 @@ from trt_kvcache.runtime.requests import Prompt
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.token_ids import read_ids
 
-__all__ = ["calibrate_caches"]
-
 _OPTIONS = PlanOptions()
 
 

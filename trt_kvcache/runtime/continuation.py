@@ -17,8 +17,6 @@ from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
 from trt_kvcache.runtime.runner import Logits
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
-__all__ = ["Continuation"]
-
 Tokens = npt.NDArray[np.int64]
 
 

@@ -11,8 +11,6 @@ from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
-__all__ = ["Conversation"]
-
 
 class Conversation:
     """One chat in one slot of a session.

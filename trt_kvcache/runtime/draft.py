@@ -22,8 +22,6 @@ from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.session_options import CpuOptions
 from trt_kvcache.runtime.token_ids import common_length
 
-__all__ = ["DraftModel", "open_draft"]
-
 
 class DraftModel:
     """A model that guesses tokens. It has its own slot for each sequence that it guessed for recently.

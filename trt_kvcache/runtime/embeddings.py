@@ -25,21 +25,6 @@ from trt_kvcache.importer.protos import elem_type_of, shape_of
 from trt_kvcache.runtime.ort.calls import bind, open_on_cpu
 from trt_kvcache.runtime.token_inputs import Array, Embeds, Indices
 
-__all__ = [
-    "Embeddings",
-    "EmbeddingsSource",
-    "ModelEmbeddings",
-    "TableEmbeddings",
-    "check_range",
-    "check_width",
-    "embed_step",
-    "embedded_input",
-    "find_embeddings",
-    "is_float",
-    "open_embeddings",
-    "scaled_by",
-]
-
 EmbeddingsSource = str | os.PathLike[str] | Array | None
 """A caller's embeddings: a path, an array ``[V, H]``, or None."""
 

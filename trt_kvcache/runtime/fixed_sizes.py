@@ -19,8 +19,6 @@ from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 
-__all__ = ["asked_logits", "whole_step"]
-
 
 @contextmanager
 def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator[StepBatch]:

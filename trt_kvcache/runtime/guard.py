@@ -10,8 +10,6 @@ from types import TracebackType
 from trt_kvcache.errors import SessionError
 from trt_kvcache.native import HeldSignals
 
-__all__ = ["Guard"]
-
 
 class Guard:
     """Use ``with guard.lock, guard.open:`` to read a session, and ``with guard.lock, guard.idle:`` to change it.

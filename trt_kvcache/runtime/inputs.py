@@ -28,16 +28,6 @@ from trt_kvcache.step_inputs import (
     place,
 )
 
-__all__ = [
-    "SPAN_BUCKET",
-    "StepInputs",
-    "array_dtype",
-    "carried_caches",
-    "linear_capacity",
-    "model_identity",
-    "why_no_session",
-]
-
 SPAN_BUCKET = 256
 """Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
 

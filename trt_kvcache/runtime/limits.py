@@ -8,8 +8,6 @@ from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
 
-__all__ = ["SequenceLimits", "largest_update"]
-
 
 def largest_update(runner: Runner, length: int) -> int:
     """Return the most tokens that one step may write after `length` others with the same result as one by one.

@@ -8,8 +8,6 @@ from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.step_inputs import named_axes
 
-__all__ = ["StepLogits"]
-
 
 class StepLogits:
     """The output with the logits of a model.

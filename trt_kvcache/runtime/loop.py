@@ -35,7 +35,6 @@ from trt_kvcache.runtime.token_inputs import stack_positions
 if TYPE_CHECKING:
     from trt_kvcache.runtime.draft import DraftModel
 
-__all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run", "as_outcome"]
 
 ASSISTED = 4
 """Tokens that a draft model guesses at a time by default."""

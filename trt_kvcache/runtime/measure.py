@@ -19,8 +19,6 @@ from trt_kvcache.machine import peak_memory
 from trt_kvcache.page import Html, table, tag
 from trt_kvcache.runtime.session import DecodeSession
 
-__all__ = ["BenchReport", "Timing", "bench_session", "default_sizes", "load_report", "report"]
-
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 _Amount = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 

@@ -15,8 +15,6 @@ from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions
 from trt_kvcache.runtime.sidecar import find_tokenizer
 
-__all__ = ["RunnerOptions", "open_runner", "open_tokenizer"]
-
 CHECKS = ("first", "always", "off")
 _DEVICES = ("auto", "cpu", "cuda")
 

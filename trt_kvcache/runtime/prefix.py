@@ -19,8 +19,6 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.runner import HostBytes, Runner
 
-__all__ = ["BLOCK", "PrefixCache", "PrefixStats"]
-
 BLOCK = 32
 """Tokens whose rows are stored, found and dropped together."""
 

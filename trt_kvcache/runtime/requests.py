@@ -24,20 +24,6 @@ from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_ids import read_ids
 from trt_kvcache.runtime.token_inputs import Array, PositionInput
 
-__all__ = [
-    "ConstantValues",
-    "ConstantsAll",
-    "EmbedsAll",
-    "Generation",
-    "PositionsAll",
-    "Prompt",
-    "PromptReader",
-    "ReadPrompt",
-    "check_config",
-    "for_each",
-    "is_one",
-]
-
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A prompt: token ids, or a text if the session has a tokenizer."""
 

@@ -21,8 +21,6 @@ from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.generation.token_masks import Masks
 from trt_kvcache.step_inputs import axis_sizes
 
-__all__ = ["Array", "HostBytes", "HostMemory", "Logits", "Runner", "StepBatch"]
-
 Array = npt.NDArray[Any]
 Logits = npt.NDArray[Any]
 """Scores of tokens in the model's own float type: converting them costs more than choosing from them."""

@@ -14,8 +14,6 @@ from trt_kvcache.progress import phase
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.token_ids import read_ids
 
-__all__ = ["Score", "score"]
-
 _LOGITS = 1 << 26
 """Most bytes of logits at a time."""
 

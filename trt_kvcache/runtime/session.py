@@ -25,7 +25,8 @@ from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel, open_draft
 from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
-from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_encoder
+from trt_kvcache.runtime.encoders.encoder import Encoder, Sources, open_encoder
+from trt_kvcache.runtime.encoders.source_reader import Source
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.generation.beam import BeamSlots
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
@@ -49,8 +50,6 @@ from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions, Schedule
 from trt_kvcache.runtime.sidecar import Unread, default_config, default_sampling
 from trt_kvcache.runtime.streams import Streams, in_a_thread
-
-__all__ = ["DecodeSession", "Generation", "Prompt"]
 
 _GREEDY = GenerationConfig()
 

@@ -9,8 +9,6 @@ from typing import Any
 from trt_kvcache.arguments import as_whole
 from trt_kvcache.errors import OptionError
 
-__all__ = ["CpuOptions", "GpuOptions", "Schedule"]
-
 
 @dataclass(frozen=True)
 class Schedule:

@@ -11,8 +11,6 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 
-__all__ = ["USUAL_SAMPLING", "Unread", "default_config", "default_sampling", "ended_by", "find_tokenizer"]
-
 
 class Unread:
     """Replaces a tokenizer that cannot be read.

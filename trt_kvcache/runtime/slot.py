@@ -10,8 +10,6 @@ from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.offload import Offloaded
 from trt_kvcache.runtime.token_inputs import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
 
-__all__ = ["Slot"]
-
 
 @dataclass
 class Slot:

@@ -16,8 +16,6 @@ from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop, Outcomes
 from trt_kvcache.runtime.requests import ReadPrompt
 
-__all__ = ["Streams", "in_a_thread"]
-
 _Waiting = deque[tuple[Continuation, ReadPrompt]]
 
 

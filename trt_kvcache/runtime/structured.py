@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
-__all__ = ["JSON_FORM", "Grammars"]
 
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python's ``json.dumps`` writes it, on one line. With free spaces a text could continue for ever."""

@@ -9,8 +9,6 @@ import numpy as np
 from trt_kvcache.arguments import shown
 from trt_kvcache.errors import PromptError
 
-__all__ = ["common_length", "read_ids"]
-
 
 def read_ids(tokens: object, vocab: int) -> list[int]:
     """Check token ids and return them as a list. Unchecked, a negative id would count from the end, or read any memory.

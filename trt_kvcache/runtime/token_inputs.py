@@ -13,8 +13,6 @@ from trt_kvcache.errors import PromptError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.step_inputs import axes_with_planes, fixed_length, named_axes
 
-__all__ = ["IN_ORDER", "NO_EMBEDS", "Embeds", "PositionInput", "Positions", "stack_positions"]
-
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 

@@ -15,8 +15,6 @@ from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.text.token_bytes import TokenBytes
 from trt_kvcache.serve.requests import Asked, ChatRequest
 
-__all__ = ["REASONS", "Answer", "TokenNames", "whole_answer"]
-
 REASONS = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",

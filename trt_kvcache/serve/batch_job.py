@@ -30,19 +30,6 @@ from trt_kvcache.serve.requests import (
     read_request,
 )
 
-__all__ = [
-    "CHATS",
-    "COMPLETIONS",
-    "Answered",
-    "BatchDone",
-    "Journal",
-    "Row",
-    "RowRunner",
-    "read_rows",
-    "run_batch",
-    "write_lines",
-]
-
 _MOST = 1024
 """Sequences that one row may ask for."""
 

@@ -20,8 +20,6 @@ from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.loop import as_outcome
 from trt_kvcache.runtime.session import DecodeSession
 
-__all__ = ["EndingError", "Metrics", "QueueFullError", "ServingCore", "Work"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -35,8 +35,6 @@ from trt_kvcache.serve.answers import REASONS
 from trt_kvcache.serve.core import EndingError, ServingCore, Work
 from trt_kvcache.serve.requests import as_api, find_adapter
 
-__all__ = ["Engine", "run", "write_texts"]
-
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
 """The addresses that a worker listens at: Dynamo takes the address of the machine if they are not set."""
 _LARGEST = 1 << 28  # bytes of a file

@@ -20,21 +20,6 @@ from trt_kvcache.serve.core import EndingError, QueueFullError, Work
 from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, grammar_of
 from trt_kvcache.serve.tools import GENERIC, Tool, ToolUse, form_of, in_text, use_tools
 
-__all__ = [
-    "LATER",
-    "ApiError",
-    "Asked",
-    "ChatRequest",
-    "CompletionRequest",
-    "as_api",
-    "as_request",
-    "find_adapter",
-    "prepare",
-    "read_adapter_request",
-    "read_request",
-    "too_many",
-]
-
 LATER = {"Retry-After": "1"}
 """Headers of an answer that may be another one in a second."""
 

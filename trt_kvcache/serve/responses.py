@@ -17,8 +17,6 @@ from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.serve.answers import Answer
 from trt_kvcache.serve.requests import ApiError, ChatRequest, as_request
 
-__all__ = ["ResponseAnswer", "ResponsesRequest", "as_chat"]
-
 _STATELESS = "nothing is stored here; send the whole conversation in input"
 _REFUSED = {
     "previous_response_id": _STATELESS,

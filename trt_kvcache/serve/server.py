@@ -20,8 +20,6 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_file
 from trt_kvcache.serve.service import Service
 
-__all__ = ["bind", "read_keys", "serve"]
-
 _SLOW = 5
 """Seconds for answers that are complete to reach their readers, after the drain."""
 

@@ -43,8 +43,6 @@ from trt_kvcache.serve.requests import (
 )
 from trt_kvcache.serve.responses import ResponseAnswer, ResponsesRequest, as_chat
 
-__all__ = ["DetokenizeRequest", "Service", "TokenizeRequest", "detokenized", "tokenized"]
-
 _log = logging.getLogger(__name__)
 _LARGEST = 4 << 20
 """Bytes of a body: 500,000 token ids, or a text of as many."""

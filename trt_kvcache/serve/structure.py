@@ -13,8 +13,6 @@ from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.structured import Grammars
 
-__all__ = ["ResponseFormat", "StructuredOutputs", "grammar_of", "grammars_of"]
-
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     """The schema of a response format. Answers follow it even if `strict` is false."""

@@ -21,8 +21,6 @@ from trt_kvcache.runtime.structured import JSON_FORM
 from trt_kvcache.runtime.text.incremental import StopStrings
 from trt_kvcache.serve.structure import grammars_of
 
-__all__ = ["GENERIC", "CallReader", "Tool", "ToolForm", "ToolUse", "find_form", "form_of", "in_text", "use_tools"]
-
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):
     """The function of a tool. Calls follow its parameters even if `strict` is false."""

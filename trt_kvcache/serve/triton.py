@@ -27,8 +27,6 @@ from trt_kvcache.serve.core import ServingCore
 from trt_kvcache.serve.repository import ADAPTERS, FOLDER
 from trt_kvcache.serve.requests import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
 
-__all__ = ["TritonPythonModel"]
-
 _log = logging.getLogger(__name__)
 _POLL = 0.05
 """Seconds between two looks at whether a client has cancelled: Triton tells it to those who ask."""

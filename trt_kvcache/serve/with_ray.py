@@ -19,8 +19,6 @@ from trt_kvcache.model_paths import is_model
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.batch_job import Answered, Row, RowRunner
 
-__all__ = ["answer_with_ray"]
-
 _ROWS = 32
 """Most rows of a block: an actor waits for the slowest of them, and a kill of the driver loses those under way."""
 

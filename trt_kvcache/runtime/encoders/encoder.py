@@ -33,8 +33,6 @@ from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 from trt_kvcache.runtime.runner import Runner
 
-__all__ = ["BY_HAND", "Encoder", "FirstStep", "OnnxEncoder", "Source", "Sources", "open_encoder"]
-
 
 class Encoder(Protocol):
     """Computes a decoder's constants.

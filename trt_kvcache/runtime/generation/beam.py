@@ -24,8 +24,6 @@ from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
-__all__ = ["BeamDecoder", "BeamSlots", "Hypothesis", "beam_search", "hypothesis_events"]
-
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from trt_kvcache.runtime.generation.token_masks import Grammar
 
-__all__ = ["GenerationConfig", "LogitsProcessor", "read_config_file"]
 
 LogitsProcessor = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"], "npt.NDArray[np.float32]"]
 """A rule of the caller's: takes the tokens so far ``[T]``, prompt included, and scores ``[V]``; returns new scores

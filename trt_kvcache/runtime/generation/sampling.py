@@ -15,8 +15,6 @@ from trt_kvcache.runtime.generation.greedy import CHOICE, as_scores, best
 from trt_kvcache.runtime.generation.processors import process, rules_apply
 from trt_kvcache.runtime.generation.token_masks import Mask, ask_mask, keep_allowed, words
 
-__all__ = ["Candidates", "Sampler", "apply_temperature", "highest", "keep_min_p", "keep_top_k", "keep_top_p", "warp"]
-
 
 class Sampler:
     """The random numbers and the rules of one sequence.

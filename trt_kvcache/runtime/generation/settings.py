@@ -12,8 +12,6 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig, LogitsProcessor
 from trt_kvcache.runtime.generation.token_masks import Grammar
 
-__all__ = ["Settings", "changed", "with_sampling"]
-
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 _GREEDY = {f.name: f.default for f in fields(GenerationConfig) if f.name in {"do_sample", "seed", *_SAMPLING}}
 

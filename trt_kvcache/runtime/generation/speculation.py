@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from trt_kvcache.runtime.runner import Runner
 
-__all__ = ["SpeculationStats", "look_up", "why_no_drafts"]
-
 
 @dataclass
 class SpeculationStats:

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 
-__all__ = ["Grammar", "Mask", "Masks", "TokenMask", "all_tokens", "ask_mask", "keep_allowed", "pack_masks", "words"]
-
 Mask = npt.NDArray[np.int32]
 
 TokenMask = Callable[[npt.NDArray[np.int64]], Mask]

@@ -38,8 +38,6 @@ from trt_kvcache.importer.simplify import infer_shapes
 from trt_kvcache.importer.steps.element_types import has_bfloat16, state_type
 from trt_kvcache.importer.weights import reinterpret
 
-__all__ = ["DOMAIN", "NOTE", "OPERATOR", "fuse_attention", "fuse_products", "in_float32", "keep_experts"]
-
 DOMAIN = "com.microsoft"
 OPERATOR = "GroupQueryAttention"
 _SWAPPED = [0, 2, 1, 3]

@@ -39,8 +39,6 @@ from trt_kvcache.runtime.ort.cpu_model import (
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
 
-__all__ = ["OnnxRuntimeRunner"]
-
 _DEFAULT_BATCH = 8  # untouched zeroed memory costs nothing
 _DEFAULT_CHUNK = 512
 _MOST_THREADS = 4096  # ONNX Runtime starts as many as asked, or crashes

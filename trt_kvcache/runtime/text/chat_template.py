@@ -18,8 +18,6 @@ from typing import Any
 
 from trt_kvcache.errors import OptionError
 
-__all__ = ["Chat", "Part", "render"]
-
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _MARK = "\ue0a1trace\ue0a2"  # of the private use area: no text has it
 _SPELLED = "\ue0a3{}\ue0a4"

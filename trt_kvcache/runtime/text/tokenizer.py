@@ -17,7 +17,6 @@ from trt_kvcache.runtime.text.token_bytes import TokenBytes, read_token_bytes
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["Tokenizer"]
 
 _LARGEST = 1 << 28
 """Bytes of a ``tokenizer.json``; that of Gemma 3, with 262,144 tokens, has 33 MB."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from trt_kvcache.errors import BackendError
 from trt_kvcache.messages import human_bytes
 
-__all__ = ["RESERVE", "Need", "admit"]
-
 RESERVE = 128 << 20
 """Bytes left to the driver and to TensorRT, which allocate some themselves (kernels, state of contexts). An estimate.
 """

@@ -35,8 +35,6 @@ from trt_kvcache.runtime.generation.token_masks import Mask, Masks, pack_masks, 
 from trt_kvcache.runtime.runner import Array
 from trt_kvcache.runtime.trt.cuda import Cuda, Pinned, taken
 
-__all__ = ["DeviceChoice", "choice_bytes", "open_choice"]
-
 _KEY_BYTES, _ORDER_BYTES = 8, 4
 _LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)
 _MOST_BLOCKS = 2**31 - 1

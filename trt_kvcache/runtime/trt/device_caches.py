@@ -19,8 +19,6 @@ from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.runner import Array, HostBytes
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken
 
-__all__ = ["CacheBuffer", "DeviceCaches"]
-
 _STAGING = 8 << 20
 """Bytes of pinned memory through which rows are copied; longer rows are copied in pieces."""
 

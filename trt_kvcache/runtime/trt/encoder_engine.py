@@ -14,8 +14,6 @@ from trt_kvcache.runtime.encoders.source_reader import Array, SourceInput, Sourc
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
-__all__ = ["TensorRTEncoder"]
-
 
 class TensorRTEncoder:
     """An `Encoder` on the GPU and the stream of its decoder.

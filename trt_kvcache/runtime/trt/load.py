@@ -20,8 +20,6 @@ from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelErro
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.runtime.trt.cuda import Cuda
 
-__all__ = ["TensorRT", "load_tensorrt", "open_engine"]
-
 _OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsupported toolchain")
 """CUDA's messages of an old driver. cudaErrorInsufficientDriver comes before TensorRT for RTX 1.7.1 can diagnose
 anything. cudaErrorUnsupportedPtxVersion comes for a GPU that a library has no code for: the driver compiles its PTX."""

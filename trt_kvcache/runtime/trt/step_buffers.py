@@ -24,8 +24,6 @@ from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Pinned, taken
 from trt_kvcache.runtime.trt.device_array import DeviceArray
 from trt_kvcache.runtime.trt.device_caches import CacheBuffer
 
-__all__ = ["StepBuffers", "StepShapes"]
-
 _LOGITS_STAGING = 16 << 20
 """Bytes of pinned memory for logits, unless one position of every row needs more; more logits are copied in pieces."""
 

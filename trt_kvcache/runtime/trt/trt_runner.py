@@ -35,8 +35,6 @@ from trt_kvcache.runtime.trt.jit import kernel_cache_path
 from trt_kvcache.runtime.trt.load import TensorRT, load_tensorrt, open_engine
 from trt_kvcache.runtime.trt.step_buffers import StepBuffers, StepShapes
 
-__all__ = ["Bindings", "Resources", "TensorRTRunner"]
-
 Shape = tuple[int, ...]
 
 
