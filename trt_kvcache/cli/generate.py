@@ -236,10 +236,7 @@ class LoraFlags:
 
     lora: Annotated[
         list[str] | None,
-        run_flag(
-            metavar="NAME=FOLDER",
-            help="Adapter (LoRA) of peft; requests choose it as their model. Repeatable.",
-        ),
+        run_flag(metavar="NAME=FOLDER", help="Adapter (LoRA) of peft; requests choose it as their model. Repeatable."),
     ] = None
 
     def options(self, model: str) -> dict[str, Any]:

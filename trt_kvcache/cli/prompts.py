@@ -65,9 +65,7 @@ class PromptFlags:
     tokenizer: Annotated[
         Path | None,
         _prompt_flag(
-            metavar="FILE",
-            help="tokenizer.json or its folder. Default: the one beside the model.",
-            readable=False,
+            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
         ),
     ] = None
     chat: Annotated[

@@ -130,12 +130,7 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
 
 
 def next_line(
-    model: Path,
-    flags: SessionPlanFlags,
-    max_batch: int = 1,
-    *,
-    tensorrt: bool = False,
-    or_else: str | None = None,
+    model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False, or_else: str | None = None
 ) -> str:
     """Return the command that follows a plan: the build, or on a machine that cannot build another one.
 
