@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
 import re
 import secrets
 import stat
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +27,6 @@ SETTINGS = 16 << 20
 _BLOCK = 1 << 20
 _OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # files that are open
 _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin to write, and do not wait
 
 
 @dataclass(frozen=True)
@@ -215,14 +212,6 @@ def sync(file: BinaryIO) -> None:
     """Wait until the content is on disk; otherwise a rename may survive a power cut while the content is lost."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def begin_sync(file: BinaryIO, start: int, size: int) -> None:
-    """Let Linux begin to write a part of a file to disk, so that `sync` waits less; elsewhere do nothing."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        with suppress(AttributeError):  # the C library lacks it
-            libc.sync_file_range(file.fileno(), ctypes.c_int64(start), ctypes.c_int64(size), _WRITE)
 
 
 def publish(files: Sequence[tuple[Path, Path]]) -> None:

@@ -84,7 +84,6 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         writer = make_writer(trt, file)
         # Writing the engine in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
         built = builder.build_serialized_network_to_stream(network, config, writer)
-        writer.finish()
         if not built and _NO_KERNEL in logger.words():
             # The set of attentions with a fused kernel was measured on one version; another version may lack one.
             patch_network(network, job.plan, trt, decompose_all=True)
@@ -93,7 +92,6 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
             file.seek(0)
             writer = make_writer(trt, file)
             built = builder.build_serialized_network_to_stream(network, config, writer)
-            writer.finish()
             send(Log(False, f"{job.title} lacks a fused kernel for an attention that was planned as fused: every "
                             "attention may be decomposed"))  # fmt: skip
         if writer.error is not None:
