@@ -30,9 +30,9 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from trt_kvcache.compare.report import VerifyOptions
-    from trt_kvcache.engine.build import build_engine
     from trt_kvcache.engine.build_options import BuildOptions
     from trt_kvcache.engine.diagnosis import diagnose
+    from trt_kvcache.engine.engine_build import build_engine
     from trt_kvcache.engine.inspection import inspect_engine
     from trt_kvcache.engine.manifest import Manifest, load_manifest
     from trt_kvcache.errors import TrtKvCacheError
@@ -56,7 +56,7 @@ _HOME_OF = {
     "PlanOptions": "trt_kvcache.importer.plan",
     "TrtKvCacheError": "trt_kvcache.errors",
     "VerifyOptions": "trt_kvcache.compare.report",
-    "build_engine": "trt_kvcache.engine.build",
+    "build_engine": "trt_kvcache.engine.engine_build",
     "calibrate_caches": "trt_kvcache.runtime.calibration",
     "diagnose": "trt_kvcache.engine.diagnosis",
     "export_checkpoint": "trt_kvcache.export.run",

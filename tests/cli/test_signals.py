@@ -145,9 +145,9 @@ MOMENTS = [
     (REWRITE, "trt_kvcache.importer.files.save:_copy", "after"),
     (REWRITE, "pathlib:Path.replace", "before"),
     (REWRITE, "pathlib:Path.replace", "after"),
-    (BUILD, "trt_kvcache.engine.build:run_worker", "before"),
+    (BUILD, "trt_kvcache.engine.engine_build:run_worker", "before"),
     (BUILD, "trt_kvcache.child:Child.keep", "before"),
-    (BUILD, "trt_kvcache.engine.build:_publish", "before"),
+    (BUILD, "trt_kvcache.engine.engine_build:_publish", "before"),
     (BUILD, "pathlib:Path.replace", "before"),
     (BUILD, "pathlib:Path.replace", "after"),
 ]

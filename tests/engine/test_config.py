@@ -16,8 +16,8 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.child import _ROOT
 from trt_kvcache.engine.backend import Backend
-from trt_kvcache.engine.build import build_engine
 from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.engine.manifest import check_engine
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import Target
@@ -90,7 +90,9 @@ def full_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir()
     (package / "tensorrt.py").write_text("import sys, tensorrt_rtx\nsys.modules['tensorrt'] = tensorrt_rtx\n")
     monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.setattr("trt_kvcache.engine.build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106"))
+    monkeypatch.setattr(
+        "trt_kvcache.engine.engine_build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106")
+    )
 
 
 @pytest.mark.slow
@@ -106,7 +108,9 @@ def test_the_build_takes_the_module_of_its_backend(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_does_not_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trt_kvcache.engine.build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106"))
+    monkeypatch.setattr(
+        "trt_kvcache.engine.engine_build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106")
+    )
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     with pytest.raises(BuildError, match="tensorrt is installed but cannot be imported: No module named 'tensorrt'"):
         build_engine(model, tmp_path / "model.engine")

@@ -16,10 +16,10 @@ from hybrids import WIDTH, cross_model, hybrid_model, write
 from hybrids import fixed_length as of_fixed_length
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.engine import build as engine_build
-from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine import engine_build as engine_build
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.encoder_job import EncoderJob, find_job
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.engine.inspection import inspect_engine
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError

@@ -8,8 +8,8 @@ import psutil
 import pytest
 from decoders import DecoderConfig, write_decoder
 
-from trt_kvcache.engine.build import build_engine
 from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.engine_build import build_engine
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trt_kvcache.engine.backend as backend_module
-import trt_kvcache.engine.build as build_module
+import trt_kvcache.engine.engine_build as build_module
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend, installed_version
 from trt_kvcache.engine.build_options import BuildOptions, format_shapes, parse_bytes, parse_shapes
 from trt_kvcache.engine.diagnosis import Gpu

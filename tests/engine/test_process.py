@@ -17,7 +17,7 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.child import _ROOT
 from trt_kvcache.engine import build_process as process
-from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.errors import BuildError, OutputError
 from trt_kvcache.progress import ProgressEvent
 
@@ -157,7 +157,7 @@ def test_an_interrupt_ends_the_child(
 PARENT = """
 import sys
 from trt_kvcache.engine import build_process as process
-from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.engine_build import build_engine
 
 process.WORKER = ("-c", {fake!r})
 

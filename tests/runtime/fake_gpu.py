@@ -19,7 +19,7 @@ from runtime.fake_cuda import GPU, Machine, Status
 from runtime.fake_kernels import FakeKernelDevice
 from runtime.fake_tensorrt import VERSIONS, fake_module
 
-from trt_kvcache.engine import backend, build, diagnosis
+from trt_kvcache.engine import backend, diagnosis, engine_build
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import Manifest, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.importer.plan import PlanOptions, Target
@@ -41,7 +41,7 @@ def install() -> None:
     kernel_device.KernelDevice = FakeKernelDevice
     trt_runner.load_tensorrt = load
     trt_runner.cuda_bindings = machine.bindings
-    build.build_engine = _build
+    engine_build.build_engine = _build
     diagnosis.find_gpus = lambda: ("13.0", (diagnosis.Gpu(GPU, "9.0", machine.total),), "")
     backend.installed_version = lambda target: VERSIONS[Target(target).value]
 

@@ -58,7 +58,7 @@ def build(
     from trt_kvcache import build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
     from trt_kvcache.cli.summary import chosen_capacity
-    from trt_kvcache.runtime.inputs import why_no_session
+    from trt_kvcache.runtime.step_inputs import why_no_session
 
     start = time.perf_counter()
     manifest = build_engine(model, output, options=plan, build=options)

@@ -14,7 +14,7 @@ import numpy as np
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.importer.plan import CachePlan, Dim
-from trt_kvcache.runtime.inputs import carried_caches
+from trt_kvcache.runtime.step_inputs import carried_caches
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy as np
 
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
-from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs
 
 
 @contextmanager

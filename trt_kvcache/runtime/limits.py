@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.importer.plan import UpdateMode
-from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.step_inputs import carried_caches, linear_capacity
 
 
 def largest_update(runner: Runner, length: int) -> int:

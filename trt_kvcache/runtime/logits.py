@@ -5,8 +5,8 @@ from __future__ import annotations
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.input_values import named_axes
 from trt_kvcache.runtime.runner import Array, StepBatch
-from trt_kvcache.step_inputs import named_axes
 
 
 class StepLogits:

@@ -26,10 +26,10 @@ from trt_kvcache.runtime.embeddings import Embeddings, embed_step
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
-from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.step_inputs import StepInputs
 from trt_kvcache.runtime.token_inputs import stack_positions
 
 if TYPE_CHECKING:

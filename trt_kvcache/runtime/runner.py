@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.input_values import axis_sizes
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.generation.token_masks import Masks
-from trt_kvcache.step_inputs import axis_sizes
 
 Array = npt.NDArray[Any]
 Logits = npt.NDArray[Any]
@@ -128,7 +128,7 @@ class Runner(Protocol):
     def identity(self) -> str:
         """Return a digest of the source model's content, equal for a model and the engines built from it.
 
-        See `trt_kvcache.runtime.inputs.model_identity`. It may read whole files: call it only to save and load.
+        See `trt_kvcache.runtime.step_inputs.model_identity`. It may read whole files: call it only to save and load.
         """
         ...
 

@@ -13,7 +13,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.text.token_bytes import TokenBytes
-from trt_kvcache.serve.requests import Asked, ChatRequest
+from trt_kvcache.serve.api_requests import Asked, ChatRequest
 
 REASONS = {
     FinishReason.EOS: "stop",

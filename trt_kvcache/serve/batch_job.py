@@ -19,8 +19,7 @@ from trt_kvcache.errors import OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file, check_output, open_regular
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import Answer, TokenNames, whole_answer
-from trt_kvcache.serve.core import ServingCore
-from trt_kvcache.serve.requests import (
+from trt_kvcache.serve.api_requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -29,6 +28,7 @@ from trt_kvcache.serve.requests import (
     prepare,
     read_request,
 )
+from trt_kvcache.serve.core import ServingCore
 
 _MOST = 1024
 """Sequences that one row may ask for."""

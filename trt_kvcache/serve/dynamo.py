@@ -32,8 +32,8 @@ from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
+from trt_kvcache.serve.api_requests import as_api, find_adapter
 from trt_kvcache.serve.core import EndingError, ServingCore, Work
-from trt_kvcache.serve.requests import as_api, find_adapter
 
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
 """The addresses that a worker listens at: Dynamo takes the address of the machine if they are not set."""

@@ -28,8 +28,7 @@ from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import Answer, TokenNames, whole_answer
-from trt_kvcache.serve.core import ServingCore
-from trt_kvcache.serve.requests import (
+from trt_kvcache.serve.api_requests import (
     LATER,
     ApiError,
     ChatRequest,
@@ -41,6 +40,7 @@ from trt_kvcache.serve.requests import (
     read_request,
     too_many,
 )
+from trt_kvcache.serve.core import ServingCore
 from trt_kvcache.serve.responses import ResponseAnswer, ResponsesRequest, as_chat
 
 _log = logging.getLogger(__name__)

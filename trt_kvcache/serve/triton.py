@@ -23,9 +23,9 @@ from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
+from trt_kvcache.serve.api_requests import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
 from trt_kvcache.serve.core import ServingCore
 from trt_kvcache.serve.repository import ADAPTERS, FOLDER
-from trt_kvcache.serve.requests import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
 
 _log = logging.getLogger(__name__)
 _POLL = 0.05

@@ -13,7 +13,7 @@ from decoders import DecoderConfig, write_decoder
 from greedy import greedy
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions

@@ -22,9 +22,9 @@ from trt_kvcache.arguments import as_whole
 from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
-from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.context import Context, ContextFactory
 from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Pinned, cuda_bindings, taken

@@ -13,10 +13,7 @@ from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
-from trt_kvcache.runtime.encoders.constants import ConstantInputs
-from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.runner import Array, StepBatch
-from trt_kvcache.step_inputs import (
+from trt_kvcache.input_values import (
     axes_with_planes,
     by_token,
     caches_under,
@@ -27,6 +24,9 @@ from trt_kvcache.step_inputs import (
     newest_tokens,
     place,
 )
+from trt_kvcache.runtime.encoders.constants import ConstantInputs
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.runner import Array, StepBatch
 
 SPAN_BUCKET = 256
 """Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
