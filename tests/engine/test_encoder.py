@@ -18,8 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.engine import engine_build as engine_build
 from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.encoder_job import EncoderJob, find_job
-from trt_kvcache.engine.engine_build import build_engine
+from trt_kvcache.engine.engine_build import EncoderJob, build_engine, find_job
 from trt_kvcache.engine.inspection import inspect_engine
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError

@@ -14,8 +14,7 @@ from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 
 from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.encoder_job import find_job
-from trt_kvcache.engine.engine_build import _bound_contracts
+from trt_kvcache.engine.engine_build import _bound_contracts, find_job
 from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.files import identify
