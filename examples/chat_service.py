@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from trt_kvcache import DecodeSession, Grammars, TrtKvCacheError
+from trt_kvcache.decoding import Schedule
 
 __all__ = ["Service", "serve"]
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--port", type=int, default=8090)
     given = parser.parse_args()
-    with DecodeSession.open(given.model, prefix_cache=256 << 20) as session:
+    with DecodeSession.open(given.model, schedule=Schedule(prefix_cache=256 << 20)) as session:
         server = serve(Service(session), given.port)
         print(f"http://127.0.0.1:{server.server_port}/ on {session.name}")
         try:

@@ -63,7 +63,7 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 from gpu_steps import AGAIN, BUILT_FOR, ENGINE, limit, runs_only_if_built_here, write_json
 
 from trt_kvcache.cli.signals import end_by_unwinding
-from trt_kvcache.engine import backend, doctor
+from trt_kvcache.engine import backend, diagnosis
 from trt_kvcache.importer.plan import Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,10 +169,10 @@ PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", 
 """Whose versions are written down with the results."""
 
 
-def _find_gpus() -> tuple[str | None, tuple[doctor.Gpu, ...], str]:
+def _find_gpus() -> tuple[str | None, tuple[diagnosis.Gpu, ...], str]:
     """As `doctor` does, but not for longer than a driver takes that works: one whose GPU is lost may never answer."""
-    found: list[tuple[str | None, tuple[doctor.Gpu, ...], str]] = []
-    thread = threading.Thread(target=lambda: found.append(doctor.find_gpus()), daemon=True)
+    found: list[tuple[str | None, tuple[diagnosis.Gpu, ...], str]] = []
+    thread = threading.Thread(target=lambda: found.append(diagnosis.find_gpus()), daemon=True)
     thread.start()
     thread.join(MOST_FOR_DRIVER)
     return found[0] if found else (None, (), f"the driver does not answer within {MOST_FOR_DRIVER:g} seconds")

@@ -42,16 +42,16 @@ from typing import Any
 import numpy as np
 from decoders import DecoderConfig, weights, write_decoder
 
-from trt_kvcache.engine import build
+from trt_kvcache.engine import engine_build
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer.plan import cache_bytes
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt import runner as trt_runner
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.trt import trt_runner
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 LARGE = DecoderConfig(
     layers=8, hidden=1024, query_heads=16, kv_heads=4, head_size=64, vocab=32_000, dtype="float16", positions=32_768
@@ -96,7 +96,9 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
         model = write_decoder(Path(folder) / "model.onnx", config, external_threshold=None if small else 1 << 16)
         engine = Path(folder) / "model.engine"
         chunk = min(512, capacity // 2)
-        build.build_engine(model, engine, build=BuildOptions(backend=name, max_batch=8, max_chunk=chunk, **built_for()))
+        engine_build.build_engine(
+            model, engine, build=BuildOptions(backend=name, max_batch=8, max_chunk=chunk, **built_for())
+        )
         start = time.perf_counter()
         with opened(engine) as runner:
             took = time.perf_counter() - start
@@ -113,7 +115,7 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
             keep("decode", {"position": capacity // 2, "cuda_graphs": False} | plain)
         for kind in ("shared", "own"):
             options = BuildOptions(backend=name, max_batch=1, max_chunk=chunk, decode_weights=kind, **built_for())
-            build.build_engine(model, engine, build=options)
+            engine_build.build_engine(model, engine, build=options)
             with opened(engine) as runner:
                 size = {"decode_weights": kind, "engine_bytes": engine.stat().st_size}
                 keep("weights", size | decode(runner, 1, capacity // 2, repeats, read))
@@ -238,7 +240,7 @@ def builds(engine: Path, name: str) -> Answer:
     """Does a build for all GPUs, or those asked for, succeed here?"""
     model = write_decoder(engine.with_suffix(".onnx"), SMALL)
     chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, **built_for())
-    return {"yes": bool(build.build_engine(model, engine, build=chosen))}
+    return {"yes": bool(engine_build.build_engine(model, engine, build=chosen))}
 
 
 def runs(engine: Path, name: str) -> Answer:
@@ -256,7 +258,7 @@ def runs_if_built_here(engine: Path, name: str) -> Answer:
     here = engine.with_name(HERE)
     chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, compute_capabilities=("current",))
     model = shutil.copy(engine.with_suffix(".onnx"), here.with_suffix(".onnx"))
-    build.build_engine(model, here, build=chosen)
+    engine_build.build_engine(model, here, build=chosen)
     return runs(here, name)
 
 

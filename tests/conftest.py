@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import settings
 
-from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.diagnosis import find_gpus
 
 
 def pytest_configure() -> None:

@@ -22,7 +22,7 @@ from trt_kvcache.plugins.choice import (
     sets_per_row,
 )
 from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
-from trt_kvcache.runtime.generation.masks import pack_masks
+from trt_kvcache.runtime.generation.token_masks import pack_masks
 
 DTYPES = list(CHOICE_DTYPES)
 

@@ -42,8 +42,8 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import state_type
-from trt_kvcache.runtime.ort import runner as ort_runner
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort import ort_runner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.replay import Replay, replay
 from trt_kvcache.runtime.runner import Array, StepBatch
 

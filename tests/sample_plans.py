@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trt_kvcache.engine.manifest import FileIdentity, Manifest, Profile, ShapeRange
+from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange
+from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import (
     AttentionKind,
     AttentionPlan,

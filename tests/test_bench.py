@@ -27,7 +27,7 @@ from onnx import numpy_helper
 from runtime.fake_cuda import Machine
 from runtime.fake_kernels import FakeKernelDevice
 
-from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt import trt_runner
 
 PEERS = {"torch": "transformers", "transformers": "transformers", "mobius": "mobius-onnx",
          "onnxruntime_genai": "onnxruntime-genai", "ctranslate2": "CTranslate2",

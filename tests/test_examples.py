@@ -27,6 +27,7 @@ from runtime.tokenizers_in_code import byte_level
 from serve.models import write_served
 
 from trt_kvcache import DecodeSession
+from trt_kvcache.decoding import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,7 +48,7 @@ def test_each_example_is_named_in_the_docs_and_has_help() -> None:
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[tuple[str, DecodeSession]]:
     write_served(tmp_path, eos_token="</s>")
-    with DecodeSession.open(tmp_path, max_batch=4, prefix_cache=1 << 20) as session:
+    with DecodeSession.open(tmp_path, max_batch=4, schedule=Schedule(prefix_cache=1 << 20)) as session:
         server = chat_service.serve(chat_service.Service(session), 0)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

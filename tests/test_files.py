@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import time
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 from blake3 import blake3
 from runtime.interrupts import interrupted
 
-from trt_kvcache import files
 from trt_kvcache.errors import OutputError
 from trt_kvcache.files import atomic_file, check_output, identify, publish, temporary_file
 
@@ -121,62 +118,6 @@ def test_two_files_appear_together(tmp_path: Path) -> None:
         publish([(a, first), (b, second)])
     assert (first.read_bytes(), second.read_bytes()) == (b"A", b"B")
     assert names(tmp_path) == {"engine", "engine.json"}
-
-
-@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
-@pytest.mark.parametrize("existing", [True, False])
-def test_if_the_second_file_fails_the_first_is_as_before(
-    tmp_path: Path, existing: bool, links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not links:
-
-        def no_links(*_: object) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
-        monkeypatch.setattr(files.os, "link", no_links)
-    first, second = tmp_path / "engine", tmp_path / "engine.json"
-    if existing:
-        first.write_bytes(b"old engine")
-        second.write_bytes(b"old manifest")
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with temporary_file(first) as a:
-        a.write_bytes(b"new")
-        with pytest.raises(OutputError, match="engine.json: cannot be written"):
-            publish([(a, first), (tmp_path / "never written", second)])
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows moves no open file, so that none is locked")
-@pytest.mark.parametrize("name", ["model.engine", "odd[name].engine"])
-def test_what_killed_processes_left_is_removed(name: str, tmp_path: Path) -> None:
-    """Not what somebody writes, what is new, what is of another file, or is nobody's temporary file."""
-    final = tmp_path / name
-    left = [tmp_path / f".{name}.0123abcd.tmp", tmp_path / f".{name}.0123abce.tmp"]
-    others = [tmp_path / n for n in (f".{name}x.0123abcd.tmp", f".{name}.other.tmp", f".{name}.0123abcd.old", "a.tmp")]
-    new = tmp_path / f".{name}.ffffffff.tmp"
-    old = time.time() - 60
-    for path in (*left, *others, new):
-        path.touch()
-        os.utime(path, (old, old) if path != new else None)
-    with temporary_file(final) as mine:
-        os.utime(mine, (old, old))
-        with temporary_file(final) as second:
-            assert mine.exists()
-            assert {*tmp_path.iterdir()} == {*others, new, mine, second}
-    assert {*tmp_path.iterdir()} == {*others, new}
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", refuse)
-    left = tmp_path / ".model.engine.0123abcd.tmp"
-    left.touch()
-    os.utime(left, (0, 0))
-    with temporary_file(tmp_path / "model.engine") as path:
-        assert path.exists()
-    assert [*tmp_path.iterdir()] == [left]
 
 
 @pytest.mark.parametrize("old", [(), ("a",), ("a", "b")])

@@ -29,8 +29,8 @@ from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, cpu, plan_
 from trt_kvcache.cli.prompts import read_prompts
 from trt_kvcache.compare import inputs as verify_inputs
 from trt_kvcache.compare.inputs import load_inputs
-from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache.engine.token_settings import settings_beside
 from trt_kvcache.errors import (
     InvalidModelError,
     ManifestError,

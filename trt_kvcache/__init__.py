@@ -18,7 +18,6 @@ Names load on first use, so that ``import trt_kvcache`` is fast and needs neithe
 from __future__ import annotations
 
 import os
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -31,45 +30,43 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from trt_kvcache.compare.report import VerifyOptions
-    from trt_kvcache.engine.build import build_engine
-    from trt_kvcache.engine.doctor import diagnose
-    from trt_kvcache.engine.inspect import inspect_engine
+    from trt_kvcache.engine.build_options import BuildOptions
+    from trt_kvcache.engine.diagnosis import diagnose
+    from trt_kvcache.engine.engine_build import build_engine
+    from trt_kvcache.engine.inspection import inspect_engine
     from trt_kvcache.engine.manifest import Manifest, load_manifest
-    from trt_kvcache.engine.options import BuildOptions
     from trt_kvcache.errors import TrtKvCacheError
     from trt_kvcache.export.run import export_checkpoint
     from trt_kvcache.importer import plan_model, rewrite_model
     from trt_kvcache.importer.plan import CachePlan, PlanOptions
     from trt_kvcache.runtime.calibration import calibrate_caches
-    from trt_kvcache.runtime.generation.config import GenerationConfig
+    from trt_kvcache.runtime.generation.generation_config import GenerationConfig
     from trt_kvcache.runtime.scoring import score
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.structured import Grammars
     from trt_kvcache.verify import verify_model
 
 _HOME_OF = {
-    "BuildOptions": "trt_kvcache.engine.options",
+    "BuildOptions": "trt_kvcache.engine.build_options",
     "CachePlan": "trt_kvcache.importer.plan",
     "DecodeSession": "trt_kvcache.runtime.session",
-    "GenerationConfig": "trt_kvcache.runtime.generation.config",
+    "GenerationConfig": "trt_kvcache.runtime.generation.generation_config",
     "Grammars": "trt_kvcache.runtime.structured",
     "Manifest": "trt_kvcache.engine.manifest",
     "PlanOptions": "trt_kvcache.importer.plan",
     "TrtKvCacheError": "trt_kvcache.errors",
     "VerifyOptions": "trt_kvcache.compare.report",
-    "build_engine": "trt_kvcache.engine.build",
+    "build_engine": "trt_kvcache.engine.engine_build",
     "calibrate_caches": "trt_kvcache.runtime.calibration",
-    "diagnose": "trt_kvcache.engine.doctor",
+    "diagnose": "trt_kvcache.engine.diagnosis",
     "export_checkpoint": "trt_kvcache.export.run",
-    "inspect_engine": "trt_kvcache.engine.inspect",
+    "inspect_engine": "trt_kvcache.engine.inspection",
     "load_manifest": "trt_kvcache.engine.manifest",
     "plan_model": "trt_kvcache.importer",
     "rewrite_model": "trt_kvcache.importer",
     "score": "trt_kvcache.runtime.scoring",
     "verify_model": "trt_kvcache.verify",
 }
-_PARTS = ("errors", "plan", "reports", "decoding")
-"""Modules with all other public names. Up to 0.1 this module had these names, too."""
 
 __all__ = [
     "BuildOptions",
@@ -101,13 +98,6 @@ def __getattr__(name: str) -> object:
         value: object = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value
-    if name[:1].isupper():  # modules are lower case
-        for part in _PARTS:
-            module = import_module(f"{__name__}.{part}")
-            if name in module.__all__:
-                new = f"from trt_kvcache.{part} import {name}"
-                warnings.warn(f"trt_kvcache.{name} will go with the next release: {new}", DeprecationWarning, 2)
-                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

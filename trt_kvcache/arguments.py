@@ -10,17 +10,6 @@ from typing import Any, TypeGuard, TypeVar
 
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 
-__all__ = [
-    "as_list",
-    "as_options",
-    "as_path",
-    "as_switch",
-    "as_whole",
-    "is_number",
-    "is_whole",
-    "shown",
-]
-
 _LONGEST = 200
 _Options = TypeVar("_Options")
 _MOST_WHOLE = 1 << 256

@@ -40,8 +40,6 @@ import trt_kvcache
 from trt_kvcache import errors
 from trt_kvcache.errors import TrtKvCacheError
 
-__all__ = ["Begun", "Caller", "Child", "ChildError", "ChildLateError", "how_ended", "is_broken", "serve"]
-
 if sys.platform == "win32":
     _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
 else:

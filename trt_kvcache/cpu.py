@@ -16,17 +16,6 @@ from trt_kvcache.dtypes import PLAIN, array_dtype
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.native import Endable
 
-__all__ = [
-    "ORT_ERRORS",
-    "RunError",
-    "UnfusedSession",
-    "cpu_session",
-    "one_line",
-    "open_in_time",
-    "quiet_run",
-    "run_in_time",
-]
-
 Array = npt.NDArray[Any]
 
 ORT_ERRORS = (

@@ -7,8 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["PLAIN", "array_dtype", "is_dtype"]
-
 PLAIN = (
     "float", "float16", "double", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool",
 )  # fmt: skip
@@ -25,12 +23,3 @@ def array_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of NumPy (or of ml_dtypes) for an ONNX dtype name such as ``"bfloat16"``."""
     name = _NAMES.get(name, name)
     return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def is_dtype(name: str) -> bool:
-    """Return True if `array_dtype` knows the name."""
-    try:
-        array_dtype(name)
-    except TypeError:
-        return False
-    return True

@@ -19,12 +19,12 @@
 
 Messages say what was found, what is supported, and what to do. The commands print them on one line and exit with 1; any
 other exception is a bug and keeps its trace. Messages name options as flags; ``str`` of an error names them as
-arguments of Python (`trt_kvcache.words`).
+arguments of Python (`trt_kvcache.messages`).
 """
 
 from __future__ import annotations
 
-from trt_kvcache.words import as_arguments
+from trt_kvcache.messages import as_arguments
 
 __all__ = [
     "AmbiguousRoleError",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import glob
 import json
 import os
 import re
 import secrets
 import stat
-import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,9 +19,7 @@ from blake3 import blake3
 
 from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import OutputError
-
-if sys.platform != "win32":
-    import fcntl
+from trt_kvcache.native import HeldSignals
 
 SETTINGS = 16 << 20
 """Most bytes of files with settings or templates."""
@@ -33,8 +27,6 @@ SETTINGS = 16 << 20
 _BLOCK = 1 << 20
 _OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # files that are open
 _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin to write, and do not wait
-_NEW = 10.0  # seconds; a temporary file gets its lock sooner than that after it is created
 
 
 @dataclass(frozen=True)
@@ -181,57 +173,21 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 def temporary_file(final: Path) -> Iterator[Path]:
     """Create an empty file in the folder of `final`, to be filled and moved there; if it exists at the end, remove it.
 
-    It is in the same folder, because a file can be moved in one step only within a file system. It is locked as long as
-    this process lives; unlocked ones, left behind by killed processes, are removed. On Windows, where an open file
-    cannot be moved, it is neither kept open nor locked, and files of killed processes stay.
+    It is in the same folder, because a file can be moved in one step only within a file system.
 
     Raises:
         OutputError: it cannot be created.
     """
-    _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
-    refused = False
     try:
-        try:
-            # Not mkstemp, whose files are private to the user for good.
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        except OSError as error:
-            refused = True
-            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-        with _locked(descriptor):
-            yield path
+        # Not mkstemp, whose files are private to the user for good.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except OSError as error:
+        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+    try:
+        yield path
     finally:
-        if not refused:  # otherwise a file of this name belongs to another process
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    """Lock an open file if the system can, and close it at the end."""
-    if sys.platform == "win32":
-        os.close(descriptor)
-        yield
-    else:
-        try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-        finally:
-            os.close(descriptor)
-
-
-def _remove_abandoned(final: Path) -> None:
-    """Remove temporary files of ended processes; on Windows, where this is unknown, do nothing."""
-    for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
-        if sys.platform != "win32":
-            with suppress(OSError):
-                descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if time.time() - os.fstat(descriptor).st_mtime > _NEW:
-                        path.unlink()
-                finally:
-                    os.close(descriptor)
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -258,55 +214,15 @@ def sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def begin_sync(file: BinaryIO, start: int, size: int) -> None:
-    """Let Linux begin to write a part of a file to disk, so that `sync` waits less; elsewhere do nothing."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        with suppress(AttributeError):  # the C library lacks it
-            libc.sync_file_range(file.fileno(), ctypes.c_int64(start), ctypes.c_int64(size), _WRITE)
-
-
 def publish(files: Sequence[tuple[Path, Path]]) -> None:
-    """Move finished temporary files to their final names, in order; if one fails, restore all final names.
+    """Move finished temporary files to their final names, in order. Ctrl-C waits until all are moved.
 
     Raises:
         OutputError: a file cannot be moved.
     """
-    done: list[tuple[Path, Path, Path]] = []
-    published = False
-    try:
-        try:
-            for temporary, final in files:
-                backup = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
-                done.append((temporary, final, backup))  # first: an interrupt may come at any moment
-                _keep_aside(final, backup)
+    with HeldSignals():
+        for temporary, final in files:
+            try:
                 temporary.replace(final)
-            published = True
-        except BaseException as error:  # Ctrl-C too
-            for temporary, last, backup in reversed(done):
-                if backup.exists():
-                    backup.replace(last)
-                    backup.unlink(missing_ok=True)  # moving a name onto another name of the same file does nothing
-                elif not temporary.exists():
-                    last.unlink(missing_ok=True)
-            if isinstance(error, OSError):
+            except OSError as error:
                 raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-            raise
-        _remove([backup for *_, backup in done])
-    finally:
-        if published:
-            _remove([backup for *_, backup in done])  # again, in case an interrupt prevented it
-
-
-def _remove(paths: Sequence[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def _keep_aside(final: Path, backup: Path) -> None:
-    """Give an existing file a second name, so that it can be restored."""
-    if final.exists():
-        try:
-            os.link(final, backup)
-        except OSError:  # a file system without hard links
-            final.replace(backup)

@@ -24,8 +24,6 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_object
 from trt_kvcache.stored_tensors import StoredTensors
 
-__all__ = ["FUSED", "LoraFolder", "LoraModule", "list_names", "module_key", "open_lora"]
-
 Array = npt.NDArray[Any]
 
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"}

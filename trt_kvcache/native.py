@@ -1,4 +1,4 @@
-"""Calls into native code that a model may make endless; signals and the end of the interpreter can interrupt them.
+"""Signals: calls into native code that a model may make endless are interrupted; changes of state are not.
 
 Python handles a signal between two of its own steps: not while the main thread is in such a call. A daemon thread that
 is in such a call when the interpreter ends makes C++ abort the process.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import signal
+import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 from trt_kvcache.errors import SessionError
-
-__all__ = ["Endable", "calls_under_way", "end_calls"]
 
 _PATIENCE = 10.0  # seconds; a call ends at the next node of its graph
 _PAUSE = 0.01
@@ -67,3 +68,65 @@ def _end_all() -> None:
     while _calls and time.monotonic() < late:
         end_calls(calls_under_way())
         time.sleep(_PAUSE)
+
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
+"""Signals whose handlers may raise an exception. Windows has no SIGHUP; Linux has no SIGBREAK."""
+
+
+class HeldSignals:
+    """Lets signals wait within a ``with`` block of the main thread, the only one in which Python handles them.
+
+    Blocks nest. A change that an exception between two lines would leave half done goes into such a block.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._usual: dict[int, Any] = {}
+        self._waiting: list[int] = []
+
+    def __enter__(self) -> None:
+        self.hold()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def hold(self) -> None:
+        """Let signals wait from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._depth == 0:
+            try:
+                for number in _SIGNALS:
+                    usual = signal.getsignal(number)
+                    if callable(usual) and usual != self._note:
+                        self._usual[number] = usual
+                        signal.signal(number, self._note)
+            except BaseException:  # of a handler that still counts
+                self._restore()
+                raise
+        self._depth += 1
+
+    def release(self) -> None:
+        """Handle the signals that wait, at the end of the outermost block."""
+        if threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            if self._depth == 0:
+                self._restore()
+                self.deliver()
+
+    def _restore(self) -> None:
+        while self._usual:
+            signal.signal(*self._usual.popitem())
+
+    def deliver(self) -> None:
+        """Handle the signals that wait."""
+        if self._waiting and threading.current_thread() is threading.main_thread():
+            number, self._waiting = self._waiting[0], []
+            handler: Any = self._usual.get(number) or signal.getsignal(number)
+            handler(number, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._waiting.append(number)

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from trt_kvcache.words import visible
-
-__all__ = ["Html", "Point", "chart", "page", "table", "tag"]
+from trt_kvcache.messages import visible
 
 _WIDTH, _HEIGHT = 420, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 28, 42

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-__all__ = ["Listener", "ProgressEvent", "listener", "listening", "phase", "tell"]
-
 
 @dataclass(frozen=True)
 class ProgressEvent:

@@ -14,9 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from trt_kvcache.arguments import as_list, as_path, as_switch, as_whole, is_number, shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.words import as_arguments
-
-__all__ = ["Setting", "check_settings", "described", "settings_of"]
+from trt_kvcache.messages import as_arguments
 
 _Class = TypeVar("_Class", bound=type)
 _MANY = 10_000

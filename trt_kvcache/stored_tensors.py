@@ -20,8 +20,6 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 
-__all__ = ["FLOATS", "StoredTensors"]
-
 FLOATS = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """Supported types of weights, by their names in the format."""
 

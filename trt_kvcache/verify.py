@@ -232,7 +232,7 @@ class _Verification:
         ends = [n for n in (limits.linear, *self.rings, *self.limits.positions.values()) if n is not None]
         limits = replace(limits, linear=min(ends, default=None), ragged=one_row_each(plan, limits))
         pieces = plan_pieces(
-            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.whole_prompts, full=not self.large
+            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.prefill_in_one_step, full=not self.large
         )
         if not pieces:
             raise OptionError("the caches of this model hold no step of this size; give shorter --chunks")
@@ -414,7 +414,7 @@ class _Verification:
         return station
 
     def _session(self) -> Station:
-        from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+        from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
         from trt_kvcache.runtime.replay import SessionSteps
 
         plan = self.imported.plan

@@ -140,7 +140,7 @@ def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> Non
 def our_build(model: Path, output: Path, max_batch: int, max_chunk: int, proof: str = "off") -> None:
     """The command, listened to."""
     from trt_kvcache.__main__ import main
-    from trt_kvcache.engine.protocol import STAGES
+    from trt_kvcache.engine.build_process import STAGES
     from trt_kvcache.progress import listening
 
     stages, names = Stages(), {STAGES[1]: "parsing", STAGES[3]: "building"}

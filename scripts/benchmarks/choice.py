@@ -18,9 +18,9 @@ import numpy as np
 from benchmarks.report import Report, quartiles
 from benchmarks.turns import interleave, timed
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
-from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.choice import open_choice
 
 BATCHES = (1, 8, 64)

@@ -50,6 +50,7 @@ from benchmarks.peers import (
 from benchmarks.report import Report, quartiles
 from benchmarks.turns import Steps, Worker, take_turns
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import CpuOptions
 from trt_kvcache.importer import import_model
 
 BURST, SKIPPED = 16, 4  # steps per turn, and those at its start that are not measured
@@ -64,7 +65,7 @@ OPTIONS = {
 
 def run_session(model: Path, threads: int, prompt: list[int], count: int) -> Steps:
     """The session as a user drives it."""
-    with DecodeSession.open(model, max_batch=1, threads=threads) as session:
+    with DecodeSession.open(model, max_batch=1, cpu=CpuOptions(threads=threads)) as session:
         session.add(prompt, GenerationConfig(max_new_tokens=count))
         while session.running:
             for event in session.step():

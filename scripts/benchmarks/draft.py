@@ -24,6 +24,7 @@ from onnx import numpy_helper
 from benchmarks.report import Report
 from benchmarks.turns import Steps, Worker, take_turns
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import CpuOptions
 
 BURST, SKIPPED = 64, 8  # tokens per turn, and those at its start that are not measured
 OPTIONS = {
@@ -53,7 +54,7 @@ def write_pair(folder: Path, config: DecoderConfig, layers: int, later: float) -
 
 def decode(model: Path, draft: Path | None, guesses: int, threads: int, prompt: list[int], count: int) -> Steps:
     """The session as a user drives it."""
-    with DecodeSession.open(model, draft=draft, max_batch=1, threads=threads) as session:
+    with DecodeSession.open(model, draft=draft, max_batch=1, cpu=CpuOptions(threads=threads)) as session:
         config = GenerationConfig(max_new_tokens=count, num_assistant_tokens=guesses or None)
         for event in session.stream([prompt], config):
             assert event.token is not None

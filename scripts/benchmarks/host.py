@@ -25,8 +25,8 @@ from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.plugins.choice import CANDIDATES, ordered, read_keys, read_lists, sets_per_row
 from trt_kvcache.runtime.generation.greedy import CHOICE
-from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Logits, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs
 
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 ON_GPU = ", GPU"

@@ -11,10 +11,11 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.runtime.inputs import SPAN_BUCKET, array_dtype
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
+from trt_kvcache.runtime.step_inputs import SPAN_BUCKET
 
 
 def open_session(model: str | bytes, threads: int | None, folder: Path | None = None) -> ort.InferenceSession:

@@ -21,6 +21,7 @@ from small_adapter import write_adapter
 from benchmarks.report import Report, spread
 from benchmarks.turns import interleave, timed
 from trt_kvcache import DecodeSession
+from trt_kvcache.decoding import CpuOptions
 
 OPTIONS = {
     "model": (Path, "a model, or the folder of an export"), "rank": (16, "of the adapters"),
@@ -36,8 +37,8 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
         raise SystemExit("bench.py lora: give --model")
     most = max(given.rows)
     opened = {
-        "max_batch": most, "threads": given.threads, "tokenizer": False,
-        "default_capacity": given.past + len(KINDS) * len(given.rows) * given.turns + 2,
+        "max_batch": most, "tokenizer": False,
+        "cpu": CpuOptions(given.threads, given.past + len(KINDS) * len(given.rows) * given.turns + 2),
     }  # fmt: skip
     with TemporaryDirectory() as folder, ExitStack() as stack:
         adapters = {str(i): Path(folder) / str(i) for i in range(min(most, 8))}

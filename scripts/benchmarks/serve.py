@@ -24,6 +24,7 @@ from decoders import DecoderConfig, write_decoder
 
 from benchmarks.report import Report
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import CpuOptions
 
 OPTIONS = {
     "clients": ([1, 8, 32], "clients at a time"), "rows": (8, "rows of the session"), "prompt": (32, "tokens"),
@@ -34,8 +35,8 @@ OPTIONS = {
 
 def serve_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
     """The process of the server."""
-    from trt_kvcache.serve.app import Service
     from trt_kvcache.serve.server import bind, serve
+    from trt_kvcache.serve.service import Service
 
     with bind("127.0.0.1", 0) as sock, open_model(model, given) as session:
         service = Service(session, "model", max_queue=1000)
@@ -55,7 +56,7 @@ def step_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
 
 def open_model(model: Path, given: argparse.Namespace) -> DecodeSession:
     """As both sides do."""
-    return DecodeSession.open(model, max_batch=given.rows, threads=given.threads, tokenizer=False)
+    return DecodeSession.open(model, max_batch=given.rows, tokenizer=False, cpu=CpuOptions(threads=given.threads))
 
 
 async def ask_all(port: int, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]], list[list[float]]]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.report import Report
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import CpuOptions, Schedule
 from trt_kvcache.runtime.loop import PREFILL_BUDGET
 
 OPTIONS = {
@@ -50,8 +51,10 @@ def _measure(given: argparse.Namespace, budget: int) -> tuple[float, float, floa
     """Median step before, median and longest step during, and time to the prompt's first token, in seconds."""
     rng = np.random.default_rng(0)
     config = GenerationConfig(max_new_tokens=given.prompt + given.usual, eos_token_id=())
-    opened = {"max_batch": given.rows, "threads": given.threads, "tokenizer": False, "prefill_budget": budget}
-    with DecodeSession.open(given.model, default_capacity=given.prompt + 4 * given.usual, **opened) as session:
+    with DecodeSession.open(
+        given.model, max_batch=given.rows, tokenizer=False, schedule=Schedule(prefill_budget=budget),
+        cpu=CpuOptions(given.threads, given.prompt + 4 * given.usual),
+    ) as session:  # fmt: skip
         for _ in range(given.rows - 1):
             session.add(rng.integers(5, session.vocab, 16).tolist(), config)
         session.step()

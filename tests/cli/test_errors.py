@@ -72,7 +72,7 @@ def test_a_path_that_cannot_be_looked_at_is_one_line(
 
 PATHS = {
     "plan": ["--config"], "rewrite": ["--config", "-o"], "build": ["--config", "-o", "--timing-cache"],
-    "verify": ["--config", "--inputs"], "bench": ["--plot", "--compare"], "inspect": [],
+    "verify": ["--config", "--inputs"], "bench": ["--compare"], "inspect": [],
     "generate": ["--prompt-file", "--tokenizer", "--constants", "--inputs-embeds", "--source-inputs", "--encoder",
                  "--generation-config"],
 }  # fmt: skip
@@ -162,7 +162,7 @@ def test_bugs_keep_their_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build", "m.onnx", "-o", "e", "--minShapes", "x"], "name:1x2x3"),
+        (["build", "m.onnx", "-o", "e", "--maxShapes", "x"], "name:1x2x3"),
         (["build", "m.onnx", "-o", "e", "--workspace", "much"], "'much'"),
         (
             ["build", "m.onnx", "-o", "e", "--workspace", "9999999999GiB"],
@@ -195,7 +195,7 @@ def test_illegal_option_values_are_one_line(
     "arguments",
     [
         "bench --max-batch 0", "rewrite --capacity 0", "verify --window-chunk 0", "generate --max-chunk 0",
-        *(f"build --{name} 0" for name in ("opt-batch", "max-chunk", "max-logits", "max-encoder", "opt-encoder")),
+        *(f"build --{name} 0" for name in ("opt-batch", "max-chunk", "max-logits", "max-encoder")),
         "build --opt-level 6", "build --encoder", "build --backend cuda", "plan --target cuda", "plan --sliding round",
         "plan --attention-span maybe", "verify --batch 0", "verify --tokens -1", "verify --tolerance -1",
         "verify --seed -1", "bench --repeats 0", "bench --warmup -1", "bench --threads 0", "generate --device tpu",
@@ -229,7 +229,6 @@ def test_what_help_rules_out_is_2(arguments: str) -> None:
         ("generate --tokens 1 --embeddings x.npy", "embeddings are given, and the model takes token ids"),
         ("generate --tokens 1 --stop x", "need a tokenizer"),
         ("generate --tokens 1 --eos 7 --eos 500", "--eos is 500, which never comes: the model has tokens 0 to 255"),
-        ("build -o e --opt-encoder 3", "--opt-encoder is 3, which needs a max_encoder of at least as much"),
         ("build -o e --max-encoder 3", "--max-encoder is given, and no input of the model is as long"),
         ("build -o e --encoder x.onnx", "--encoder names an encoder, and"),
         ("build -o e --logits all --max-logits 3", "--max-logits is 3, and the plan leaves the model's logits as they"),

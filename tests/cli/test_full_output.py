@@ -69,13 +69,13 @@ def test_characters_that_an_encoding_lacks_are_escaped(tmp_path: Path) -> None:
 
 PRINTS = """
 import os, sys
-from trt_kvcache.engine import doctor
+from trt_kvcache.engine import diagnosis
 
-def find_gpus(found=doctor.find_gpus):
+def find_gpus(found=diagnosis.find_gpus):
     os.write(1, b"[TRT] [E] no such kernel\\n")
     return found()
 
-doctor.find_gpus = find_gpus
+diagnosis.find_gpus = find_gpus
 from trt_kvcache.__main__ import main
 
 sys.argv[1:] = ["doctor", "--json"]

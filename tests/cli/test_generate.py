@@ -20,7 +20,7 @@ from trt_kvcache.cli.prompts import read_text
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.text.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ import trt_kvcache
 from trt_kvcache.cli.app import app
 from trt_kvcache.compare.report import Quality, Station, VerifyReport
 from trt_kvcache.engine import backend
-from trt_kvcache.engine.doctor import BackendStatus, Diagnosis, PackageStatus, RouteStatus
-from trt_kvcache.engine.inspect import EngineReport
+from trt_kvcache.engine.diagnosis import BackendStatus, Diagnosis, PackageStatus, RouteStatus
+from trt_kvcache.engine.inspection import EngineReport
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import AttentionKind, CachePlan, InterfaceChange, Route, StateUpdate
 

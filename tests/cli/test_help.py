@@ -16,7 +16,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import trt_kvcache
-from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptions, decoding, errors, plan, reports
+from trt_kvcache import BuildOptions, GenerationConfig, PlanOptions, VerifyOptions
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.cli.generate import BatchGenerationFlags, GenerationFlags
@@ -107,14 +107,6 @@ def test_every_public_name_loads_and_is_typed() -> None:
     for name in ("nothing", "Nothing", "VerifyReports"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             getattr(trt_kvcache, name)
-
-
-@pytest.mark.parametrize("module", [errors, plan, decoding, reports])
-def test_names_that_moved_are_found_with_a_warning(module: Any) -> None:
-    for name in set(module.__all__) - set(trt_kvcache.__all__):
-        with pytest.warns(DeprecationWarning, match=f"next release: from {module.__name__} import {name}") as said:
-            assert getattr(trt_kvcache, name) is getattr(module, name)
-        assert said[0].filename == __file__
 
 
 def test_version() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.pages import bench_page, inspect_page, plan_page, verify_page
 from trt_kvcache.compare.report import Station, VerifyReport
-from trt_kvcache.engine.inspect import EngineReport
+from trt_kvcache.engine.inspection import EngineReport
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import (
     CachePlan,
@@ -26,9 +26,9 @@ from trt_kvcache.importer.plan import (
     StateUpdate,
     UpdateMode,
 )
+from trt_kvcache.messages import human_bytes
 from trt_kvcache.page import Html, Point, chart, page, table, tag
-from trt_kvcache.runtime.bench import BenchReport, Timing
-from trt_kvcache.words import human_bytes
+from trt_kvcache.runtime.measure import BenchReport, Timing
 
 run = CliRunner().invoke
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=\"alert('2')\">\x1b[2J\u202e&amp;{}"
@@ -220,16 +220,3 @@ def test_files_that_are_no_results(content: bytes, tmp_path: Path) -> None:
     result = run(app, ["bench", str(tmp_path / "a.json")])
     assert result.exit_code == 1
     assert re.fullmatch(r"error: [^\n]*a.json: no JSON that 'trt-kvcache bench' printed [^\n]*\n", result.stderr)
-
-
-@pytest.mark.slow
-def test_plots_overlay_results(tmp_path: Path) -> None:
-    """Titles and names are drawn letter by letter: no formula, whatever stands in them."""
-    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
-    for name, model in (("a$b_$", r"$\frac{"), ("b", "b.onnx")):
-        (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(measured(model)))
-    picture = tmp_path / "o.svg"
-    given = ["bench", str(tmp_path / "a$b_$.json"), "--compare", str(tmp_path / "b.json"), "--plot", str(picture)]
-    result = run(app, given)
-    assert result.exit_code == 0, result.stderr
-    assert b"<svg" in picture.read_bytes()

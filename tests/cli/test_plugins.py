@@ -23,7 +23,7 @@ from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.plugins import compile as compiling
 from trt_kvcache.plugins.compile import CACHE_VARIABLE, nvrtc_version
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 PAIR = "kvcache_padded_circular_two"
 NEXT = ["next"] if can_build(Target.TENSORRT) else []

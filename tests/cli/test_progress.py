@@ -16,7 +16,7 @@ from rich.console import Console
 import trt_kvcache
 from trt_kvcache import CachePlan, plan_model, verify_model
 from trt_kvcache.cli.app import app
-from trt_kvcache.cli.progress import ProgressBars, show_progress
+from trt_kvcache.cli.progress_bars import ProgressBars, show_progress
 from trt_kvcache.progress import ProgressEvent, listener, listening, phase, tell
 
 CLEAN = "\r\x1b[2K\x1b[?25h\r"  # the line is erased, the cursor shown

@@ -75,7 +75,8 @@ except KeyboardInterrupt:
 DECODING = """
 import sys, threading, time
 from trt_kvcache import DecodeSession, GenerationConfig
-session = DecodeSession.open(sys.argv[1], max_batch=1, threads=1)
+from trt_kvcache.decoding import CpuOptions
+session = DecodeSession.open(sys.argv[1], max_batch=1, cpu=CpuOptions(threads=1))
 def decode():
     while True:
         for event in session.stream([[*map(int, sys.argv[2].split(","))]], GenerationConfig(max_new_tokens=9)):
@@ -144,9 +145,9 @@ MOMENTS = [
     (REWRITE, "trt_kvcache.importer.files.save:_copy", "after"),
     (REWRITE, "pathlib:Path.replace", "before"),
     (REWRITE, "pathlib:Path.replace", "after"),
-    (BUILD, "trt_kvcache.engine.build:run_worker", "before"),
+    (BUILD, "trt_kvcache.engine.engine_build:run_worker", "before"),
     (BUILD, "trt_kvcache.child:Child.keep", "before"),
-    (BUILD, "trt_kvcache.engine.build:_publish", "before"),
+    (BUILD, "trt_kvcache.engine.engine_build:_publish", "before"),
     (BUILD, "pathlib:Path.replace", "before"),
     (BUILD, "pathlib:Path.replace", "after"),
 ]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine.manifest import encoder_path
-from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt import trt_runner
 
 LENGTHS = (6, 11)
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 import trt_kvcache
 from trt_kvcache import PlanOptions
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.manifest import FileIdentity
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.files import FileIdentity
 
 
 def run(*arguments: object) -> Result:

@@ -16,16 +16,17 @@ from decoders import DecoderConfig, make_decoder, write_decoder
 from onnx import helper, numpy_helper
 
 from trt_kvcache import GenerationConfig
-from trt_kvcache.engine import build as build_module
-from trt_kvcache.engine import process
-from trt_kvcache.engine.build import ProgressEvent, build_engine
+from trt_kvcache.engine import build_process as process
+from trt_kvcache.engine import engine_build as build_module
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.build_process import STAGES
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.engine.manifest import check_engine, load_manifest
-from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.engine.protocol import STAGES
 from trt_kvcache.errors import BuildError, InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import pipeline
 from trt_kvcache.importer.plan import AttentionKind, Fallback, PlanOptions, Route, Target
+from trt_kvcache.progress import ProgressEvent
 
 TINY = DecoderConfig(layers=1, head_size=16)
 

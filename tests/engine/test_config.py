@@ -16,9 +16,9 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.child import _ROOT
 from trt_kvcache.engine.backend import Backend
-from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.engine.manifest import check_engine
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import Target
 
@@ -30,16 +30,16 @@ from pathlib import Path
 from sample_plans import sample_plan
 from trt_kvcache.engine.builder import create_config, save_timing_cache
 from trt_kvcache.engine.manifest import Profile, ShapeRange
-from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.engine.protocol import Job
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.build_process import Job
 from trt_kvcache.importer.plan import Target
 
 warnings.simplefilter("error")
 target, cache = Target(sys.argv[1]), sys.argv[2]
 full = target is Target.TENSORRT
 build = BuildOptions(
-    workspace=1 << 20, strip_plan=True, refit="any" if full else "identical", profiling_verbosity="detailed",
-    opt_level=4 if full else None, timing_cache=cache if full else None, version_compatible=full,
+    workspace=1 << 20, profiling_verbosity="detailed",
+    opt_level=4 if full else None, timing_cache=cache if full else None,
     compute_capabilities=() if full else ("sm89", "sm120"),
 )
 profile = Profile("decode", {"x": ShapeRange((1, 2), (2, 2), (4, 2))})
@@ -53,8 +53,6 @@ if full:
     warnings.simplefilter("ignore")
     save_timing_cache(config, Path(cache))
 print(json.dumps({
-    "flags": [f.name for f in (trt.BuilderFlag.REFIT, trt.BuilderFlag.REFIT_IDENTICAL, trt.BuilderFlag.STRIP_PLAN,
-                               trt.BuilderFlag.VERSION_COMPATIBLE, trt.BuilderFlag.TF32) if config.get_flag(f)],
     "level": config.builder_optimization_level,
     "workspace": config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE),
     "verbosity": config.profiling_verbosity.name,
@@ -74,12 +72,6 @@ def test_every_option_arrives(tmp_path: Path, target: str) -> None:
     found = json.loads(done.stdout)
     full = target == "tensorrt"
     assert found == {
-        "flags": [
-            "REFIT" if full else "REFIT_IDENTICAL",
-            "STRIP_PLAN",
-            *(["VERSION_COMPATIBLE"] if full else []),
-            "TF32",
-        ],
         "level": 4 if full else 3,
         "workspace": 1 << 20,
         "verbosity": "DETAILED",
@@ -98,7 +90,9 @@ def full_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir()
     (package / "tensorrt.py").write_text("import sys, tensorrt_rtx\nsys.modules['tensorrt'] = tensorrt_rtx\n")
     monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.setattr("trt_kvcache.engine.build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106"))
+    monkeypatch.setattr(
+        "trt_kvcache.engine.engine_build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106")
+    )
 
 
 @pytest.mark.slow
@@ -114,7 +108,9 @@ def test_the_build_takes_the_module_of_its_backend(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_does_not_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trt_kvcache.engine.build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106"))
+    monkeypatch.setattr(
+        "trt_kvcache.engine.engine_build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106")
+    )
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     with pytest.raises(BuildError, match="tensorrt is installed but cannot be imported: No module named 'tensorrt'"):
         build_engine(model, tmp_path / "model.engine")

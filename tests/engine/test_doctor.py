@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine import doctor
-from trt_kvcache.engine.doctor import Diagnosis, Gpu, diagnose, find_gpus
+from trt_kvcache.engine import diagnosis
+from trt_kvcache.engine.diagnosis import Diagnosis, Gpu, diagnose, find_gpus
 from trt_kvcache.importer.plan import Route
 
 
@@ -88,7 +88,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "nvidia-cuda-nvrtc" else "1.0")
+    monkeypatch.setattr(diagnosis, "_version", lambda package: None if package == "nvidia-cuda-nvrtc" else "1.0")
     (line,) = (line for line in diagnose().advice if "nvrtc" in line)
     assert line.startswith("pip install 'trt-kvcache[plugin]': nvidia-cuda-nvrtc, compiles the kernels that run")
 
@@ -97,7 +97,7 @@ def test_a_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise OSError("libnvinfer.so.10: cannot open\nshared object file")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr(diagnosis.importlib, "import_module", broken)
     assert {b.problem for b in diagnose().backends} == {"libnvinfer.so.10: cannot open shared object file"}
 
 
@@ -130,8 +130,8 @@ def test_what_a_gpu_and_its_driver_need(
         INetworkDefinition=type("N", (), {"add_plugin_v3": None} if plugins else {}),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "tensorrt", full)  # type: ignore[arg-type]
-    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package, "1.0"))
-    monkeypatch.setattr(doctor, "find_gpus", lambda: ("13.0", (doctor.Gpu("Fake", capability, 1 << 30),), ""))
+    monkeypatch.setattr(diagnosis, "_version", lambda package: versions.get(package, "1.0"))
+    monkeypatch.setattr(diagnosis, "find_gpus", lambda: ("13.0", (diagnosis.Gpu("Fake", capability, 1 << 30),), ""))
     found = [line for line in diagnose().advice if "[plugin]" not in line]
     assert len(found) == len(expected)
     assert all(line.startswith(words) for line, words in zip(found, expected, strict=True)), found

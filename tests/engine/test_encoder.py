@@ -16,12 +16,11 @@ from hybrids import WIDTH, cross_model, hybrid_model, write
 from hybrids import fixed_length as of_fixed_length
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.engine import build as engine_build
-from trt_kvcache.engine.build import build_engine
-from trt_kvcache.engine.encoder import EncoderJob, find_job
-from trt_kvcache.engine.inspect import inspect_engine
+from trt_kvcache.engine import engine_build as engine_build
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.engine_build import EncoderJob, build_engine, find_job
+from trt_kvcache.engine.inspection import inspect_engine
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import plan_model
@@ -399,29 +398,16 @@ def test_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
     model = write(tmp_path / "m.onnx", cross_model(kind, mask))
     with pytest.raises(OptionError, match=r"give the most positions with max_encoder, such as max_encoder=1500"):
         build_engine(model, tmp_path / "m.engine", build=BuildOptions(max_batch=4))
-    build = BuildOptions(max_batch=4, max_chunk=8, max_encoder=24, opt_encoder=6)
+    build = BuildOptions(max_batch=4, max_chunk=8, max_encoder=24)
     manifest = build_engine(model, tmp_path / "m.engine", build=build)
     constants = {t.name: t.axes for t in plan_model(model).tensors if t.role is Role.CONSTANT}
     for profile in manifest.profiles:
         for name, axes in constants.items():
             axis, range_ = axes.index("encoder"), profile.shapes[name]
-            assert (range_.min[axis], range_.opt[axis], range_.max[axis], range_.max[0]) == (1, 6, 24, 4)
-
-
-@pytest.mark.slow
-def test_shapes_given_by_name(tmp_path: Path) -> None:
-    model = write(tmp_path / "m.onnx", cross_model("hidden"))
-    shapes = {"min_shapes": {HIDDEN: (1, 24, 32)}, "opt_shapes": {HIDDEN: (4, 24, 32)}}
-    manifest = build_engine(model, tmp_path / "m.engine", build=BuildOptions(max_batch=4, max_encoder=24, **shapes))
-    assert {p.shapes[HIDDEN].min for p in manifest.profiles} == {(1, 24, 32)}
-    with pytest.raises(OptionError, match=r"must be 24 \(from max_encoder\)"):
-        build_engine(model, tmp_path / "m.engine", build=BuildOptions(max_encoder=24, max_shapes={HIDDEN: (1, 25, 32)}))
+            assert (range_.min[axis], range_.opt[axis], range_.max[axis], range_.max[0]) == (1, 24, 24, 4)
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
-    for given, words in (({}, "and none is given"), ({"max_encoder": 2}, "and it is 2")):
-        with pytest.raises(OptionError, match=f"opt_encoder is 3, .* {words}"):
-            BuildOptions(opt_encoder=3, **given)
     with pytest.raises(OptionError, match="max_encoder is given, and no input of the model is as long"):
         build_engine(
             write(tmp_path / "m.onnx", of_fixed_length()), tmp_path / "m.engine", build=BuildOptions(max_encoder=24)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, GenerationConfig, build_engine, inspect_engine, load_manifest
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine import build as building
+from trt_kvcache.engine import engine_build as building
 from trt_kvcache.engine.backend import driver_present
-from trt_kvcache.engine.folder import copy_texts, output_engine
+from trt_kvcache.engine.engine_folder import copy_texts, output_engine
 from trt_kvcache.errors import ManifestError, OptionError, OutputError
-from trt_kvcache.names import ENGINE, engine_in, is_model
+from trt_kvcache.model_paths import ENGINE, engine_in, is_model
 
 TEXTS = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": 7}', "chat_template.jinja": "{{ a }}"}
 
@@ -82,11 +82,11 @@ def test_files_of_something_else_are_neither_replaced_nor_removed(name: str, tmp
 def test_a_build_that_fails_leaves_no_folder(
     model: Path, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(model: object, engine: Path, *others: object) -> Any:
+    def fail(engine: Path, *others: object) -> Any:
         assert engine.parent.is_dir()
         raise OptionError("no")
 
-    monkeypatch.setattr(building, "_build_engine", fail)
+    monkeypatch.setattr(building, "_setup", fail)
     before = {*tmp_path.rglob("*")}
     with pytest.raises(OptionError, match="no"):
         build_engine(model, f"{tmp_path}/{output}")

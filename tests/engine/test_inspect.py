@@ -11,19 +11,19 @@ from decoders import DecoderConfig, write_decoder
 from sample_plans import sample_manifest, sample_plan
 from typer.testing import CliRunner
 
-import trt_kvcache.engine.inspect as inspect_module
+import trt_kvcache.engine.inspection as inspect_module
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.inspect import (
+from trt_kvcache.engine.inspection import (
     EngineReport,
     EngineTensor,
     EngineView,
     inspect_engine,
     reconcile,
 )
-from trt_kvcache.engine.manifest import FileIdentity, Manifest, ShapeRange, manifest_path, save_manifest
+from trt_kvcache.engine.manifest import Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.files import identify
+from trt_kvcache.files import FileIdentity, identify
 from trt_kvcache.importer.plan import Route
 
 

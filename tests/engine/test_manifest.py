@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hostile.manifests import CONTRADICTIONS, Edit
+from blake3 import blake3
 from sample_plans import sample_manifest, sample_plan
 
 from trt_kvcache.engine.manifest import check_engine, load_manifest, manifest_path, save_manifest
@@ -59,51 +58,26 @@ def test_what_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_unknown_schema_is_named_before_anything_else_is_read(engine: Path) -> None:
-    change(engine, {"schema_version": 2, "plan": "of another form", "profiles": None})
-    with pytest.raises(ManifestError, match="manifest schema 2; this version of trt_kvcache knows schema 1: use the"):
+    change(engine, {"schema_version": 1, "plan": "of another form", "profiles": None})
+    with pytest.raises(ManifestError, match="manifest schema 1; this version of trt_kvcache knows schema 2: use the"):
         load_manifest(engine)
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"max_batch": "four"}, r"Expected `int`, got `str` - at `\$.max_batch`"),
-        ({"plan": {}}, r"missing required field `options` - at `\$.plan`"),
-        ({"schema_version": None}, r"Expected `int`, got `null` - at `\$.schema_version`"),
-    ],
-)
-def test_an_edited_manifest_is_refused_with_the_place(engine: Path, edit: dict[str, object], message: str) -> None:
-    change(engine, edit)
-    with pytest.raises(ManifestError, match=message):
+def test_a_manifest_without_a_version_is_refused(engine: Path) -> None:
+    change(engine, {"schema_version": None})
+    with pytest.raises(ManifestError, match=r"Expected `int`, got `null` - at `\$.schema_version`"):
         load_manifest(engine)
 
 
-@pytest.mark.parametrize(("edit", "message"), CONTRADICTIONS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_manifest_that_contradicts_itself(engine: Path, edit: Edit, message: str) -> None:
+def test_what_is_no_manifest_is_refused_with_the_place(engine: Path) -> None:
+    """Also if its digest is right, as a program may write it."""
     path = manifest_path(engine)
-    data = json.loads(path.read_bytes())
-    edit(data)
-    path.write_text(json.dumps(data))
-    with pytest.raises(
-        ManifestError, match=rf"(not a valid manifest|contradicts itself): .*({message}).*; build the engine again"
-    ):
+    content = json.loads(path.read_bytes()) | {"max_batch": "four"}
+    del content["digest"]
+    digest = blake3(msgspec.json.encode(content)).hexdigest()
+    path.write_bytes(msgspec.json.encode(content | {"digest": digest}))
+    with pytest.raises(ManifestError, match=r"Expected `int`, got `str` - at `\$.max_batch`"):
         load_manifest(engine)
-
-
-ONCE = (
-    r"created_by|backend_version|options\..*|warnings\..*|generation\..*|max_positions|vocab|compute_capabilities\..*",
-    r"(engine|model\.0)\.(name|size|blake3)",  # compared with the files
-    r"encoder|network|proof|model\.0\..*",  # there is none
-    r"plan\.(opset|weights|whole_prompts|options\..*)",
-    r"plan\.caches\.\d+\.(node|update|write_indices|update_lengths|reason|idiom|update_length|form|mode|contract)",
-    r"plan\.attention\.\d+\.(dtype|query_heads|kv_heads|head_size|value_head_size|kind|reason|mask|keys)",
-    r"plan\.masks\.\d+\.(causal|lengths|\w+_window|mask|additive|span|guarded|slopes)",
-    r"plan\.spans\.\d+\.lengths",
-    r"plan\.tensors\.8\.name",  # of the logits
-    r"plan\.tensors\.\d+\.(found_by|shape\.\d+|axes\.\d+)",  # of the model alone; the engine is compared with it
-    r"profiles\.\d+\.shapes\.\w+(\.\d+)?\.(min|opt|max)\.\d+",  # the same
-)
-"""Facts of a manifest that nothing else in it tells."""
 
 
 def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -114,24 +88,20 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
         yield place, value
 
 
-def test_what_a_manifest_says_twice_cannot_be_changed_once(engine: Path) -> None:
+def test_nothing_in_a_manifest_can_be_changed(engine: Path) -> None:
     """Every fact of it, changed by itself."""
     path = manifest_path(engine)
-    data, taken = path.read_bytes(), set()
+    data = path.read_bytes()
     for place, value in leaves(json.loads(data)):
-        for other in [not value] if isinstance(value, bool) else [-1, value + 1] if isinstance(value, int) else ["x"]:
-            edited = part = json.loads(data)
-            for key in place[:-1]:
-                part = part[key]
-            part[place[-1]] = other
-            path.write_bytes(json.dumps(edited).encode())
-            try:
-                load_manifest(engine)
-                taken.add(".".join(map(str, place)))
-            except ManifestError as error:
-                assert str(path) in str(error)  # noqa: PT017
-    assert [fact for fact in sorted(taken) if not any(re.fullmatch(once, fact) for once in ONCE)] == []
-    assert len(taken) < 150
+        edited = part = json.loads(data)
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "x"
+        path.write_bytes(json.dumps(edited).encode())
+        with pytest.raises(ManifestError, match=r"model.engine.json: (edited or damaged|manifest schema|not a valid)"):
+            load_manifest(engine)
+    path.write_bytes(json.dumps(json.loads(data)).encode())  # without the line breaks
+    assert load_manifest(engine).max_batch
 
 
 @pytest.mark.parametrize("data", [b"", b"not json", b"\xff\xfe\x00", b'{"schema_version": 1', b"[]", b"{}"])

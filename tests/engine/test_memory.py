@@ -1,67 +1,15 @@
-"""A build that would not fit into memory is refused before it starts."""
+"""If memory runs out, the build process goes first, and the message says so."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from decoders import DecoderConfig, write_decoder
-from typer.testing import CliRunner
 
-from trt_kvcache import machine
-from trt_kvcache.cli.app import app
-from trt_kvcache.engine import build as build_module
-from trt_kvcache.engine.build import build_engine
-from trt_kvcache.engine.memory import check_memory
-from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.errors import OptionError
-
-GB = 1_000_000_000
-
-
-def little(monkeypatch: pytest.MonkeyPatch, free: int, swap: int = 0) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * free, available=free))
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap))
-    monkeypatch.setattr(machine, "_lines", lambda path: [])
-
-
-def test_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    little(monkeypatch, 10 * GB)
-    check_memory(5 * GB)
-    with pytest.raises(
-        OptionError, match=r"about 27\.0 GB of memory \(16\.1 GB of weights.* and 10\.0 of this machine's"
-    ):
-        check_memory(int(16.06 * GB))
-    for more in ({"twice": True}, {"flipped": 2 * GB}):
-        with pytest.raises(OptionError, match="copies of most of them"):
-            check_memory(5 * GB, **more)
-    little(monkeypatch, 10 * GB, swap=20 * GB)
-    check_memory(int(16.06 * GB))
-
-
-@pytest.mark.parametrize("external", [None, 1024])
-def test_nothing_is_started(external: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1), external_threshold=external)
-    monkeypatch.setattr(build_module, "run_worker", None)
-    little(monkeypatch, GB // 2)
-    before = set(tmp_path.iterdir())
-    with pytest.raises(OptionError, match=r"memory_check=False skips this check"):
-        build_engine(model, tmp_path / "model.engine")
-    done = CliRunner().invoke(app, ["build", str(model), "-o", str(tmp_path / "model.engine")])
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith("error: this build takes about 0.5 GB of memory (0.0 GB of weights")
-    assert set(tmp_path.iterdir()) == before
-
-
-@pytest.mark.slow
-def test_who_knows_better_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
-    little(monkeypatch, GB // 2)
-    assert build_engine(model, tmp_path / "a.engine", build=BuildOptions(memory_check=False)).engine.size
-    done = CliRunner().invoke(app, ["build", str(model), "-o", str(tmp_path / "b.engine"), "--no-memory-check"])
-    assert done.exit_code == 0, done.stderr
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.engine_build import build_engine
 
 
 @pytest.mark.slow

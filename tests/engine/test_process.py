@@ -16,14 +16,15 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.child import _ROOT
-from trt_kvcache.engine import process
-from trt_kvcache.engine.build import ProgressEvent, build_engine
+from trt_kvcache.engine import build_process as process
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.errors import BuildError, OutputError
+from trt_kvcache.progress import ProgressEvent
 
 FAKE = """
 import os, resource, signal, sys, time
 from trt_kvcache.engine import builder
-from trt_kvcache.engine.protocol import *
+from trt_kvcache.engine.build_process import *
 from trt_kvcache.errors import *
 
 def build(job, model, send):
@@ -155,8 +156,8 @@ def test_an_interrupt_ends_the_child(
 
 PARENT = """
 import sys
-from trt_kvcache.engine import process
-from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine import build_process as process
+from trt_kvcache.engine.engine_build import build_engine
 
 process.WORKER = ("-c", {fake!r})
 

@@ -28,7 +28,7 @@ from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.names import is_checkpoint
+from trt_kvcache.model_paths import is_checkpoint
 from trt_kvcache.progress import ProgressEvent, listening
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script of a POSIX shell")

@@ -17,7 +17,7 @@ from small_checkpoint import write_checkpoint
 
 from trt_kvcache import GenerationConfig
 from trt_kvcache.export.run import installed
-from trt_kvcache.names import is_checkpoint
+from trt_kvcache.model_paths import is_checkpoint
 from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -19,12 +19,12 @@ from decoders import DecoderConfig, write_decoder
 from gpu_steps import built_for
 
 from trt_kvcache.engine.backend import installed_version
-from trt_kvcache.engine.build import build_engine
-from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.errors import BackendError
 from trt_kvcache.importer.plan import PlanOptions, Target
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 MAX_BATCH, MAX_CHUNK = 3, 16
 

@@ -10,7 +10,7 @@ import pytest
 
 from trt_kvcache.plugins.choice import CHOICE_DTYPES, ordered
 from trt_kvcache.runtime.generation.greedy import best
-from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.choice import hard_scores, open_choice
 
 pytestmark = pytest.mark.gpu

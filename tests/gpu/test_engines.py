@@ -231,7 +231,7 @@ def test_compiled_kernels_are_kept(workshop: Any) -> None:
 
 
 def test_sessions_write_the_same_tokens(workshop: Any) -> None:
-    from trt_kvcache.runtime.generation.config import GenerationConfig
+    from trt_kvcache.runtime.generation.generation_config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
 
     config, options = CASES["float32"]
@@ -263,7 +263,7 @@ def test_tokens_are_those_that_the_host_chooses(workshop: Any) -> None:
 
     TensorRT for RTX may exchange a kernel between the two: greedy tokens alone, and but for near ties.
     """
-    from trt_kvcache.runtime.generation.config import GenerationConfig
+    from trt_kvcache.runtime.generation.generation_config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
 
     config, options = CASES["float32"]

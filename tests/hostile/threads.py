@@ -19,6 +19,7 @@ from hostile.held import Fell
 from hostile.models import SMALL
 
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import CpuOptions
 from trt_kvcache.errors import CapacityError, SlotError
 
 _SHARE = 1e-4  # of the largest logit; what rounding makes of a batch of another shape: 6.5e-5 at most
@@ -29,7 +30,7 @@ class _Alone:
     """Logits of a text by itself, in a session of its own."""
 
     def __init__(self, model: Path) -> None:
-        self._session = DecodeSession.open(model, capacity=_CAPACITY, max_batch=1, threads=1)
+        self._session = DecodeSession.open(model, capacity=_CAPACITY, max_batch=1, cpu=CpuOptions(threads=1))
         self._lock = threading.Lock()
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 
@@ -59,7 +60,7 @@ def sessions(rng: random.Random, folder: Path) -> str:
     failed: list[str] = []
     with (
         closing(_Alone(model)) as alone,
-        DecodeSession.open(model, **options, threads=1) as session,
+        DecodeSession.open(model, **options, cpu=CpuOptions(threads=1)) as session,
     ):
 
         def work(number: int) -> None:

@@ -26,7 +26,7 @@ from trt_kvcache import (
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import AdapterProduct, CachePlan, Role
 from trt_kvcache.runtime.check import load_proof
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.replay import replay
 
 OPTIONS = PlanOptions(capacity=64, lora_rank=4)
@@ -306,29 +306,3 @@ def test_adapters_as_onnxruntime_genai_takes_them_are_refused_by_name(tmp_path: 
         UnsupportedModelError, match=r"lora_A.MatMul.weight' .* is a factor of an adapter as onnxruntime-"
     ):
         DecodeSession.open(tmp_path / "model.onnx", tokenizer=False, capacity=64)
-
-
-def test_a_manifest_whose_adapters_fit_nothing_is_refused(tmp_path: Path) -> None:
-    from runtime.engines import write_engine
-
-    from trt_kvcache.engine.manifest import manifest_path, save_manifest
-    from trt_kvcache.errors import ManifestError
-
-    onnx.save(onnx.load(LLAMAS["mobius/llama_dynamic_f32"]), tmp_path / "model.onnx")
-    engine = write_engine(tmp_path / "model.onnx", options=OPTIONS)
-    manifest = load_manifest(engine)
-    plan = manifest.plan
-    assert plan.adapters is not None
-    product = plan.adapters.products[0]
-    part = replace(product.parts[0], stop=1000)
-    for adapters, words in (
-        (replace(plan.adapters, slots=3), r"'lora.*a' is no input float \[4, 64, 4\]"),
-        (replace(plan.adapters, index="x"), "chosen by 'x'"),
-        (
-            replace(plan.adapters, products=(replace(product, parts=(part,)),)),
-            r"contradicts itself: adapter_weights 'lora",
-        ),
-    ):
-        save_manifest(replace(manifest, plan=replace(plan, adapters=adapters)), manifest_path(engine))
-        with pytest.raises(ManifestError, match=words):
-            load_manifest(engine)

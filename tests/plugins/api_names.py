@@ -23,8 +23,8 @@ OBJECTS = {
     },
     "trt_kvcache/engine/network.py": {"network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor"},
     "trt_kvcache/engine/callbacks.py": {},
-    "trt_kvcache/engine/inspect.py": {"engine": "ICudaEngine", "runtime": "Runtime"},
-    "trt_kvcache/engine/doctor.py": {},
+    "trt_kvcache/engine/inspection.py": {"engine": "ICudaEngine", "runtime": "Runtime"},
+    "trt_kvcache/engine/diagnosis.py": {},
     "trt_kvcache/importer/patch.py": {"network": "INetworkDefinition", "layer": "IAttentionInputLayer",
                                       "layer.attention": "IAttention"},
     "trt_kvcache/runtime/trt/*.py": {

@@ -11,9 +11,9 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
-from trt_kvcache.engine import build, builder
+from trt_kvcache.engine import builder, engine_build
 from trt_kvcache.engine.backend import Backend
-from trt_kvcache.engine.protocol import Job
+from trt_kvcache.engine.build_process import Job
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target
@@ -33,9 +33,9 @@ def main() -> None:
     answer: dict[str, object] = {}
     if "gpu" not in question:
         backend = Backend(Target.TENSORRT, question["version"])
-        with mock.patch.object(build, "choose_backend", return_value=backend):
+        with mock.patch.object(engine_build, "choose_backend", return_value=backend):
             try:
-                build.build_engine(question["model"], question["engine"])
+                engine_build.build_engine(question["model"], question["engine"])
             except TrtKvCacheError as error:
                 answer = {"kind": type(error).__name__, "error": str(error)}
     else:
@@ -43,7 +43,9 @@ def main() -> None:
 
         options = PlanOptions(target=Target.TENSORRT, packed_native=False)
         plan = import_model(question["model"], options).plan
-        job = Job(Target.TENSORRT, "TensorRT", "", "", "", plan, (), build.BuildOptions(**question.get("build", {})))
+        job = Job(
+            Target.TENSORRT, "TensorRT", "", "", "", plan, (), engine_build.BuildOptions(**question.get("build", {}))
+        )
         arch, driver = question["gpu"]
         lack = without_nvrtc() if question.get("lacks") else nullcontext()
         with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))), lack:

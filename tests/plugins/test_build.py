@@ -15,15 +15,15 @@ from graphs import scatter_model
 from harness import imported
 from real_bindings import NEWEST, ask
 
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.build_process import Job
 from trt_kvcache.engine.builder import _with_refusals
-from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.engine.network import check_network
-from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.engine.protocol import Job
 from trt_kvcache.errors import BackendError, BuildError
 from trt_kvcache.importer.plan import CachePlan, Fallback, PlanOptions, Route, Target
+from trt_kvcache.messages import as_arguments
 from trt_kvcache.plugins.compile import nvrtc_version
-from trt_kvcache.words import as_arguments
 
 SCRIPT = Path(__file__).with_name("build_for_tensorrt.py")
 

@@ -15,10 +15,10 @@ from blake3 import blake3
 from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache import BuildOptions, build_engine, load_manifest
-from trt_kvcache.engine.build import ProgressEvent
+from trt_kvcache.engine.build_process import STAGES
 from trt_kvcache.engine.manifest import proof_path
-from trt_kvcache.engine.protocol import STAGES
 from trt_kvcache.errors import OptionError, OutputError, UnsupportedModelError
+from trt_kvcache.progress import ProgressEvent
 from trt_kvcache.runtime.check import load_proof
 
 MODELS = Path(__file__).parents[1] / "models"

@@ -25,15 +25,16 @@ from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.manifest_view import manifest_lines
 from trt_kvcache.compare.proof import draws_digest
+from trt_kvcache.decoding import GpuOptions
 from trt_kvcache.engine import marked
+from trt_kvcache.engine.build_process import Done, Job
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
-from trt_kvcache.engine.protocol import Done, Job
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, VerificationError
 from trt_kvcache.files import identify
 from trt_kvcache.runtime import check as checking
 from trt_kvcache.runtime.check import CheckReport, check_engine_on_gpu
 from trt_kvcache.runtime.locate import with_layer
-from trt_kvcache.runtime.trt.runner import Bindings
+from trt_kvcache.runtime.trt.trt_runner import Bindings
 
 
 @pytest.fixture
@@ -56,8 +57,9 @@ class Gpu:
         self.opened += 1
         return runtime
 
-    def open(self, engine: Path, **options: Any) -> DecodeSession:
-        return DecodeSession.open(engine, bindings=Bindings(self.module, self.machine.bindings()), **options)
+    def open(self, engine: Path, kernels: Path | None = None, **options: Any) -> DecodeSession:
+        bindings = Bindings(self.module, self.machine.bindings())
+        return DecodeSession.open(engine, gpu=GpuOptions(bindings=bindings, kernel_cache=kernels), **options)
 
 
 def passed_checks(engine: Path) -> list[Path]:
@@ -161,7 +163,7 @@ def test_a_folder_that_takes_no_passed_check_is_worth_a_warning(own: Path, monke
     engine = write_proved(own)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        Gpu().open(engine, kernel_cache=own.parent / "nowhere").close()
+        Gpu().open(engine, own.parent / "nowhere").close()
     assert any("no passed check is kept" in str(w.message) for w in said)
 
 

@@ -21,7 +21,7 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.protos import replace_field
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.replay import replay
 from trt_kvcache.runtime.runner import StepBatch
 

@@ -10,6 +10,7 @@ import pytest
 from real.test_trained import Trained
 
 from trt_kvcache import DecodeSession
+from trt_kvcache.decoding import CpuOptions
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra: exporters)")
 peft = pytest.importorskip("peft", reason="peft is not installed (extra: exporters)")
@@ -58,7 +59,7 @@ def test_a_trained_model_mixes_adapters(exporter: str, tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     checkpoint, model = trained.checkpoint("smollm2"), trained.export("smollm2", exporter, "float32")
     folders = {str(i): written(checkpoint, tmp_path / str(i), i, kind) for i, kind in enumerate(KINDS)}
-    with DecodeSession.open(model, adapters=folders, default_capacity=64) as session:
+    with DecodeSession.open(model, adapters=folders, cpu=CpuOptions(default_capacity=64)) as session:
         tokens = session.tokenizer.encode(TEXT)
         wanted = {name: judged(checkpoint, folders.get(name or ""), tokens) for name in (None, *folders)}
         for name, (logits, _) in wanted.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,17 @@ import pytest
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 
-from trt_kvcache.engine.build import _bound_contracts
-from trt_kvcache.engine.encoder import find_job
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.engine_build import _bound_contracts, find_job
 from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, load_manifest, manifest_path, save_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 ARGUMENTS = ("max_batch", "max_chunk", "device", "kernel_cache", "cuda_graphs")
 
@@ -40,19 +39,18 @@ def write_engine(
     backend: str = "tensorrt-rtx",
     version: str | None = None,
     encoder: str = "none",
-    shapes: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:
     """Write ``<model>.engine`` and its manifest; with ``encoder="auto"``, the encoder beside the model, too.
 
-    `shapes` has the least, usual and largest ones of inputs that nothing else decides.
+    `shapes` has the largest ones of inputs that nothing else decides.
     """
     version = version or VERSIONS[backend]
     options = replace(options or PlanOptions(), target=Target(backend))
     imported = import_model(model, options)
-    kinds = [{name: given[i] for name, given in (shapes or {}).items()} for i in range(3)]
     build = BuildOptions(
         max_batch=max_batch, max_chunk=max_chunk, max_encoder=max_encoder, max_logits=max_logits, encoder=encoder,
-        min_shapes=kinds[0], opt_shapes=kinds[1], max_shapes=kinds[2],
+        max_shapes=shapes or {},
     )  # fmt: skip
     job = find_job(model, imported.plan, build)
     own = build if job is None else without_shapes(build, imported.plan, job.plan)
@@ -64,7 +62,7 @@ def write_engine(
     beside = None
     if job is not None:
         beside = encoder_path(engine)
-        _write(beside, job.model[0], (job.profile,), {})
+        _write(beside, job.model, (job.profile,), {})
         manifest = Manifest(
             created_by="tests", backend=backend, backend_version=version, compute_capabilities=(),
             plan=job.plan, aliases={}, double_buffered={}, profiles=(job.profile,), max_batch=1, max_chunk=1,

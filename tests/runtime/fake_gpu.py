@@ -19,11 +19,11 @@ from runtime.fake_cuda import GPU, Machine, Status
 from runtime.fake_kernels import FakeKernelDevice
 from runtime.fake_tensorrt import VERSIONS, fake_module
 
-from trt_kvcache.engine import backend, build, doctor
+from trt_kvcache.engine import backend, diagnosis, engine_build
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.manifest import Manifest, encoder_path, load_manifest, manifest_path, save_manifest
-from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.plan import PlanOptions, Target
-from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt import trt_runner
 
 
 def install() -> None:
@@ -41,8 +41,8 @@ def install() -> None:
     kernel_device.KernelDevice = FakeKernelDevice
     trt_runner.load_tensorrt = load
     trt_runner.cuda_bindings = machine.bindings
-    build.build_engine = _build
-    doctor.find_gpus = lambda: ("13.0", (doctor.Gpu(GPU, "9.0", machine.total),), "")
+    engine_build.build_engine = _build
+    diagnosis.find_gpus = lambda: ("13.0", (diagnosis.Gpu(GPU, "9.0", machine.total),), "")
     backend.installed_version = lambda target: VERSIONS[Target(target).value]
 
 
@@ -65,7 +65,7 @@ def _build(
     made = write_engine(
         Path(model), options=options, backend=name, version=VERSIONS[name], max_batch=build.max_batch or 1,
         max_chunk=build.max_chunk or 16, max_encoder=build.max_encoder, encoder=build.encoder,
-        shapes={n: (build.min_shapes[n], build.opt_shapes[n], most) for n, most in build.max_shapes.items()},
+        shapes=build.max_shapes,
     )  # fmt: skip
     manifest = load_manifest(made)
     pairs = [(made, output)]

@@ -31,7 +31,7 @@ import onnx
 import onnxruntime as ort
 from runtime.fake_cuda import BrokenRuleError, Machine
 
-from trt_kvcache.runtime.inputs import array_dtype
+from trt_kvcache.dtypes import array_dtype
 
 MAGIC = b"FAKE ENGINE\n"
 VERSIONS = {"tensorrt-rtx": "1.7.1.116", "tensorrt": "11.4.0.106"}

@@ -29,7 +29,7 @@ from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.check import Checked
 from trt_kvcache.importer.plan import CacheDtype, CacheLayout, Fallback, Target
-from trt_kvcache.runtime.ort import runner as ort_runner
+from trt_kvcache.runtime.ort import ort_runner
 
 Array = NDArray[Any]
 PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [60], list(range(10, 29)), [7] * 5)

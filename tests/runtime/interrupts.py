@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from typing import Any
 
 @contextmanager
 def interrupted(after: int, *files: str) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt once, at a line that the package comes to within the block.
+    """Send SIGINT once, as Ctrl-C does, at a line that the package comes to within the block.
 
     Args:
-        after: how many lines it comes to by then; nothing is raised where it is 0 or less.
+        after: how many lines it comes to by then; nothing is sent where it is 0 or less.
         files: parts of paths: lines of other files do not count; none: all count.
 
     Yields:
@@ -29,7 +30,8 @@ def interrupted(after: int, *files: str) -> Iterator[list[int]]:
         left[0] -= event == "line" and (not files or any(part in name for part in files))
         if left[0] == 0:
             sys.settrace(None)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+            return None
         return trace
 
     before = sys.gettrace()

@@ -17,6 +17,7 @@ from runtime.engines import runner_on
 from small_adapter import write_adapter
 
 from trt_kvcache import DecodeSession, PlanOptions
+from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CacheFileError, OptionError, SlotError, TrtKvCacheError
 
 PROMPT = [5, 17, 33, 70, 91, 4, 8, 120]
@@ -145,7 +146,9 @@ def test_sequences_that_are_moved_about_keep_their_adapter(
     rng = random.Random(seed)
     options = PlanOptions(capacity=64, lora_rank=4, lora_slots=2)
     beginning = [rng.randrange(3, 250) for _ in range(33)]
-    with opened(adapted, device, tmp_path, options, rows=3, max_sequences=6, prefix_cache=1 << 20) as session:
+    with opened(
+        adapted, device, tmp_path, options, rows=3, schedule=Schedule(max_sequences=6, prefix_cache=1 << 20)
+    ) as session:
         cache, names = session.cache, dict[int, str | None]()
         for turn in range(40):
             act = rng.randrange(8)
@@ -237,7 +240,11 @@ def test_beams_and_drafts_know_the_adapter(adapted: Adapted) -> None:
 def test_a_prefix_of_one_adapter_is_given_to_no_other(adapted: Adapted) -> None:
     prompt = [(7 * i) % 250 + 3 for i in range(40)]
     with DecodeSession.open(
-        adapted.model, tokenizer=False, adapters=adapted.folders, prefix_cache=1 << 22, plan_options=OPTIONS
+        adapted.model,
+        tokenizer=False,
+        adapters=adapted.folders,
+        plan_options=OPTIONS,
+        schedule=Schedule(prefix_cache=1 << 22),
     ) as session:
         for name in (None, "ann", "bob", "ann", None):
             found = session.generate(prompt, adapter=name, max_new_tokens=5, eos_token_id=())

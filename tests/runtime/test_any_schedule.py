@@ -20,13 +20,15 @@ from hypothesis import strategies as st
 from runtime.families import CASES, FAMILIES, PROMPTS, Corpus, Text
 from runtime.hash_runner import TABLE, VOCAB, Alone, EmbeddedRunner, HashRunner, rows
 
+from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.importer.plan import UpdateMode
-from trt_kvcache.runtime import cache, prefix
+from trt_kvcache.runtime import cache_rows as cache
+from trt_kvcache.runtime import prefix
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.session import DecodeSession
 
@@ -71,9 +73,10 @@ class Hashes:
     def __init__(self, runner: HashRunner, *, helped: bool) -> None:
         self.runner = runner
         self.embeddings = TABLE if isinstance(runner, EmbeddedRunner) else None
-        helpers: dict[str, Any] = {"max_sequences": runner.max_batch + 3} if helped else {}
-        if helped and len(runner.plan.caches) == 1 and runner.plan.caches[0].mode is UpdateMode.LINEAR:
-            helpers["prefix_cache"] = 200
+        helpers: dict[str, Any] = {}
+        if helped:
+            linear = len(runner.plan.caches) == 1 and runner.plan.caches[0].mode is UpdateMode.LINEAR
+            helpers["schedule"] = Schedule(runner.max_batch + 3, 200 if linear else None)
         if helped and runner.max_chunk > 1 and runner.max_logits != 1:
             helpers["draft"] = DraftModel(HashRunner(max_batch=2))
         self.session = DecodeSession(runner, embeddings=self.embeddings, **helpers)
@@ -131,12 +134,11 @@ class Models:
         self.made, family = corpus.made(name), FAMILIES[name]
         circular = name.startswith(("circular", "int8 caches, circular"))
         helpers: dict[str, Any] = {}
+        linear = not (family.state or circular or name.startswith("cross"))
         if helped:
-            helpers["max_sequences"] = 6
-        if helped and not (family.state or circular or name.startswith("cross")):
-            helpers["prefix_cache"] = 1 << 20
-            if family.max_chunk > 1:
-                helpers["draft"] = self.draft(corpus.open(name))
+            helpers["schedule"] = Schedule(6, 1 << 20 if linear else None)
+        if helped and linear and family.max_chunk > 1:
+            helpers["draft"] = self.draft(corpus.open(name))
         self.session = corpus.open(name, device, **helpers)
         self.machine = None if device == "cpu" else self.session._runner.module.machine  # type: ignore[attr-defined]
         self.taken = self.machine and self.machine.allocations
@@ -339,7 +341,7 @@ class Play:
         self.restore(number)
         slot, used = self.which(number), {self.cache.slot(slot).row for slot in self.cache.slots}
         if slot is not None and slot not in self.cache.offloaded and len(used - {-1}) < self.cache.rows:
-            self.cache.move(slot, max(set(range(self.cache.rows)) - used))
+            self.session._rows.move(slot, max(set(range(self.cache.rows)) - used))
 
     def compact(self) -> None:
         self.cache.compact()

@@ -10,7 +10,7 @@ from runtime.hash_runner import TABLE, Alone, EmbeddedRunner, HashRunner, rows
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.events import FinishReason
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 

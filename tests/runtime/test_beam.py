@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.beam import Hypothesis, beam_search
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 
 Logits = npt.NDArray[np.float32]
 Model = Callable[[tuple[int, ...]], Logits]

@@ -16,10 +16,9 @@ from decoders import DecoderConfig, write_decoder
 from runtime.hash_runner import HashRunner
 from typer.testing import CliRunner
 
-from trt_kvcache.cli import bench as bench_command
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.bench import Timing, bench_session, default_sizes
+from trt_kvcache.runtime.measure import Timing, bench_session, default_sizes
 from trt_kvcache.runtime.session import DecodeSession
 
 
@@ -93,7 +92,7 @@ def test_rows_come_as_they_are_measured_and_stay_at_ctrl_c(model: Path, monkeypa
             shown.append(sys.stdout.getvalue())  # type: ignore[attr-defined]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trt_kvcache.runtime.bench.bench_session", cases)
+    monkeypatch.setattr("trt_kvcache.runtime.measure.bench_session", cases)
     stdout = io.StringIO()
     with monkeypatch.context() as changed:
         changed.setattr(sys, "stdout", stdout)
@@ -108,7 +107,7 @@ def test_rows_come_as_they_are_measured_and_stay_at_ctrl_c(model: Path, monkeypa
 def test_a_case_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps that count, however long they take; all that are asked for where no time is said."""
     clock = itertools.count(0, 10)
-    monkeypatch.setattr("trt_kvcache.runtime.bench.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr("trt_kvcache.runtime.measure.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     sizes: Any = {"lengths": [4], "positions": [4], "batches": [1], "repeats": 9, "warmup": 5}
     for seconds, runs in ((5.0, 1 + 3), (None, 5 + 9)):
         with DecodeSession(HashRunner()) as session:
@@ -116,30 +115,3 @@ def test_a_case_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(session, "update", updates.append)
             next(bench_session(session, **sizes, seconds=seconds))
         assert len(updates) == runs
-
-
-def test_a_plot_needs_matplotlib(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(_: str) -> Any:
-        raise ImportError
-
-    monkeypatch.setattr(bench_command, "import_module", missing)
-    result = CliRunner().invoke(app, ["bench", str(model), "--plot", str(tmp_path / "plot.png")])
-    assert result.exit_code == 1
-    assert "--plot needs matplotlib: pip install matplotlib" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("plot.foo", "no picture has this ending; supported are"),
-        ("plot", "no picture has this ending"),
-        ("no/plot.png", "no such folder"),
-    ],
-)
-def test_plots_that_cannot_be_are_refused_before_anything_is_measured(
-    name: str, said: str, model: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
-    result = CliRunner().invoke(app, ["bench", str(model), "--plot", str(tmp_path / name)])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert said in result.stderr

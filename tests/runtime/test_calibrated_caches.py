@@ -32,7 +32,7 @@ from trt_kvcache import (
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, PromptError
 from trt_kvcache.plan import CacheDtype, Fallback, Target
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 
 CONFIG = DecoderConfig(layers=2, capacity=64, vocab=128, form="heads-major")
 PROMPTS = [[5, 9, 3, 77, 1, 2, 4, 8, 16, 32], [100, 90, 80, 70], list(range(20, 50))]

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from runtime.hash_runner import HashRunner
 
-from trt_kvcache.engine.generation import settings_beside
+from trt_kvcache.engine.token_settings import settings_beside
 from trt_kvcache.errors import OptionError, TrtKvCacheError
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 
@@ -37,7 +37,7 @@ from trt_kvcache.runtime.session import DecodeSession
         ({"early_stopping": "always"}, 'supported: True, False or "never"'),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
-        ({"eos_token_id": [1, -1]}, r"eos_token_id is \(1, -1\)"),
+        ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\]"),
         ({"stop_strings": ["a", ""]}, "stop_strings is .*; supported: texts of at least one character"),
         ({"seed": -1}, "seed is -1"),
         ({"num_beams": 0}, "num_beams is 0"),
@@ -47,8 +47,8 @@ from trt_kvcache.runtime.session import DecodeSession
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
         ({"min_length": -1}, "min_length is -1"),
         ({"bad_words_ids": [5]}, r"bad_words_ids is \[5\]; supported: runs of token ids, such as \[\[5\], \[7, 8\]\]"),
-        ({"bad_words_ids": [[-5]]}, "supported: runs of at least one token id"),
-        ({"suppress_tokens": [-5]}, r"suppress_tokens is \(-5,\); supported: token ids, 0 or more"),
+        ({"bad_words_ids": [[-5]]}, "supported: runs of token ids"),
+        ({"suppress_tokens": [-5]}, r"suppress_tokens is \[-5\]; supported: token ids, 0 or more"),
         ({"forced_bos_token_id": [1]}, r"forced_bos_token_id is \[1\]; it must be a whole number"),
         ({"forced_eos_token_id": -1}, "forced_eos_token_id is -1"),
         ({"forced_eos_token_id": [2, 3], "suppress_tokens": [1, 2, 3]}, r"forced_eos_token_id \[2, 3\] is among"),
@@ -60,8 +60,8 @@ from trt_kvcache.runtime.session import DecodeSession
         ({"presence_penalty": math.inf}, "presence_penalty is inf; it must be a finite number"),
         ({"frequency_penalty": "1"}, "frequency_penalty is '1'; it must be a finite number"),
         ({"renormalize_logits": True}, "renormalize_logits=True has no effect without num_beams above 1"),
-        ({"sequence_bias": {(): 1.0}}, "sequence_bias of"),
-        ({"sequence_bias": {1: math.inf}}, "sequence_bias of .* is inf"),
+        ({"sequence_bias": {(): 1.0}}, "sequence_bias is"),
+        ({"sequence_bias": {1: math.inf}}, "sequence_bias is .*inf"),
         ({"sequence_bias": [1, 2]}, "sequence_bias is"),
     ],
     ids=str,

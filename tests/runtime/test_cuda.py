@@ -136,7 +136,7 @@ SCRIPT = """
 import ctypes, threading
 import numpy as np
 from runtime import test_cuda
-from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.errors import BackendError
 from trt_kvcache.plugins.choice import KERNELS, compile_choice
 from trt_kvcache.runtime.trt import cuda

@@ -20,6 +20,7 @@ from runtime.hash_runner import (
 )
 
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
@@ -101,7 +102,7 @@ def test_a_step_of_the_model_gives_several_tokens() -> None:
 def test_the_draft_keeps_what_it_knows() -> None:
     """The next turn and a fork need no token again; what was cropped is gone."""
     draft = Sometimes()
-    with drafted(draft, max_sequences=6) as session:
+    with drafted(draft, schedule=Schedule(max_sequences=6)) as session:
         slot = session.add([*range(40)], config(6), keep=True)
         text = [*range(40), *drain(session)[slot]]
         session.cache.crop(slot, 30)

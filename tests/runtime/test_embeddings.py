@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import ModelError, OptionError, PromptError, SessionError, UnsupportedModelError
-from trt_kvcache.runtime.embedding_files import find_embeddings
+from trt_kvcache.runtime.embeddings import find_embeddings
 
 PROMPTS = ([5, 9, 3], list(range(10, 29)), [60], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [7, 7, 200, 7, 7, 200, 7, 7])
 STORED = {

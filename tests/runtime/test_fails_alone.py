@@ -15,18 +15,19 @@ from numpy.typing import NDArray
 from runtime.hash_runner import TABLE, VOCAB, Alone, EmbeddedRunner, HashRunner, continued
 from runtime.test_draft import Sometimes
 
+from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer.plan import AdapterPlan
-from trt_kvcache.runtime import cache, prefix
+from trt_kvcache.runtime import cache_rows as cache
+from trt_kvcache.runtime import prefix
 from trt_kvcache.runtime.adapters import Adapter, AdapterSlots
-from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.embeddings import TableEmbeddings
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.prefix import PrefixCache
-from trt_kvcache.runtime.rows import Rows
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
 
@@ -89,7 +90,7 @@ def with_adapters() -> DecodeSession:
 
 
 def with_prefixes() -> DecodeSession:
-    return DecodeSession(HashRunner(), prefix_cache=400)
+    return DecodeSession(HashRunner(), schedule=Schedule(prefix_cache=400))
 
 
 LOOKUP = (("prompt_lookup_num_tokens", 3), ("max_matching_ngram_size", 1))
@@ -102,31 +103,33 @@ PLACES = {
         session=lambda: DecodeSession(EmbeddedRunner(), embeddings=TABLE),
     ),
     "its tokens are run": Place(HashRunner, "step", lambda s, slot, args: has_own(args[1].tokens)),
-    "its rows are noted": Place(KVCache, "note_touched", lambda s, slot, args: args[1] == slot, 2),
+    "its rows are noted": Place(CacheRows, "note_touched", lambda s, slot, args: args[1] == slot, 2),
     "its mask is made": Place(Continuation, "masks", lambda s, slot, args: args[0].sequence == slot, 1,
         session=lambda: DecodeSession(Masking()), settings=(("grammar", Anything()),)),
     "its draft is looked up": Place(
         Continuation, "draft", lambda s, slot, args: args[0].sequence == slot, 1, settings=LOOKUP
     ),
     "its guesses are dropped": Place(
-        Rows, "truncate", lambda s, slot, args: args[1] == row(s, slot),
+        CacheRows, "_truncate", lambda s, slot, args: args[1] == row(s, slot),
         session=lambda: DecodeSession(HashRunner(), draft=DraftModel(Sometimes())),
     ),
     "it begins a draft": Place(
         DraftModel, "_begin", lambda s, slot, args: args[1] == slot, 1, ends=False,
         session=lambda: DecodeSession(HashRunner(), draft=DraftModel(HashRunner())),
     ),
-    "its piece is cut": Place(KVCache, "largest_update", lambda s, slot, args: args[0] is s.cache and args[1] == slot),
+    "its piece is cut": Place(
+        CacheRows, "largest_update", lambda s, slot, args: args[0] is s._rows and args[1] == slot
+    ),
     "its prefix is recalled": Place(PrefixCache, "find", lambda s, slot, args: has_own(args[1]), session=with_prefixes),
     "its prefix is remembered": Place(
         PrefixCache, "add", lambda s, slot, args: has_own(args[2]), session=with_prefixes
     ),
     "its rows come back from the host": Place(
         HostRows, "fill", lambda s, slot, args: s.cache.slot(slot).offloaded is args[0],
-        session=lambda: DecodeSession(HashRunner(max_batch=3), max_sequences=6),
+        session=lambda: DecodeSession(HashRunner(max_batch=3), schedule=Schedule(max_sequences=6)),
     ),
     "it gets a row": Place(
-        KVCache, "give_row", lambda s, slot, args: args[1] == slot,
+        CacheRows, "give_row", lambda s, slot, args: args[1] == slot,
         session=lambda: DecodeSession(HashRunner(max_batch=1)),
     ),
     "its token is chosen": Place(Continuation, "advance", lambda s, slot, args: args[0].sequence == slot, 2),
@@ -152,7 +155,7 @@ def test_a_sequence_that_fails_ends_alone(place: str, error: Exception, monkeypa
             session.cache.slot(slots[-1]).adapter = Adapter("own" if i == 1 else f"{i}", 1, "00", {})
     mine = slots[1]
     if place == "its rows come back from the host":
-        session.cache._slots[mine] = replace(
+        session._rows.slots[mine] = replace(
             session.cache.slot(mine), row=-1, offloaded=HostRows(runner, session.cache.slot(mine).row, 1)
         )
     wanted = dict(zip(slots, (alone(session, prompt) for prompt in PROMPTS), strict=True))

@@ -34,8 +34,8 @@ from typer.testing import CliRunner
 import trt_kvcache
 from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, decoding, errors, plan, reports
 from trt_kvcache.cli.app import app
-from trt_kvcache.decoding import Settings
-from trt_kvcache.engine.options import BuildValues
+from trt_kvcache.decoding import CpuOptions, GpuOptions, Settings
+from trt_kvcache.engine.build_options import BuildValues
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan_options import PlanValues
@@ -141,19 +141,19 @@ def test_caches_that_grow_get_a_capacity(tmp_path: Path, config: dict[str, Any],
         (tmp_path / name).write_text(json.dumps(content))
     with DecodeSession.open(tmp_path) as session:
         assert session.cache.capacity == capacity
-    with DecodeSession.open(tmp_path, capacity=40, default_capacity=50) as session:
+    with DecodeSession.open(tmp_path, capacity=40, cpu=CpuOptions(default_capacity=50)) as session:
         assert session.cache.capacity == 40
 
 
 def test_a_capacity_that_nobody_gave_is_explained(tmp_path: Path) -> None:
     onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
     with pytest.raises(OptionError, match=r"^capacity is 9999999999; .* \(9999999999 is the default where capacity is"):
-        DecodeSession.open(tmp_path, default_capacity=9999999999)
+        DecodeSession.open(tmp_path, cpu=CpuOptions(default_capacity=9999999999))
 
 
 def test_options_of_the_other_device_are_refused(folder: Path) -> None:
-    with pytest.raises(OptionError, match="'cuda_graphs' is no option of a model on the CPU"):
-        DecodeSession.open(folder, cuda_graphs=True)
+    with pytest.raises(OptionError, match="gpu is for engines, and .* is a model; leave it out"):
+        DecodeSession.open(folder, gpu=GpuOptions(cuda_graphs=True))
 
 
 def test_settings_are_those_of_the_config() -> None:

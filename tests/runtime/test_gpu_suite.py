@@ -21,7 +21,7 @@ from hybrids import cross_model, write
 from runtime.embedded_models import cut
 from runtime.engines import open_engine, write_engine
 
-from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.errors import BackendError, SessionError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -304,8 +304,8 @@ Main = Callable[..., tuple[int, Any, str]]
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
     """`gpu_check.main` with a GPU and these steps: its status, its last line as JSON, and stderr."""
-    gpu = gpu_check.doctor.Gpu("NVIDIA Fake 90", "9.0", 1 << 30)
-    monkeypatch.setattr(gpu_check.doctor, "find_gpus", lambda: ("13.0", (gpu,), ""))
+    gpu = gpu_check.diagnosis.Gpu("NVIDIA Fake 90", "9.0", 1 << 30)
+    monkeypatch.setattr(gpu_check.diagnosis, "find_gpus", lambda: ("13.0", (gpu,), ""))
     monkeypatch.setattr(gpu_check.backend, "installed_version", lambda target: "1.7.1.116")
 
     def run(steps: list[Any], *arguments: str) -> tuple[int, Any, str]:
@@ -370,7 +370,7 @@ def test_results_that_cannot_be_written_are_printed(
 def test_a_driver_that_never_answers(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     monkeypatch.setattr(gpu_check, "MOST_FOR_DRIVER", 0.1)
-    monkeypatch.setattr(gpu_check.doctor, "find_gpus", answer.wait)
+    monkeypatch.setattr(gpu_check.diagnosis, "find_gpus", answer.wait)
     status, _, said = main([])
     answer.set()
     assert status == 1

@@ -10,11 +10,12 @@ import pytest
 import sample_plans
 from numpy.testing import assert_array_equal
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import PromptError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateForm, UpdateMode
-from trt_kvcache.runtime.inputs import StepInputs, array_dtype
-from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs
+from trt_kvcache.runtime.token_inputs import PositionInput
 
 STEP = StepBatch(0, np.array([[5, 6], [7, 8]]), np.array([3, 9]))
 

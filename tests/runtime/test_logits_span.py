@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from decoders import DecoderConfig, write_decoder
 from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.engine.manifest import load_manifest, manifest_path
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 
 ALL = PlanOptions(logits=LogitPositions.ALL)
 
@@ -91,21 +88,3 @@ def test_memory_of_logits_is_for_the_positions_that_are_given(model: Path) -> No
         with engine_of(write_engine(model, max_logits=most)) as runner:
             sizes[most] = runner.device_bytes
     assert sizes[8] - sizes[1] >= 3 * 7 * 256 * 4
-
-
-@pytest.mark.slow
-def test_an_engine_of_before_gives_all(model: Path) -> None:
-    """Its manifest knows nothing of logits of some positions."""
-    path = write_engine(model, options=ALL)
-    file = manifest_path(path)
-    data = json.loads(file.read_text())
-    del data["max_logits"], data["plan"]["logits_span"], data["plan"]["options"]["logits"]
-    file.write_text(json.dumps(data))
-    assert load_manifest(path).plan.logits_span is None
-    tokens = np.arange(16).reshape(2, 8) * 7
-    with engine_of(path) as runner:
-        assert runner.max_logits is None
-        for keep in (0, 1, 3, 8):
-            batch = StepBatch(0, tokens, np.zeros(2, np.int64), keep)
-            found = runner.step(batch).copy()
-            np.testing.assert_allclose(found, OnnxRuntimeRunner(model).step(batch), rtol=1e-5, atol=1e-5)

@@ -18,9 +18,9 @@ from runtime.test_fixed_sizes import FIXED, open_twin, runner
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.runtime.draft import DraftModel
-from trt_kvcache.runtime.generation.masks import TokenMask, pack_masks
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.trt.io import StepBuffers
+from trt_kvcache.runtime.generation.token_masks import TokenMask, pack_masks
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt.step_buffers import StepBuffers
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
 

@@ -10,8 +10,9 @@ from runtime.engines import drain
 from runtime.hash_runner import HashRunner, continued, with_encoder, with_state
 
 from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CacheFileError, OptionError, OutputError, SessionError, SlotError
-from trt_kvcache.runtime import cache, cache_file, offload, prefix
+from trt_kvcache.runtime import cache_file, cache_rows, offload, prefix
 
 RINGED = (("linear", 64), ("circular", 8), ("circular", 16))
 
@@ -21,7 +22,7 @@ def config(count: int, **more: Any) -> GenerationConfig:
 
 
 def swapping(rows: int = 2, most: int = 6) -> DecodeSession:
-    return DecodeSession(HashRunner(RINGED, max_batch=rows), max_sequences=most)
+    return DecodeSession(HashRunner(RINGED, max_batch=rows), schedule=Schedule(max_sequences=most))
 
 
 def start(session: DecodeSession, prompt: list[int]) -> int:
@@ -57,7 +58,7 @@ def test_those_that_run_keep_their_rows_and_others_wait() -> None:
 def test_refusals() -> None:
     for most, words in ((3, "max_sequences is 3, and max_batch is 4"), (2.5, "max_sequences is 2.5")):
         with pytest.raises(OptionError, match=words):
-            DecodeSession(HashRunner(), max_sequences=most)  # type: ignore[arg-type]
+            DecodeSession(HashRunner(), schedule=Schedule(max_sequences=most))  # type: ignore[arg-type]
     session = DecodeSession(HashRunner(max_batch=1))
     cache, slot = session.cache, start(session, [1, 2])
     for call in (cache.offload, cache.restore):
@@ -173,11 +174,11 @@ TEXT = [*range(30, 41)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "BLOCK", BLOCK)
-    monkeypatch.setattr(cache, "BLOCK", BLOCK)
+    monkeypatch.setattr(cache_rows, "BLOCK", BLOCK)
 
 
 def caching(blocks: int = 99, runner: HashRunner | None = None, **more: Any) -> DecodeSession:
-    return DecodeSession(runner or HashRunner(), prefix_cache=blocks * BYTES, **more)
+    return DecodeSession(runner or HashRunner(), **more, schedule=Schedule(prefix_cache=blocks * BYTES))
 
 
 def asked(count: int, **more: Any) -> GenerationConfig:
@@ -255,14 +256,14 @@ def test_models_whose_rows_cannot_be_reused_are_refused() -> None:
         runner = HashRunner()
         runner.plan = plan
         with pytest.raises(OptionError, match=f"prefix_cache cannot reuse rows of this model: {words}; leave it out"):
-            DecodeSession(runner, prefix_cache=1 << 20)
+            DecodeSession(runner, schedule=Schedule(prefix_cache=1 << 20))
 
 
 def test_sizes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"prefix_cache is {BYTES - 1} bytes, and a block of {BLOCK} tokens takes {BYTES}; give at least that much"
     for size, said in ((BYTES - 1, words), (0, "prefix_cache is 0 bytes"), ("1", "prefix_cache is '1'")):
         with pytest.raises(OptionError, match=said):
-            DecodeSession(HashRunner(), prefix_cache=size)  # type: ignore[arg-type]
+            DecodeSession(HashRunner(), schedule=Schedule(prefix_cache=size))  # type: ignore[arg-type]
     monkeypatch.setattr(prefix, "free_memory", lambda: 10)
     with pytest.raises(SessionError, match=r"prefix_cache is 0\.0 GB, and 0\.0 GB of host memory are free; give less"):
-        DecodeSession(HashRunner(), prefix_cache=BYTES)
+        DecodeSession(HashRunner(), schedule=Schedule(prefix_cache=BYTES))

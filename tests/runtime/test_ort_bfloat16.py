@@ -17,7 +17,7 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.plan import CacheDtype
-from trt_kvcache.runtime.ort.bfloat16 import NOTE, in_float32
+from trt_kvcache.runtime.ort.cpu_model import NOTE, in_float32
 
 BASE = DecoderConfig(layers=2, capacity=64, vocab=128, dtype="bfloat16", form="heads-major")
 PROMPT = [5, 9, 3, 77, 1, 2, 4, 8]

@@ -18,10 +18,9 @@ from onnx import ModelProto
 
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CacheLayout, PlanOptions, Sliding
-from trt_kvcache.runtime.ort import runner as ort_runner
-from trt_kvcache.runtime.ort.experts import keep_experts
-from trt_kvcache.runtime.ort.group_query_attention import fuse_attention
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort import ort_runner
+from trt_kvcache.runtime.ort.cpu_model import fuse_attention, keep_experts
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
 BASE = DecoderConfig(capacity=32, vocab=64)

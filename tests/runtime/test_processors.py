@@ -15,9 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.runtime.generation import processors, warpers
-from trt_kvcache.runtime.generation.config import GenerationConfig
-from trt_kvcache.runtime.generation.warpers import Candidates
+from trt_kvcache.runtime.generation import processors
+from trt_kvcache.runtime.generation import sampling as warpers
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
+from trt_kvcache.runtime.generation.sampling import Candidates
 
 Scores = npt.NDArray[np.float32]
 

@@ -16,7 +16,7 @@ from runtime.families import LENGTHS
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, UnsupportedModelError
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 
 STATE_BYTES = 4 * (WIDTH * (TAPS - 1) + HEADS * SIZE * SIZE)
 

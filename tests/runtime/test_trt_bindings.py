@@ -144,7 +144,7 @@ def test_all_runtimes_have_one_logger_for_good() -> None:
 
 
 def test_without_a_driver_the_real_bindings_say_so() -> None:
-    from trt_kvcache.engine.doctor import find_gpus
+    from trt_kvcache.engine.diagnosis import find_gpus
     from trt_kvcache.errors import BackendError
 
     if not find_gpus()[2]:

@@ -16,15 +16,15 @@ from runtime.fake_cuda import Machine
 
 from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt import choice as trt_choice
 from trt_kvcache.runtime.trt.choice import DeviceChoice, open_choice
 from trt_kvcache.runtime.trt.cuda import Cuda
-from trt_kvcache.runtime.trt.io import StepBuffers
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.trt.step_buffers import StepBuffers
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
 PROMPT = np.array([1, 2, 3])
@@ -162,7 +162,9 @@ def test_without_the_kernel_the_host_chooses(
         monkeypatch.setattr("trt_kvcache.plugins.compile.supported_archs", lambda: ("sm_1",))
     elif way == "no memory":
         monkeypatch.setattr(trt_choice, "_KEY_BYTES", 1 << 40)
-        monkeypatch.setattr("trt_kvcache.runtime.trt.io.choice_bytes", lambda *sizes: 0)  # others took it meanwhile
+        monkeypatch.setattr(
+            "trt_kvcache.runtime.trt.step_buffers.choice_bytes", lambda *sizes: 0
+        )  # others took it meanwhile
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runner, gpu = opened(engine, driver=12_080) if way == "old driver" else opened(engine)

@@ -25,7 +25,7 @@ from runtime.test_encoder import CONFIG, LAYOUTS, LENGTHS, PROMPTS, expected, ex
 from trt_kvcache import DecodeSession
 from trt_kvcache.engine.manifest import encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptError, SessionError
-from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.context import ContextFactory
 from trt_kvcache.runtime.trt.cuda import Cuda
 from trt_kvcache.runtime.trt.device_array import DeviceArray
@@ -372,8 +372,7 @@ def test_what_is_heard_becomes_shorter(machine: Machine, tmp_path: Path) -> None
     g.output("last_hidden_state", TensorProto.FLOAT, ["batch", "half", WIDTH])
     onnx.save(g.model(), tmp_path / "encoder_model.onnx")
     model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden"))
-    heard_shapes = [(1, length, WIDTH) for length in (1, 11, 12)]
-    engine = write_engine(model, max_encoder=6, encoder="auto", shapes={"input_features": heard_shapes})
+    engine = write_engine(model, max_encoder=6, encoder="auto", shapes={"input_features": (1, 12, WIDTH)})
     with DecodeSession.open(engine) as session, DecodeSession.open(model) as host:
         for length in (1, 2, 11, 12):
             source = {"input_features": heard(length, length)}

@@ -14,7 +14,7 @@ from runtime.fake_cuda import STREAM, BrokenRuleError, Machine
 from runtime.fake_tensorrt import MAGIC, AllocationStrategy
 
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 BATCH = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
 

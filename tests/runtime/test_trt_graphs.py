@@ -15,7 +15,7 @@ from runtime.fake_cuda import Machine
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 
 @pytest.fixture(scope="module")

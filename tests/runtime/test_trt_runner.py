@@ -17,11 +17,11 @@ from runtime.interrupts import interrupted
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
-from trt_kvcache.runtime.generation.config import GenerationConfig
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
+from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.trt.runner import TensorRTRunner
+from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 BACKENDS = ("tensorrt-rtx", "tensorrt")
 CONFIGS = {
@@ -62,8 +62,8 @@ def pair_of(engine: Path, machine: Machine | None = None, **arguments: Any) -> P
 
 
 def test_rows_go_through_pinned_memory_in_pieces(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trt_kvcache.runtime.trt.caches._STAGING", 1000)
-    monkeypatch.setattr("trt_kvcache.runtime.trt.io._LOGITS_STAGING", 0)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.device_caches._STAGING", 1000)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.step_buffers._LOGITS_STAGING", 0)
     pair = pair_of(built)
     pair.check_decode()  # asks for three positions at once, more than the pinned memory holds
     runner, rng = pair.engine, np.random.default_rng(2)

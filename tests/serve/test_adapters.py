@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.cli.app import app
-from trt_kvcache.serve.app import Service
+from trt_kvcache.serve.service import Service
 
 PROMPT, COUNT = [5, 17, 33, 70, 91], 6
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -174,7 +174,7 @@ def test_rows_of_a_batch_name_their_adapter(
 
 
 def test_a_journal_belongs_to_the_adapters(folder: Path, model: Path, tmp_path: Path) -> None:
-    from trt_kvcache.serve.batch import RowRunner
+    from trt_kvcache.serve.batch_job import RowRunner
 
     made = []
     for adapters in ({}, {"x": folder / "ann"}, {"x": folder / "bob"}, {"y": folder / "ann"}, {"x": folder / "ann"}):

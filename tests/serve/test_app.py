@@ -24,8 +24,8 @@ from tokenizers import decoders
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.core import ServingCore, Work
+from trt_kvcache.serve.service import Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -736,14 +736,14 @@ def test_an_error_of_nobody_leaves_nothing_for_later_clients(service: Service, m
     session = service.core.session
     alone = post(service, of([1, 2])).data["choices"]
     stuck = session.add([5], GenerationConfig(max_new_tokens=400, eos_token_id=()))  # nobody waits for it
-    compact = session.cache.compact
+    compact = session._rows.compact
 
     def fails() -> None:
         if stuck in session.cache:
             raise SessionError("rows cannot be moved")
         compact()
 
-    monkeypatch.setattr(session.cache, "compact", fails)
+    monkeypatch.setattr(session._rows, "compact", fails)
 
     failed = post(service, of([1, 2]))
     assert (failed.status, failed.error["message"]) == (500, "rows cannot be moved")

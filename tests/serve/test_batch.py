@@ -22,9 +22,7 @@ from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError, OutputError, SessionError
 from trt_kvcache.plan import CacheDtype
-from trt_kvcache.serve.batch import Answered, BatchDone, RowRunner, run_batch
-from trt_kvcache.serve.journal import Journal
-from trt_kvcache.serve.rows import Row
+from trt_kvcache.serve.batch_job import Answered, BatchDone, Journal, Row, RowRunner, run_batch
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -182,7 +180,7 @@ def test_a_job_that_was_killed_goes_on(tmp_path: Path, rows: DecodeSession) -> N
 def test_a_kill_loses_no_answer(tmp_path: Path) -> None:
     code = """
 import os, pathlib, signal, sys
-from trt_kvcache.serve.journal import Journal
+from trt_kvcache.serve.batch_job import Journal
 journal = Journal(pathlib.Path(sys.argv[1]))
 for number in range(50):
     journal.put(number, b"", 200, b"line %d" % number)

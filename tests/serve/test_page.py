@@ -24,8 +24,8 @@ import uvicorn
 from serve.asgi import ask
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.serve.app import Service
 from trt_kvcache.serve.server import bind
+from trt_kvcache.serve.service import Service
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -23,7 +23,7 @@ from serve.models import write_served
 from serve.test_structured import TEMPLATE, Answer
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.serve.app import Service
+from trt_kvcache.serve.service import Service
 
 CLOCK = {
     "type": "function", "name": "Clock", "description": "The time.", "strict": True,

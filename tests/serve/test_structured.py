@@ -25,9 +25,9 @@ from serve.models import write_served
 
 from trt_kvcache import DecodeSession, Grammars
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.masks import Grammar
-from trt_kvcache.runtime.text.chat import Chat, render
-from trt_kvcache.serve.app import Service
+from trt_kvcache.runtime.generation.token_masks import Grammar
+from trt_kvcache.runtime.text.chat_template import Chat, render
+from trt_kvcache.serve.service import Service
 from trt_kvcache.serve.tools import GENERIC, CallReader, Tool, ToolForm, find_form, in_text, tool_grammar
 from trt_kvcache.serve.tools import Function as ToolFunction
 

@@ -15,8 +15,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.progress import ProgressEvent, tell
 
 if TYPE_CHECKING:
-    from trt_kvcache.serve.batch import Answered
-    from trt_kvcache.serve.rows import Row
+    from trt_kvcache.serve.batch_job import Answered, Row
 
 
 def batch(
@@ -54,7 +53,7 @@ def batch(
     options = running.options() | adapters.options(named) | planning.session_options(model) | {"tokenizer": tokenizer}
     fields = json_object(defaults, "--defaults", '{"max_tokens": 200}')
     try:
-        from trt_kvcache.serve.batch import RowRunner, run_batch
+        from trt_kvcache.serve.batch_job import RowRunner, run_batch
 
         if with_ray:
             from trt_kvcache.serve.with_ray import answer_with_ray

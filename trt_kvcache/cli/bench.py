@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,14 +23,13 @@ from trt_kvcache.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trt_kvcache.runtime.bench import BenchReport, Timing
+    from trt_kvcache.runtime.measure import BenchReport, Timing
 
     Results = Sequence[tuple[str, BenchReport]]
 
 _COMMAS = "1,2,..."
 _REPEATS, _SECONDS = 20, 5.0
 _ROW = "{:<8}{:>7}{:>8}{:>12}{:>22}{:>12}"
-_TITLES = 3  # results that a picture names in its title
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,6 @@ def bench(
         list[Path] | None,
         typer.Option(metavar="RESULT.json", help="An earlier result of --json, to compare with.", readable=False),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Draw the times with matplotlib.", readable=False)
-    ] = None,
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -82,9 +77,8 @@ def bench(
 
     from trt_kvcache.cli.output import console, human_bytes, json_text
     from trt_kvcache.files import check_output
-    from trt_kvcache.runtime.bench import load_report
+    from trt_kvcache.runtime.measure import load_report
 
-    pyplot = None if plot is None else load_pyplot(plot)
     if html is not None:
         check_output(html)
     ended = False
@@ -92,18 +86,12 @@ def bench(
     if model.suffix == ".json":
         results = [*earlier, (model.name, load_report(model))]
     else:
-        opened: dict[str, Any] = {
-            "device": device,
-            "check": check,
-            "embeddings": embeddings,
-            "max_batch": max_batch,
-        }
-        measured, ended = _measure(
-            model,
-            measure,
-            {**opened, "max_batch": max_batch, "threads": threads, **options},
-            rows=not (json or earlier),
-        )
+        opened = {"device": device, "check": check, "embeddings": embeddings, "max_batch": max_batch, **options}
+        if threads is not None:
+            from trt_kvcache.runtime.session_options import CpuOptions
+
+            opened["cpu"] = CpuOptions(threads)
+        measured, ended = _measure(model, measure, opened, rows=not (json or earlier))
         results = [*earlier, (measured.model, measured)]
     out = console()
     if not json and (earlier or model.suffix == ".json"):
@@ -112,8 +100,6 @@ def bench(
         out.print(f"\nprocess peak {human_bytes(results[0][1].peak_bytes)}")
     if json:
         out.print(json_text(msgspec.json.encode(results[-1][1]).decode()), soft_wrap=True)
-    if plot is not None:
-        draw(pyplot, results, plot)
     if html is not None:
         from trt_kvcache.cli.pages import bench_page, save_page
 
@@ -130,7 +116,7 @@ def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, row
     """Measure; return the report, and True if Ctrl-C ended the run. Print each row at once if `rows` is set."""
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
-    from trt_kvcache.runtime.bench import bench_session, default_sizes, report
+    from trt_kvcache.runtime.measure import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)
@@ -221,65 +207,3 @@ def _numbers(name: str, text: str | None) -> list[int]:
     if not all(part.strip().isdecimal() for part in parts):
         raise OptionError(f"--{name} is {text!r}; give numbers with commas between them, as in --{name} 16,64,256")
     return [int(part) for part in parts]
-
-
-def load_pyplot(path: Path) -> Any:
-    """Return Matplotlib's pyplot for a picture at `path`, before anything is measured.
-
-    Raises:
-        OptionError: Matplotlib is not installed, or does not write files with this ending.
-        OutputError: no file can be written there.
-    """
-    from trt_kvcache.errors import OptionError
-    from trt_kvcache.files import check_output
-
-    try:
-        import_module("matplotlib").use("agg")
-        pyplot = import_module("matplotlib.pyplot")
-    except ImportError:
-        raise OptionError("--plot needs matplotlib: pip install matplotlib; or leave --plot out") from None
-    check_output(path)
-    kinds = import_module("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise OptionError(f"--plot {path}: no picture has this ending; supported are {', '.join(kinds)}")
-    return pyplot
-
-
-def draw(pyplot: Any, results: Results, path: Path) -> None:
-    """Three panels over logarithmic axes: prefill by length, decode by position, tokens per second by batch.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    from trt_kvcache.cli.pages import PANELS
-    from trt_kvcache.errors import OutputError
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
-    for axis, (title, label, pick) in zip(axes, PANELS, strict=True):
-        sizes = set()
-        for name, measured in results:
-            points = pick(measured)
-            sizes |= {int(p.x) for p in points}
-            bars = [[p.y - (p.low or p.y) for p in points], [(p.high or p.y) - p.y for p in points]]
-            axis.errorbar([p.x for p in points], [p.y for p in points], bars, marker="o", capsize=3, label=_plain(name))
-        axis.set(title=title, xlabel=label, xscale="log", yscale="log")
-        axis.set_xticks(sorted(sizes), map(str, sorted(sizes)))
-        axis.set_xticks([], minor=True)
-        axis.grid(alpha=0.3, which="both")
-    if len(results) > 1:
-        axes[0].legend()
-    titles = dict.fromkeys(_plain(f"{r.title}; {r.runner}") for _, r in results)
-    figure.suptitle("\n".join([*titles][:_TITLES]))
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{path}: cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)
-
-
-def _plain(text: str) -> str:
-    """A text as Matplotlib draws it letter by letter: a dollar sign would begin a formula."""
-    from trt_kvcache.cli.output import visible
-
-    return visible(text).replace("$", r"\$")

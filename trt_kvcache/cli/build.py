@@ -11,7 +11,7 @@ import typer
 
 from trt_kvcache.cli.flags import Flags, flags_of
 from trt_kvcache.cli.options import BuildPlanFlags, JsonOption, ModelArgument
-from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.errors import OptionError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def build(
     from trt_kvcache import build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
     from trt_kvcache.cli.summary import chosen_capacity
-    from trt_kvcache.runtime.usable import why_no_session
+    from trt_kvcache.runtime.step_inputs import why_no_session
 
     start = time.perf_counter()
     manifest = build_engine(model, output, options=plan, build=options)
@@ -77,8 +77,8 @@ def _print(output: Path, manifest: Manifest, seconds: float, chosen: str) -> Non
     from trt_kvcache.cli.plan_view import batch_of, bytes_of
     from trt_kvcache.cli.summary import command_line, print_next, use_line
     from trt_kvcache.engine.backend import driver_present
-    from trt_kvcache.engine.folder import TEXTS
-    from trt_kvcache.names import engine_in
+    from trt_kvcache.engine.engine_folder import TEXTS
+    from trt_kvcache.model_paths import engine_in
 
     out = console()
     plan = manifest.plan

@@ -22,7 +22,7 @@ from trt_kvcache.progress import phase
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.conversation import Conversation
-    from trt_kvcache.runtime.generation.config import GenerationConfig
+    from trt_kvcache.runtime.generation.generation_config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
 
 _LONG = 1024  # most tokens of an answer, where nothing else is said
@@ -220,7 +220,7 @@ class _Chat:
         return f"{self._talk.tokens}{'' if capacity is None else f' of {capacity}'} in the cache"
 
     def _stats(self) -> str:
-        from trt_kvcache.words import human_bytes
+        from trt_kvcache.messages import human_bytes
 
         said = f"{self._answers} answers, {self._tokens} tokens{_rate(self._tokens - self._answers, self._seconds)}"
         return f"{said}; {self._usage}, caches of {human_bytes(self._session.cache.bytes)}; {self._session.name}"

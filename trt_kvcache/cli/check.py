@@ -32,7 +32,7 @@ def check(
     The model as exported gave the same logits for its first steps.
     """
     from trt_kvcache.cli.output import print_json
-    from trt_kvcache.names import engine_in
+    from trt_kvcache.model_paths import engine_in
     from trt_kvcache.runtime.check import check_engine_on_gpu
 
     engine = engine_in(engine)

@@ -11,8 +11,6 @@ from typer.core import TyperCommand
 from trt_kvcache.cli.habits import advice_on_address, advice_on_flags, advice_on_more, translated
 from trt_kvcache.errors import OptionError
 
-__all__ = ["PLANNED", "Command", "first_sentence"]
-
 _HELP_ALL = "--help-all"
 PLANNED = "How the model is planned"
 """The group of flags that most commands have."""
@@ -28,7 +26,7 @@ class Command(TyperCommand):
         """Run the command."""
         if ctx.params.get("json") or not sys.stderr.isatty():
             return super().invoke(ctx)
-        from trt_kvcache.cli.progress import show_progress
+        from trt_kvcache.cli.progress_bars import show_progress
 
         with show_progress():
             return super().invoke(ctx)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.names import runnable_named
+from trt_kvcache.model_paths import runnable_named
 
 
 class Server(str, Enum):
@@ -63,7 +63,7 @@ def deploy(
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import print_next
     from trt_kvcache.errors import OptionError
-    from trt_kvcache.names import is_model
+    from trt_kvcache.model_paths import is_model
     from trt_kvcache.serve.repository import write_repository
 
     if capacity is not None and not is_model(model):

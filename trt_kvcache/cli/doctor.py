@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trt_kvcache.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from trt_kvcache.engine.doctor import Diagnosis
+    from trt_kvcache.engine.diagnosis import Diagnosis
 
 
 def doctor(json: JsonOption = False) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.options import PlanFlags
-from trt_kvcache.names import checkpoint_named
+from trt_kvcache.model_paths import checkpoint_named
 
 
 class ExporterChoice(str, Enum):

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ca
 import typer
 
 from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.messages import as_flags
 from trt_kvcache.setting import Setting, settings_of
-from trt_kvcache.words import as_flags
-
-__all__ = ["Flags", "flags_of", "with_flags"]
 
 _Flags = TypeVar("_Flags", bound="type[Flags]")
 _MANY = 1_000  # limits from here on are not shown

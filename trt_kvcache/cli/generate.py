@@ -23,10 +23,11 @@ from trt_kvcache.cli.options import (
 )
 from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode, read_text
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.model_paths import is_model
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 
 if TYPE_CHECKING:
-    from trt_kvcache.runtime.generation.masks import Grammar
+    from trt_kvcache.runtime.generation.token_masks import Grammar
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
@@ -71,8 +72,8 @@ class GenerationFlags(Flags):
         import warnings
 
         from trt_kvcache.cli.output import print_warnings
-        from trt_kvcache.runtime.beside import ended_by, find_tokenizer
         from trt_kvcache.runtime.generation.settings import with_sampling
+        from trt_kvcache.runtime.sidecar import ended_by, find_tokenizer
 
         settings, file, ignore_eos = (
             self.values("generation_config", "ignore_eos"),
@@ -112,7 +113,7 @@ class GenerationFlags(Flags):
 
 def sampling_text(session: DecodeSession) -> str:
     """Return the default sampling of a session, and the file that it comes from."""
-    from trt_kvcache.runtime.beside import USUAL_SAMPLING
+    from trt_kvcache.runtime.sidecar import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
     source = "the model names no sampling" if session.sampling == USUAL_SAMPLING else "generation_config.json"
@@ -206,12 +207,12 @@ class RunFlags(Flags):
         Raises:
             OptionError: a size is malformed.
         """
-        from trt_kvcache.engine.options import parse_bytes
+        from trt_kvcache.engine.build_options import parse_bytes
+        from trt_kvcache.runtime.session_options import Schedule
 
-        options = self.values()
-        if self.prefix_cache is not None:
-            options["prefix_cache"] = parse_bytes(self.prefix_cache)
-        return options
+        size = None if self.prefix_cache is None else parse_bytes(self.prefix_cache)
+        schedule = Schedule(prefix_cache=size, prefill_budget=self.prefill_budget)
+        return self.values("prefix_cache", "prefill_budget") | {"schedule": schedule}
 
 
 @dataclass(frozen=True)
@@ -235,10 +236,7 @@ class LoraFlags:
 
     lora: Annotated[
         list[str] | None,
-        run_flag(
-            metavar="NAME=FOLDER",
-            help="Adapter (LoRA) of peft; requests choose it as their model. Repeatable.",
-        ),
+        run_flag(metavar="NAME=FOLDER", help="Adapter (LoRA) of peft; requests choose it as their model. Repeatable."),
     ] = None
 
     def options(self, model: str) -> dict[str, Any]:
@@ -289,6 +287,7 @@ def generate(
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # slow: after the checks of flags
     from trt_kvcache.importer.capacity import usual_capacity
     from trt_kvcache.runtime.session import DecodeSession
+    from trt_kvcache.runtime.session_options import CpuOptions
 
     view = (JsonView if json else LiveView)(text=tokenizer is not None)
     session_of = partial(
@@ -304,7 +303,7 @@ def generate(
     def open_session() -> DecodeSession:
         longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
         more = longest if longest > usual_capacity(model if model.is_dir() else model.parent) else None
-        session = session_of(**options, default_capacity=more)
+        session = session_of(**options, cpu=CpuOptions(default_capacity=more) if is_model(model) else None)
         if unknown := [token for token in generation.eos_token_id or [] if token >= session.vocab]:
             session.close()
             raise OptionError(

@@ -14,14 +14,12 @@ from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import SessionError
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
-from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
+from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
-
-__all__ = ["JsonView", "LiveView", "Run", "run"]
 
 
 @dataclass

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-__all__ = ["advice_on_address", "advice_on_command", "advice_on_flags", "advice_on_more", "translated"]
-
 _TYPES = "an engine computes in the types of the model; export it in float16 or bfloat16"
 _BITS = "weights keep their bits in the engine; export the model in float16, in bfloat16, or with weights of 4 bits"
 _MODEL = (
@@ -34,7 +32,7 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("f", "file-prompt"), "give --prompt-file FILE"),
     **dict.fromkeys(
         ("t", "threads", "num-threads"),
-        ("give --threads N", "ONNX Runtime takes one thread for each core; in Python, open(..., threads=N)"),
+        ("give --threads N", "ONNX Runtime takes one thread for each core; in Python: CpuOptions(threads=N)"),
     ),
     "no-cnv": "generate is no conversation; leave it out",
     **dict.fromkeys(("quiet", "q", "silent", "log-disable", "v", "vv", "debug"), _QUIET),
@@ -63,10 +61,9 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     ),
     "builderOptimizationLevel": "give --opt-level N",
     "timingCacheFile": "give --timing-cache FILE",
-    "versionCompatible": "give --version-compatible",
-    "stripWeights": "give --strip-plan",
+    **dict.fromkeys(("versionCompatible", "stripWeights", "refit"), "engines are built whole here; leave it out"),
     "profilingVerbosity": "give --profiling-verbosity",
-    "shapes": "give --minShapes, --optShapes and --maxShapes, for inputs of unknown role",
+    **dict.fromkeys(("shapes", "minShapes", "optShapes"), "give --maxShapes, for inputs of unknown role"),
     "stronglyTyped": f"{_TYPES}, always; leave it out",
     "do-sample": "give --sample",
     "logit-processors": "rules of your own are Python: GenerationConfig(logits_processor=...)",
@@ -102,7 +99,9 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(
         ("enable-auto-tool-choice", "tool-call-parser", "jinja"), "tools work by the chat template; leave it out"
     ),
-    **dict.fromkeys(("swap-space", "cpu-offload-gb"), "sequences are offloaded in Python: open(..., max_sequences=N)"),
+    **dict.fromkeys(
+        ("swap-space", "cpu-offload-gb"), "sequences are offloaded in Python: Schedule(max_sequences=N)"
+    ),
     **dict.fromkeys(("hf-repo", "hf", "model-id", "model-name-or-path", "pretrained-model"), _MODEL),
     **dict.fromkeys(("interactive", "conversation", "cnv"), "that is a command of its own: trt-kvcache chat"),
     **dict.fromkeys(("dumpProfile", "dumpLayerInfo", "exportProfile"), "NVIDIA's Nsight Systems shows layers"),

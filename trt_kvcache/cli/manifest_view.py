@@ -12,7 +12,8 @@ from trt_kvcache.cli.plan_view import Part, print_parts
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trt_kvcache.engine.manifest import FileIdentity, Manifest
+    from trt_kvcache.engine.manifest import Manifest
+    from trt_kvcache.files import FileIdentity
 
 _FEW = 8  # tokens of a setting that are shown
 

@@ -15,7 +15,7 @@ from trt_kvcache.cli.flags import Flags, flags_of
 from trt_kvcache.compare.costs import read_bandwidth
 from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.plan import PlanOptions, Sliding
-from trt_kvcache.names import engine_named, is_model, model_named, runnable_named
+from trt_kvcache.model_paths import engine_named, is_model, model_named, runnable_named
 
 run_flag = partial(typer.Option, rich_help_panel="How it runs")
 _plan_flag = partial(typer.Option, rich_help_panel=PLANNED)

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
-from trt_kvcache.words import CONTROL
-from trt_kvcache.words import human_bytes as human_bytes
-from trt_kvcache.words import visible as visible
+from trt_kvcache.messages import CONTROL
+from trt_kvcache.messages import human_bytes as human_bytes
+from trt_kvcache.messages import visible as visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

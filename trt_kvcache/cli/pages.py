@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.manifest_view import profile_parts
@@ -20,10 +20,9 @@ from trt_kvcache.page import Html, Point, chart, page, table, tag
 if TYPE_CHECKING:
     from trt_kvcache.cli.summary import Lines
     from trt_kvcache.compare.report import VerifyReport
-    from trt_kvcache.engine.inspect import EngineReport
-    from trt_kvcache.runtime.bench import BenchReport, Timing
+    from trt_kvcache.engine.inspection import EngineReport
+    from trt_kvcache.runtime.measure import BenchReport, Timing
 
-__all__ = ["bench_page", "inspect_page", "plan_page", "save_page", "verify_page"]
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _GPUS = tuple((f"a GPU of {size} GiB", float(size << 30)) for size in (8, 24, 80))
@@ -335,15 +334,6 @@ def _bar(row: Sequence[str]) -> Html:
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0
     width = f"width:{8 * min(1.0, share):.2f}em"
     return tag("span", class_="bar bad" if row[6] == "FAILED" else "bar", style=width)
-
-
-def _number(value: float | None) -> str:
-    return "not comparable" if value is None else f"{value:.2g}"
-
-
-def _few(values: Sequence[Any]) -> str:
-    more = f", ... ({len(values)})" if len(values) > 8 else ""
-    return ", ".join(map(str, values[:8])) + more
 
 
 def _count(count: int, what: str) -> str:

@@ -28,7 +28,7 @@ def plan(
     from trt_kvcache.cli.summary import chosen_capacity, next_line, plan_lines, print_lines, print_next
     from trt_kvcache.files import check_output
     from trt_kvcache.importer.files.stripped import is_report, recorded_options, unpacked
-    from trt_kvcache.runtime.usable import why_no_session
+    from trt_kvcache.runtime.step_inputs import why_no_session
 
     if html is not None:
         check_output(html)

@@ -34,7 +34,7 @@ def plugins(
     from trt_kvcache.cli.summary import command_line, next_line, print_next
     from trt_kvcache.engine.backend import driver_present
     from trt_kvcache.errors import OptionError
-    from trt_kvcache.names import is_model
+    from trt_kvcache.model_paths import is_model
 
     known = _kernels(model, flags)
     chosen = [kernels for kernels in known if fnmatchcase(kernels.name, kernel)]

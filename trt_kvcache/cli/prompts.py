@@ -18,7 +18,7 @@ from trt_kvcache.errors import OptionError
 if TYPE_CHECKING:
     import numpy as np
 
-    from trt_kvcache.runtime.encoders.encoder import Source
+    from trt_kvcache.runtime.encoders.source_reader import Source
     from trt_kvcache.runtime.requests import ConstantsAll, Prompt
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
@@ -65,9 +65,7 @@ class PromptFlags:
     tokenizer: Annotated[
         Path | None,
         _prompt_flag(
-            metavar="FILE",
-            help="tokenizer.json or its folder. Default: the one beside the model.",
-            readable=False,
+            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
         ),
     ] = None
     chat: Annotated[

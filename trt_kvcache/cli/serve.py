@@ -64,9 +64,9 @@ def serve(
     """Serve OpenAI's API until SIGTERM or Ctrl-C: /v1/chat/completions, /v1/responses, /metrics."""
     options = planning.session_options(model)
     try:
-        from trt_kvcache.serve.app import Service
         from trt_kvcache.serve.server import bind, read_keys
         from trt_kvcache.serve.server import serve as run
+        from trt_kvcache.serve.service import Service
     except ImportError as error:
         raise OptionError(f"serve needs {error.name}: pip install 'trt-kvcache[serve]'") from None
     from trt_kvcache.runtime.session import DecodeSession

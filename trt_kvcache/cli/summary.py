@@ -15,15 +15,11 @@ from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, shared_caches
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, Target, UpdateForm, UpdateMode
-from trt_kvcache.names import is_model
+from trt_kvcache.model_paths import is_model
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "advice", "chosen_capacity", "command_line", "next_line", "plan_lines", "print_lines", "print_next", "tell_next",
-    "use_line",
-]  # fmt: skip
 
 Lines = list[tuple[str, str]]
 
@@ -134,12 +130,7 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
 
 
 def next_line(
-    model: Path,
-    flags: SessionPlanFlags,
-    max_batch: int = 1,
-    *,
-    tensorrt: bool = False,
-    or_else: str | None = None,
+    model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False, or_else: str | None = None
 ) -> str:
     """Return the command that follows a plan: the build, or on a machine that cannot build another one.
 

@@ -289,7 +289,7 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
             plan,
             _PROMPT,
             tokens,
-            whole=plan.whole_prompts,
+            whole=plan.prefill_in_one_step,
             places=places,
             chunk=_CHUNK,
             far=True,

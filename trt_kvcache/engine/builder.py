@@ -2,7 +2,7 @@
 
 It is a separate process, because some models crash TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
 contrib RotaryEmbedding), and because the system gets TensorRT's memory back only when its process ends.
-`trt_kvcache.engine.process` runs it as ``python -m trt_kvcache.engine.builder ENGINE``.
+`trt_kvcache.engine.build_process` runs it as ``python -m trt_kvcache.engine.builder ENGINE``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.child import serve
-from trt_kvcache.engine.options import CURRENT
-from trt_kvcache.engine.protocol import STAGES, Done, Job, Log, Send, Stage
+from trt_kvcache.engine.build_options import CURRENT
+from trt_kvcache.engine.build_process import STAGES, Done, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
 from trt_kvcache.importer.files.flipped import Flipped
@@ -84,7 +84,6 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         writer = make_writer(trt, file)
         # Writing the engine in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
         built = builder.build_serialized_network_to_stream(network, config, writer)
-        writer.finish()
         if not built and _NO_KERNEL in logger.words():
             # The set of attentions with a fused kernel was measured on one version; another version may lack one.
             patch_network(network, job.plan, trt, decompose_all=True)
@@ -93,7 +92,6 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
             file.seek(0)
             writer = make_writer(trt, file)
             built = builder.build_serialized_network_to_stream(network, config, writer)
-            writer.finish()
             send(Log(False, f"{job.title} lacks a fused kernel for an attention that was planned as fused: every "
                             "attention may be decomposed"))  # fmt: skip
         if writer.error is not None:
@@ -160,7 +158,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
     from trt_kvcache.plugins.embed import register_for_this_gpu
 
     try:
-        return register_for_this_gpu(trt, declare_aliases=job.build.declare_aliases).errors
+        return register_for_this_gpu(trt).errors
     except TrtKvCacheError as refusal:
         raise type(refusal)(f"{refusal.message}; {without_plugin(job.plan.caches)}") from refusal
 
@@ -206,9 +204,6 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
         "profiles": profiles,
         "profiling_verbosity": getattr(trt.ProfilingVerbosity, build.profiling_verbosity.upper().replace("-", "_")),
         "memory_pool_limits": None if build.workspace is None else {trt.MemoryPoolType.WORKSPACE: build.workspace},
-        "refittable": build.refit == "any",
-        "strip_plan": build.strip_plan,
-        "version_compatible": build.version_compatible,
         "builder_optimization_level": build.opt_level,
         "load_timing_cache": build.timing_cache,
         "progress_monitor": monitor,
@@ -228,19 +223,12 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
             config = loader(builder, network)
     except PolygraphyException as error:
         raise BuildError(f"{job.title} cannot be configured: {' '.join(str(error).split())}") from error
-    if build.refit == "identical":
-        config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
     if job.target is Target.TENSORRT_RTX:
         import tensorrt_rtx
 
         # Otherwise engines with large tensors may allocate memory while they run, and cannot become CUDA graphs (its
         # header).
         config.set_flag(tensorrt_rtx.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    elif build.declare_aliases:
-        # A preview feature since 10.3; without it TensorRT refuses plugins that declare an alias.
-        import tensorrt
-
-        config.set_preview_feature(tensorrt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     return config
 
 

@@ -15,15 +15,12 @@ come through an ``IErrorRecorder`` instead of the log:
 from __future__ import annotations
 
 import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, BinaryIO
 
 from blake3 import blake3
 
-from trt_kvcache.engine.protocol import Line, Log, Node, Progress, Send
-from trt_kvcache.files import begin_sync
+from trt_kvcache.engine.build_process import Line, Log, Node, Progress, Send
 from trt_kvcache.progress import ProgressEvent
 
 # Parsing every node is announced at verbose severity ("Parsing node: name [Op]"); measured on TensorRT for RTX 1.7.1.
@@ -32,8 +29,6 @@ _NODE = "arsing node: "
 # Log lines without news in a build that succeeds: a warning for every int64 input (the manifest has the dtypes), the
 # missing driver of a machine without a GPU, and logits_span, whose contents are unused on purpose.
 _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Tensor logits_span")
-
-_AHEAD = 64 << 20  # most bytes of the engine that wait to be written to disk
 
 
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
@@ -109,10 +104,10 @@ def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, A
 
 
 def make_writer(trt: Any, file: BinaryIO) -> Any:
-    """Return a stream writer that writes and hashes in two threads, while TensorRT makes the next piece.
+    """Return a stream writer that writes to a file and hashes.
 
-    Call `finish` after the build, and check its `error`: TensorRT for RTX 1.7.1 reports success even after a short
-    write, and only prints exceptions.
+    Check its `error` after the build: TensorRT for RTX 1.7.1 reports success even after a short write, and only prints
+    exceptions.
     """
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
@@ -121,36 +116,16 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
             self.size = 0
             self.digest = blake3(max_threads=blake3.AUTO)
             self.error: OSError | None = None
-            self.waiting: deque[tuple[int, Future[None], Future[Any]]] = deque()
-            self.writing, self.hashing = ThreadPoolExecutor(1, "write"), ThreadPoolExecutor(1, "hash")
 
         def write(self, data: bytes) -> int:
-            self.wait(_AHEAD)
-            if self.error is not None:
+            try:
+                file.write(data)
+            except OSError as error:
+                self.error = error
                 return 0
-            put = self.writing.submit(self.put, data, self.size)
-            self.waiting.append((len(data), put, self.hashing.submit(self.digest.update, data)))
+            self.digest.update(data)
             self.size += len(data)
             return len(data)
-
-        def put(self, data: bytes, start: int) -> None:
-            file.write(data)
-            begin_sync(file, start, len(data))
-
-        def wait(self, most: int) -> None:
-            """Wait until at most `most` bytes are still to be written or hashed."""
-            while sum(size for size, _, _ in self.waiting) > most:
-                _, put, hashed = self.waiting.popleft()
-                try:
-                    hashed.result()
-                    put.result()
-                except OSError as error:
-                    self.error = self.error or error
-
-        def finish(self) -> None:
-            self.wait(0)
-            self.writing.shutdown()
-            self.hashing.shutdown()
 
     return Writer()
 

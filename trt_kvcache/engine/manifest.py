@@ -8,36 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from trt_kvcache.arguments import as_path
-from trt_kvcache.engine.contradictions import contradictions
 from trt_kvcache.errors import ManifestError, OptionError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.names import engine_in
+from trt_kvcache.messages import human_bytes
+from trt_kvcache.model_paths import engine_in
 from trt_kvcache.page import Html, table, tag
-from trt_kvcache.words import human_bytes
-
-__all__ = [
-    "ENCODER",
-    "NO_PROOF",
-    "SCHEMA_VERSION",
-    "FileIdentity",
-    "Manifest",
-    "Profile",
-    "ShapeRange",
-    "check_engine",
-    "encode_manifest",
-    "encoder_path",
-    "load_manifest",
-    "manifest_path",
-    "proof_path",
-    "save_manifest",
-]
 
 _LARGEST = 1 << 28  # bytes
-_FEW = 4
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NO_PROOF = "the engine has no proof: "
 """The beginning of the warning of a build without a proof."""
 ENCODER = "encoder"
@@ -130,8 +112,8 @@ class Manifest:
         if self.proof is not None or self.is_encoder:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
-        off = "it was built with --strip-plan" if self.options.get("strip_plan") else "it was built with --proof off"
-        return f"{said[0] if said else off}; 'build --proof STEPS' records one of so many steps, whatever they take"
+        why = said[0] if said else "it was built with --proof off"
+        return f"{why}; 'build --proof STEPS' records one of so many steps, whatever they take"
 
     @property
     def is_encoder(self) -> bool:
@@ -174,8 +156,15 @@ def save_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+    """Return the manifest as indented JSON, with the digest of all other entries as ``digest``."""
+    content = msgspec.json.decode(msgspec.json.encode(manifest))
+    content["digest"] = _digest(content)
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Return the BLAKE3 digest of a manifest's entries, as JSON without spaces."""
+    return blake3(msgspec.json.encode(content)).hexdigest()
 
 
 def load_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -184,7 +173,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     The engine is not read: see `check_engine`.
 
     Raises:
-        ManifestError: the file is missing, is not a manifest, has an unknown schema version, or contradicts itself.
+        ManifestError: the file is missing, is not a manifest, has an unknown schema version, or was edited.
     """
     path = engine_in(as_path("." if isinstance(path, str) and not path else path, "engine"))
     if path.is_dir():
@@ -212,11 +201,10 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
                 f"{file}: manifest schema {version}; this version of trt_kvcache knows schema {SCHEMA_VERSION}: "
                 "use the version of trt_kvcache that built the engine, or build it again"
             )
-        manifest = msgspec.json.decode(data, type=Manifest)
-        if found := list(contradictions(manifest)):
-            more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
-            raise ManifestError(f"{file}: contradicts itself: {'; '.join(found[:_FEW])}{more}; {advice}")
-        return manifest
+        content = msgspec.json.decode(data)
+        if content.pop("digest", None) != _digest(content):
+            raise ManifestError(f"{file}: edited or damaged since 'trt-kvcache build' wrote it; {advice}")
+        return msgspec.json.decode(data, type=Manifest)
     except (msgspec.ValidationError, OptionError) as error:  # OptionError comes from the plan's options
         raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trt_kvcache.engine.manifest import FileIdentity, Manifest, manifest_path, save_manifest
-from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.engine.process import run_worker
-from trt_kvcache.engine.protocol import Job
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.build_process import Job, run_worker
+from trt_kvcache.engine.manifest import Manifest, manifest_path, save_manifest
+from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import Role, Target, TensorRole
 
 if TYPE_CHECKING:

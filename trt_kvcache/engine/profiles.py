@@ -13,15 +13,13 @@ last layers would have one row: 323 MB instead of 245 MB for 232 MB. Quantized w
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from trt_kvcache.engine.build_options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
 from trt_kvcache.engine.manifest import ENCODER, Profile, ShapeRange
-from trt_kvcache.engine.options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
-
-_FLAGS = {"min": "--minShapes", "opt": "--optShapes", "max": "--maxShapes"}
 
 
 @dataclass(frozen=True)
@@ -118,17 +116,17 @@ def make_profiles(
         quantized: the model has quantized weights.
 
     Raises:
-        OptionError: the caller gives no shape for an axis that nothing else determines; or a shape from the caller does
-            not fit the model or the limits.
+        OptionError: the caller gives no size of an axis that nothing else determines; or a shape from the caller does
+            not fit the model.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
-    _check_names(inputs, build)
+    _check_names(inputs, build.max_shapes)
     shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
     several = shared and limits.max_batch == 1  # rows that may never be used
     if several and limits.max_logits == 1:
         limits = replace(limits, max_logits=2)
-    prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))
-    decode = Profile("decode", dict(_ranges(plan, inputs, build, limits, 1)))
+    prefill = Profile("prefill", dict(_ranges(plan, inputs, build.max_shapes, limits, limits.max_chunk)))
+    decode = Profile("decode", dict(_ranges(plan, inputs, build.max_shapes, limits, 1)))
     if prefill.shapes == decode.shapes:
         return (decode if limits.max_chunk == 1 else prefill,)
     return prefill, _wider(plan, decode) if several else decode
@@ -145,28 +143,20 @@ def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
         OptionError: the longest source is unknown, or a shape from the caller does not fit the model.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
-    names = {t.name for t in inputs}
-    own = _with_shapes(build, lambda name: name in names)
-    _check_names(inputs, own)
-    return Profile(ENCODER, dict(_ranges(plan, inputs, own, Limits(1, 1, 1, 1, encoder=_encoder(build)), 1)))
+    shapes = {t.name: build.max_shapes[t.name] for t in inputs if t.name in build.max_shapes}
+    _check_names(inputs, shapes)
+    return Profile(ENCODER, dict(_ranges(plan, inputs, shapes, Limits(1, 1, 1, 1, encoder=_encoder(build)), 1)))
 
 
 def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) -> BuildOptions:
     """Return the options without the shapes of inputs that only the encoder has."""
     own, others = ({t.name for t in plan.tensors if t.io == "input"} for plan in (decoder, encoder))
-    return _with_shapes(build, lambda name: name not in others - own)
-
-
-def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOptions:
-    def shapes_of(kind: str) -> dict[str, Shape]:
-        return {name: shape for name, shape in _user_shapes(build, kind).items() if wanted(name)}
-
-    return replace(build, min_shapes=shapes_of("min"), opt_shapes=shapes_of("opt"), max_shapes=shapes_of("max"))
+    return replace(build, max_shapes={n: shape for n, shape in build.max_shapes.items() if n not in others - own})
 
 
 def _encoder(build: BuildOptions) -> Range | None:
     """Return lengths of an encoder's output, if the caller gives the largest."""
-    return None if build.max_encoder is None else (1, build.opt_encoder or build.max_encoder, build.max_encoder)
+    return None if build.max_encoder is None else (1, build.max_encoder, build.max_encoder)
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
@@ -195,14 +185,19 @@ def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> in
 
 
 def _ranges(
-    plan: CachePlan, inputs: list[TensorRole], build: BuildOptions, limits: Limits, chunk: int
+    plan: CachePlan, inputs: list[TensorRole], shapes: Mapping[str, Shape], limits: Limits, chunk: int
 ) -> Iterator[tuple[str, ShapeRange]]:
     """Yield name and range of every input with a dynamic dimension, for updates of up to `chunk` tokens."""
     for tensor in inputs:
         if all(isinstance(d, int) for d in tensor.shape):
             continue
-        known = [_axis(plan, tensor, i, limits, chunk) for i in range(len(tensor.shape))]
-        yield tensor.name, _with_user_shapes(tensor, known, build, limits, chunk)
+        axes = [_axis(plan, tensor, i, limits, chunk) for i in range(len(tensor.shape))]
+        asked = shapes.get(tensor.name)
+        if asked is None and None in axes:
+            raise _unknown(tensor)
+        known = [axis or (1, asked[i], asked[i]) for i, axis in enumerate(axes)] if asked else axes
+        low, typical, high = (tuple(column) for column in zip(*filter(None, known), strict=True))
+        yield tensor.name, ShapeRange(low, typical, high)
 
 
 def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk: int) -> Range | None:
@@ -243,97 +238,35 @@ def _rows(capacity: int, chunk: int) -> Range:
     return 1, max(capacity // 2, chunk, 1), capacity
 
 
-def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
+def _check_names(inputs: list[TensorRole], shapes: Mapping[str, Shape]) -> None:
     """Refuse shapes for inputs that do not exist, of another rank, or against a fixed dimension."""
-    shapes = {t.name: t.shape for t in inputs}
-    for kind, flag in _FLAGS.items():
-        for name, shape in _user_shapes(build, kind).items():
-            if name not in shapes:
-                raise OptionError(f"{flag} names {name!r}, which is no input of the model; inputs: {', '.join(shapes)}")
-            model = shapes[name]
-            mismatch = f"{flag} gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
-            if len(shape) != len(model):
-                raise OptionError(f"{mismatch}: give it {len(model)} dimensions")
-            for i, (asked, size) in enumerate(zip(shape, model, strict=True)):
-                if isinstance(size, int) and asked != size:
-                    raise OptionError(f"{mismatch}: dimension {i} is fixed at {size}")
+    known = {t.name: t.shape for t in inputs}
+    for name, shape in shapes.items():
+        if name not in known:
+            raise OptionError(f"--maxShapes names {name!r}, which is no input of the model; inputs: {', '.join(known)}")
+        model = known[name]
+        mismatch = f"--maxShapes gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
+        if len(shape) != len(model):
+            raise OptionError(f"{mismatch}: give it {len(model)} dimensions")
+        for i, (asked, size) in enumerate(zip(shape, model, strict=True)):
+            if isinstance(size, int) and asked != size:
+                raise OptionError(f"{mismatch}: dimension {i} is fixed at {size}")
 
 
-def _with_user_shapes(
-    tensor: TensorRole, known: list[Range | None], build: BuildOptions, limits: Limits, chunk: int
-) -> ShapeRange:
-    """Return the range of one input: the known range of each axis, narrowed by the caller's shapes."""
-    shapes = {kind: _user_shapes(build, kind).get(tensor.name) for kind in _FLAGS}
-    axes: list[Range] = []
-    for i, axis in enumerate(known):
-        asked = [None if shape is None else shape[i] for shape in shapes.values()]
-        axes.append(
-            _free_axis(tensor, i, asked) if axis is None else _known_axis(tensor, i, asked, axis, limits, chunk)
+def _unknown(tensor: TensorRole) -> OptionError:
+    sizes = zip(tensor.shape, tensor.axes, strict=True)
+    unknown = [(str(size), axis) for size, axis in sizes if axis in ("?", "encoder")]
+    names = ", ".join(size for size, _ in unknown)
+    if any(axis == "encoder" for _, axis in unknown):
+        return OptionError(
+            f"input {tensor.name!r} {_text(tensor.shape)}: the longest output of the encoder is unknown ({names}); "
+            "give the most positions with --max-encoder, such as --max-encoder 1500"
         )
-    low, typical, high = (tuple(column) for column in zip(*axes, strict=True))
-    return ShapeRange(low, typical, high)
-
-
-def _free_axis(tensor: TensorRole, index: int, asked: list[int | None]) -> Range:
-    """Return the range of an axis that only the caller determines; missing flags take the value of a given one."""
-    low, typical, high = asked
-    sizes = [s for s in (typical, high, low) if s is not None]
-    if not sizes:
-        unknown = [str(s) for s, axis in zip(tensor.shape, tensor.axes, strict=True) if axis in ("?", "encoder")]
-        if tensor.axes[index] == "encoder":
-            raise OptionError(
-                f"input {tensor.name!r} {_text(tensor.shape)}: the longest output of the encoder is unknown "
-                f"({', '.join(unknown)}); give the most positions with --max-encoder, such as --max-encoder 1500"
-            )
-        example = "x".join(str(s) if isinstance(s, int) else "1" for s in tensor.shape)
-        raise OptionError(
-            f"input {tensor.name!r} {_text(tensor.shape)}: the largest {', '.join(unknown)} is unknown; give "
-            f"its shapes with --minShapes, --optShapes and --maxShapes, as in --maxShapes {tensor.name}:{example}"
-        )
-    range_ = (low if low is not None else min(sizes), sizes[0], high if high is not None else max(sizes))
-    return _ordered(tensor, index, range_)
-
-
-def _known_axis(
-    tensor: TensorRole, index: int, asked: list[int | None], known: Range, limits: Limits, chunk: int
-) -> Range:
-    """Return the range of an axis of the decode loop, narrowed by the caller."""
-    axis = tensor.axes[index]
-    if isinstance(tensor.shape[index], int) or (
-        axis in ("sequence", "tokens", "kept") and chunk == 1 != limits.max_chunk
-    ):
-        return known  # decode takes one token per sequence; the caller's shapes are for prefill
-    low, typical, high = (k if a is None else a for a, k in zip(asked, known, strict=True))
-    if asked[1] is None:  # the default yields to the caller's bounds
-        typical = min(max(typical, low), high)
-    owner = {
-        "batch": "--max-batch", "batch+1": "--max-batch", "sequence": "--max-chunk", "tokens": "--max-chunk",
-        "encoder": "--max-encoder", "kept": "--max-logits",
-    }  # fmt: skip
-    if high > known[2] or (axis in owner and high < known[2]):
-        allowed = f"at most {known[2]} (the capacity)" if axis not in owner else f"{known[2]} (from {owner[axis]})"
-        raise OptionError(
-            f"--maxShapes gives {tensor.name!r} {high} in dimension {index} ({axis}); it must be {allowed}"
-        )
-    if low < known[0]:
-        raise OptionError(
-            f"--minShapes gives {tensor.name!r} {low} in dimension {index} ({axis}); it must be at least {known[0]}"
-        )
-    return _ordered(tensor, index, (low, typical, high))
-
-
-def _ordered(tensor: TensorRole, index: int, range_: Range) -> Range:
-    low, typical, high = range_
-    if not low <= typical <= high:
-        raise OptionError(
-            f"the shapes of {tensor.name!r} must grow from --minShapes over --optShapes to --maxShapes; "
-            f"dimension {index} is {low}, {typical}, {high}"
-        )
-    return range_
-
-
-def _user_shapes(build: BuildOptions, kind: str) -> Mapping[str, Shape]:
-    return {"min": build.min_shapes, "opt": build.opt_shapes, "max": build.max_shapes}[kind]
+    example = "x".join(str(s) if isinstance(s, int) else "1" for s in tensor.shape)
+    return OptionError(
+        f"input {tensor.name!r} {_text(tensor.shape)}: the largest {names} is unknown; give its largest shape, as in "
+        f"--maxShapes {tensor.name}:{example}"
+    )
 
 
 def _text(shape: tuple[int | str, ...]) -> str:

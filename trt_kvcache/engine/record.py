@@ -11,8 +11,8 @@ from onnx import ModelProto
 from trt_kvcache.compare.parsed import NetworkComparison, NetworkWatch, too_large
 from trt_kvcache.compare.proof import Proof
 from trt_kvcache.compare.record import Watch, record_proof
+from trt_kvcache.engine.build_process import Job
 from trt_kvcache.engine.manifest import NO_PROOF
-from trt_kvcache.engine.protocol import Job
 from trt_kvcache.errors import BuildError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.files.source import load_source

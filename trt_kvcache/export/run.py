@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trt_kvcache.arguments import as_path, as_switch, as_whole, shown
-from trt_kvcache.engine.folder import copy_texts, new_folders
+from trt_kvcache.engine.engine_folder import copy_texts, new_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
 from trt_kvcache.export.reason import failure_reason, warnings_in
@@ -25,7 +25,7 @@ from trt_kvcache.export.twins import Twin, Verdict, judge_weights
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.machine import free_memory
-from trt_kvcache.names import checkpoint_named, is_checkpoint
+from trt_kvcache.model_paths import checkpoint_named, is_checkpoint
 from trt_kvcache.progress import phase
 
 __all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "fill", "installed", "run_command"]

@@ -99,7 +99,7 @@ def analyze(
         logits_span=logits,
     )
     if see_later_tokens(model, plan):
-        plan = replace(plan, whole_prompts=True, notes=(*plan.notes, _WHOLE))
+        plan = replace(plan, prefill_in_one_step=True, notes=(*plan.notes, _WHOLE))
     return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
 
 

@@ -28,8 +28,8 @@ from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
+from trt_kvcache.messages import human_bytes
 from trt_kvcache.page import Html, table, tag
-from trt_kvcache.words import human_bytes
 
 
 class Route(str, Enum):
@@ -307,7 +307,7 @@ class CachePlan:
         states: state that is no attention cache.
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
         stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
-        whole_prompts: tokens of one step depend on each other, so that a prompt must come in one step.
+        prefill_in_one_step: tokens of one step depend on each other, so that a prompt must come in one step.
         adapters: what adapters (LoRA) change; None: the model takes none.
         weights: bytes that a step of one token reads of them: a table that is looked up, such as that of embeddings,
             counts with the rows that a token takes. 0: not counted.
@@ -328,7 +328,7 @@ class CachePlan:
     states: tuple[StateUpdate, ...] = ()
     logits_span: LogitsSpan | None = None
     stacks: tuple[Stack, ...] = ()
-    whole_prompts: bool = False
+    prefill_in_one_step: bool = False
     adapters: AdapterPlan | None = None
     weights: int = 0
     schema_version: int = field(default=1)

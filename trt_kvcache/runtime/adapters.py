@@ -22,8 +22,6 @@ from trt_kvcache.lora import FUSED, LoraFolder, LoraModule, list_names, module_k
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.runner import Array, Runner
 
-__all__ = ["Adapter", "AdapterSlots", "Adapters"]
-
 
 @dataclass(frozen=True, eq=False)
 class Adapter:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.importer.plan import CachePlan, Dim
-from trt_kvcache.runtime.inputs import array_dtype, carried_caches
-
-__all__ = ["Carried", "carried_buffers"]
+from trt_kvcache.runtime.step_inputs import carried_caches
 
 
 @dataclass(frozen=True)

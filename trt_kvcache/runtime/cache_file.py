@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,18 @@ from safetensors.numpy import save_file
 
 from trt_kvcache.arguments import as_path
 from trt_kvcache.dtypes import array_dtype
-from trt_kvcache.errors import CacheFileError, OutputError, PromptError
+from trt_kvcache.errors import CacheFileError, OutputError, PromptError, SlotError
 from trt_kvcache.files import check_output, open_regular, publish, sync, temporary_file
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapters
 from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import embedded_input
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
-from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.token_inputs import Embeds, Positions
-from trt_kvcache.runtime.tokens import read_ids
-
-__all__ = ["SavedSlots", "open_slots", "save_slots"]
+from trt_kvcache.runtime.token_ids import read_ids
+from trt_kvcache.runtime.token_inputs import Embeds, PositionInput, Positions
 
 _FORMAT = "trt_kvcache.cache.1"
 _EXTENDED_FORMAT = "trt_kvcache.cache.2"
@@ -162,6 +160,31 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
             raise OutputError(f"{final}: cannot be written: {error}") from error
         publish([(temporary, final)])
     return digest
+
+
+def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, adapters: Adapters) -> dict[int, int]:
+    """Load all slots of a file into new slots; return these by the former names. See `KVCache.load`."""
+    with open_slots(path, runner, adapters) as saved:
+        if len(saved.slots) > rows.free:
+            raise SlotError(
+                f"{path} holds {len(saved.slots)} sequence(s), and there is room for {rows.free} of "
+                f"{rows.max_sequences or rows.count}; remove sequences first, or open the session with a larger "
+                "max_batch or max_sequences"
+            )
+        names: dict[int, int] = {}
+        try:
+            for old, slot in saved.slots.items():
+                names[old] = rows.take(constants=slot.constants, adapter=slot.adapter)
+                entry = rows.with_row(names[old])
+                rows.touch(entry.row, slot.written)
+                saved.read(old, entry.row)
+                rows.put(names[old], replace(slot.copy(entry.row), used=entry.used))
+            saved.check()
+        except BaseException:
+            for name in names.values():
+                rows.drop(name)
+            raise
+        return names
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:

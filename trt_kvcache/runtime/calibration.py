@@ -13,9 +13,7 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.requests import Prompt
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.tokens import read_ids
-
-__all__ = ["calibrate_caches"]
+from trt_kvcache.runtime.token_ids import read_ids
 
 _OPTIONS = PlanOptions()
 

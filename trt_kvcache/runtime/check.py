@@ -102,7 +102,7 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     """
     from trt_kvcache.runtime.trt.cuda import Cuda, cuda_bindings
     from trt_kvcache.runtime.trt.load import load_tensorrt
-    from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+    from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
     manifest = load_manifest(engine)
     proof = load_proof(manifest, engine)

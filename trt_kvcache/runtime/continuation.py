@@ -11,13 +11,11 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
 from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
 from trt_kvcache.runtime.runner import Logits
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
-
-__all__ = ["Continuation"]
 
 Tokens = npt.NDArray[np.int64]
 

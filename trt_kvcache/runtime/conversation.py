@@ -8,10 +8,8 @@ from typing import Any
 
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
-
-__all__ = ["Conversation"]
 
 
 class Conversation:
@@ -108,7 +106,7 @@ class Conversation:
         cache = self._session.cache
         if self._slot not in cache:
             return 0
-        if self._session.plan.whole_prompts:  # the whole conversation is one prompt
+        if self._session.plan.prefill_in_one_step:  # the whole conversation is one prompt
             self._free()
             return 0
         cached = cache.tokens(self._slot)

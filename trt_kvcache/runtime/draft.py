@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
-from typing import Any
 
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import UpdateMode
-from trt_kvcache.names import engine_in, is_model
-from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.model_paths import engine_in, is_model
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
-from trt_kvcache.runtime.embedding_files import find_embeddings
-from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, open_embeddings
+from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
-from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.limits import SequenceLimits
 from trt_kvcache.runtime.loop import DecodeLoop, Outcomes, as_outcome
-from trt_kvcache.runtime.open import open_runner
+from trt_kvcache.runtime.open import RunnerOptions, open_runner
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.tokens import common_length
-
-__all__ = ["DraftModel", "open_draft"]
+from trt_kvcache.runtime.session_options import CpuOptions
+from trt_kvcache.runtime.step_inputs import carried_caches
+from trt_kvcache.runtime.token_ids import common_length
 
 
 class DraftModel:
@@ -50,7 +47,7 @@ class DraftModel:
                 f"the draft cannot take back tokens that were rejected: '{name}' keeps no earlier state; use another "
                 "draft, or plan it with linear caches"
             )
-        if plan.whole_prompts:
+        if plan.prefill_in_one_step:
             raise OptionError(
                 "the draft cannot take back tokens that were rejected: tokens of one step see later ones in it; use "
                 "another draft"
@@ -60,7 +57,7 @@ class DraftModel:
                 f"the draft reads '{constants[0].name}' beside the text, which only its own encoder makes; use a draft "
                 "that reads tokens alone"
             )
-        self._cache = KVCache(runner)
+        self._cache = CacheRows(runner)
         opened = open_embeddings(embeddings, plan, runner.vocab)
         # the model waits for all guesses anyway
         self._loop = DecodeLoop(runner, self._cache, opened, prefill_budget=sys.maxsize)
@@ -103,12 +100,10 @@ class DraftModel:
             while self._loop.slots:
                 self._cache.compact()
                 self._loop.step()
-        except BaseException as error:  # an interrupt, too: it leaves slots in an unknown state
-            for name in self._cache.slots:
+        except Exception as error:  # noqa: BLE001 - the slots are in an unknown state
+            for name in [*self._cache.slots]:
                 self._release(name)
             self._slots.clear()
-            if not isinstance(error, Exception):
-                raise
             outcomes[:] = [(slot, as_outcome(error)) for slot in asked]
         names = {name: slot for slot, name in self._slots.items()}
         for name, outcome in outcomes:
@@ -134,7 +129,7 @@ class DraftModel:
                 if not others:
                     return  # the draft has fewer rows than the model: no guesses for this sequence now
                 self._release(self._slots.pop(others[0]))
-            self._slots[slot] = self._cache.acquire()
+            self._slots[slot] = self._cache.take()
         name = self._slots[slot] = self._slots.pop(slot)
         text: list[int] = continuation.tokens.tolist()
         entry = self._cache.slot(name)
@@ -144,7 +139,7 @@ class DraftModel:
         free_tokens = self._cache.limits.free_tokens(after)
         if free_tokens is not None and free_tokens < 0:
             continuation.speculation.impossible = (
-                f"the draft holds {self._cache.capacity} tokens; use one with more capacity"
+                f"the draft holds {self._cache.limits.capacity} tokens; use one with more capacity"
             )
             return
         self._loop.add(name, after, continuation.guesser(count), outcomes, keep_slot=True)
@@ -153,8 +148,7 @@ class DraftModel:
         """Release a slot of the draft."""
         if name in self._loop.slots:
             self._loop.remove(name)
-        if name in self._cache:
-            self._cache.release(name)
+        self._cache.drop(name)
 
 
 def check_target(runner: Runner) -> None:
@@ -171,13 +165,12 @@ def check_target(runner: Runner) -> None:
         raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
 
 
-def open_draft(path: Path, runner: Runner, check: str, options: Mapping[str, Any]) -> DraftModel:
+def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
     """Open a model or an engine as draft. If it leaves the capacity open, it takes the model's.
 
     Args:
         path: path of the draft.
         runner: runner of the model.
-        check: when to check an engine's proof, see `open_runner`.
         options: options of the model's runner; the draft takes those about the machine.
 
     Raises:
@@ -185,11 +178,12 @@ def open_draft(path: Path, runner: Runner, check: str, options: Mapping[str, Any
     """
     check_target(runner)
     path = engine_in(path)
-    shared: Sequence[str] = ("threads",) if is_model(path) else ("gpu", "cuda_graphs", "kernel_cache", "bindings")
-    settings = {name: options[name] for name in shared if options.get(name) is not None}
     if is_model(path):
-        settings["max_batch"] = runner.max_batch
-    opened = open_runner(path, "auto", settings, check, default_capacity=SequenceLimits(runner).capacity)
+        threads = None if options.cpu is None else options.cpu.threads
+        cpu = CpuOptions(threads, SequenceLimits(runner).capacity)
+        opened = open_runner(path, RunnerOptions(max_batch=runner.max_batch, cpu=cpu))
+    else:
+        opened = open_runner(path, RunnerOptions(check=options.check, gpu=options.gpu))
     try:
         embeddings = find_embeddings(path) if embedded_input(opened.plan) is not None else None
         draft = DraftModel(opened, embeddings)

@@ -7,8 +7,6 @@ from enum import Enum
 
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
 
-__all__ = ["FinishReason", "TokenEvent"]
-
 
 class FinishReason(str, Enum):
     """Why a sequence ended."""

@@ -15,11 +15,9 @@ from dataclasses import replace
 import numpy as np
 
 from trt_kvcache.runtime.buffers import carried_buffers
-from trt_kvcache.runtime.generation.masks import Mask, Masks, all_tokens
-from trt_kvcache.runtime.inputs import StepInputs
+from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
-
-__all__ = ["asked_logits", "whole_step"]
+from trt_kvcache.runtime.step_inputs import StepInputs
 
 
 @contextmanager

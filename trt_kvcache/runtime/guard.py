@@ -8,29 +8,29 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from trt_kvcache.errors import SessionError
-
-__all__ = ["Guard"]
+from trt_kvcache.native import HeldSignals
 
 
 class Guard:
-    """Use ``with guard.lock, guard.open:`` to read a session, and ``guard.idle`` instead of ``open`` to change it.
+    """Use ``with guard.lock, guard.open:`` to read a session, and ``with guard.lock, guard.idle:`` to change it.
 
-    The lock is a separate context manager, because Ctrl-C can interrupt any line of Python: an ``__enter__`` or
-    ``__exit__`` in Python that takes or releases the lock could leave it locked, and all other threads would wait for
-    ever. The lock's own methods are not Python code.
+    While a session changes, Ctrl-C waits for the end of the block: an exception between two lines would leave half of a
+    change. The lock is a separate context manager, because its own methods are not Python code, which Ctrl-C can
+    interrupt at any line.
 
     Attributes:
         open: refuses calls after the session is closed.
-        idle: refuses these, and calls from within a step.
+        idle: refuses these, and calls from within a step; within the block signals wait.
         stepping: locked while a step runs.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._signals = HeldSignals()
         self.stepping = threading.Lock()
-        self.open = _Entry()
-        self.idle = _Entry(self.stepping)
+        self.open = _Open()
+        self.idle = _Idle(self.open, self.stepping, self._signals)
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
@@ -52,6 +52,10 @@ class Guard:
         """True in a fork of the process that opened the session."""
         return os.getpid() != self._process
 
+    def pause(self) -> None:
+        """Let a signal that waits be handled now, between two steps of a long change; its handler may raise."""
+        self._signals.deliver()
+
     def close(self) -> None:
         """Refuse all later calls. The caller holds the lock.
 
@@ -60,31 +64,48 @@ class Guard:
         """
         if not self.open.closed:
             with self.idle:
-                self.open.closed = self.idle.closed = True
+                self.open.closed = True
 
 
-class _Entry:
-    """Refuses calls once it is closed, and calls from within a step if `stepping` is given.
+class _Open:
+    """Refuses calls once it is closed."""
 
-    Args:
-        stepping: locked while a step runs, by a thread that holds the session's lock: another call that holds this lock
-            must come from within the step.
-    """
-
-    def __init__(self, stepping: threading.Lock | None = None) -> None:
+    def __init__(self) -> None:
         self.closed = False
-        self._stepping = stepping
 
     def __enter__(self) -> None:
         if self.closed:
             raise SessionError("the session is closed; open the model again")
-        if self._stepping is not None and self._stepping.locked():
-            raise SessionError(
-                "the session is in the middle of a step; what this calls, such as a logits_processor or a tokenizer, "
-                "must not change the session, ask its encoder or copy what that left on the GPU: do so between steps"
-            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
+
+
+class _Idle:
+    """Refuses calls once the session is closed, and calls from within a step; within the block signals wait.
+
+    Args:
+        open_: tells whether the session is closed.
+        stepping: locked while a step runs, by a thread that holds the session's lock: another call that holds this lock
+            must come from within the step.
+        signals: the waiting signals.
+    """
+
+    def __init__(self, open_: _Open, stepping: threading.Lock, signals: HeldSignals) -> None:
+        self._open, self._stepping, self._signals = open_, stepping, signals
+
+    def __enter__(self) -> None:
+        self._open.__enter__()
+        if self._stepping.locked():
+            raise SessionError(
+                "the session is in the middle of a step; what this calls, such as a logits_processor or a tokenizer, "
+                "must not change the session, ask its encoder or copy what that left on the GPU: do so between steps"
+            )
+        self._signals.hold()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._signals.release()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.importer.plan import UpdateMode
-from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
-
-__all__ = ["SequenceLimits", "largest_update"]
+from trt_kvcache.runtime.step_inputs import carried_caches, linear_capacity
 
 
 def largest_update(runner: Runner, length: int) -> int:
@@ -57,7 +55,7 @@ class SequenceLimits:
                 fewer.
         """
         free_tokens, count = self.free_tokens(slot), len(slot.tokens)
-        if self._runner.plan.whole_prompts and slot.pending > (most := largest_update(self._runner, slot.length)):
+        if self._runner.plan.prefill_in_one_step and slot.pending > (most := largest_update(self._runner, slot.length)):
             raise CapacityError(
                 f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, so "
                 f"that they have to come in one step, which takes at most {most} here; shorten it, or allow more "

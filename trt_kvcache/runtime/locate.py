@@ -27,9 +27,9 @@ from trt_kvcache.importer import import_model
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.check import CheckReport, load_proof
-from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.replay import replay, rows_needed
 from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
 
 __all__ = ["with_layer"]
 
@@ -52,7 +52,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
         ManifestError: the engine was built from another model.
         BuildError, BackendError: TensorRT refuses the new engine.
     """
-    from trt_kvcache.runtime.trt.runner import TensorRTRunner
+    from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
     manifest = load_manifest(engine)
     proof = load_proof(manifest, engine)

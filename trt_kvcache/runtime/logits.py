@@ -5,10 +5,8 @@ from __future__ import annotations
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.runtime.axes import named_axes
+from trt_kvcache.input_values import named_axes
 from trt_kvcache.runtime.runner import Array, StepBatch
-
-__all__ = ["StepLogits"]
 
 
 class StepLogits:

@@ -9,8 +9,7 @@ tokens of a step, so that a long prompt does not stall the others.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -21,22 +20,21 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import CapacityError, SessionError, TrtKvCacheError
 from trt_kvcache.runtime.adapters import AdapterSlots
-from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import Embeddings, embed_step
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
-from trt_kvcache.runtime.inputs import StepInputs
+from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.step_inputs import StepInputs
 from trt_kvcache.runtime.token_inputs import stack_positions
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.draft import DraftModel
 
-__all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run", "as_outcome"]
 
 ASSISTED = 4
 """Tokens that a draft model guesses at a time by default."""
@@ -97,23 +95,27 @@ class DecodeLoop:
 
     Args:
         runner: executes the steps.
-        cache: the cache of this runner.
+        rows: the sequences in the caches of this runner.
+        embeddings: embeddings of token ids; None for models that take the ids.
+        draft: guesses tokens.
+        prefill_budget: most prompt tokens in a step in which other sequences decode.
+        pause: called between two steps of a long `update`; it may raise.
     """
 
     def __init__(
         self,
         runner: Runner,
-        cache: KVCache,
+        rows: CacheRows,
         embeddings: Embeddings | None = None,
         draft: DraftModel | None = None,
         prefill_budget: int | None = None,
+        pause: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner, self._draft = runner, draft
         self._embeddings = embeddings
-        self._cache, self._adapters = cache, AdapterSlots(runner)
+        self._cache, self._adapters, self._pause = rows, AdapterSlots(runner), pause
         self._runs: dict[int, Run] = {}
         self._turns: dict[Hashable, int] = {}  # by client: when it came, or last got a row
-        self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written; the next token is not chosen yet
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
         self._max_logits = runner.max_logits or runner.max_chunk
@@ -141,33 +143,18 @@ class DecodeLoop:
         if entry.row >= 0 or client not in self._turns:
             self._turns[client] = self._now()
         self._runs[slot] = Run(slot, continuation, keep_slot, outcomes, client)
-        # last, and all at once: an interrupt leaves the slot as it was
         self._cache.put(slot, replace(entry, running=True))
-
-    def withdraw(self, slot: int, continuation: Continuation, tokens: int) -> None:
-        """Undo `add` for a slot that existed before: stop it; if no step ran, keep only its first `tokens` tokens."""
-        run = self._runs.get(slot)
-        if run is None or run.continuation is not continuation:
-            return
-        self.remove(slot)
-        entry = self._cache.slot(slot)
-        if entry.length <= tokens:
-            self._cache.put(slot, entry.truncated(tokens))
 
     def remove(self, slot: int) -> Run:
         """Stop continuing a slot, and return its run. The slot itself stays."""
-        run = self._runs[slot]
-        self._runs[slot] = replace(run, keep_slot=True)  # in case an interrupt leaves the rest to the next step
-        if slot in self._cache:  # else an interrupt came within `_finish`
-            self._cache.slot(slot).running = False
-        del self._runs[slot]
-        return run
+        self._cache.slot(slot).running = False
+        return self._runs.pop(slot)
 
     def give_row(self) -> None:
         """Give free rows to waiting sequences: each to the client that has waited longest since its last row."""
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
-        waiting = [run for run in self._runs.values() if run.slot in self._cache and self._cache.slot(run.slot).row < 0]
+        waiting = [run for run in self._runs.values() if self._cache.slot(run.slot).row < 0]
         while waiting:
             run = min(waiting, key=lambda run: self._turns[run.client])
             waiting.remove(run)
@@ -186,13 +173,8 @@ class DecodeLoop:
         If no sequence decodes, every prompt advances by as much as fits into a step of the runner. A compact cache
         needs the fewest steps of the runner.
 
-        A sequence that fails ends with its error; the others continue. After an interrupt, such as Ctrl-C, the next
-        step continues where the interrupt came; a sequence whose state is unclear ends.
+        A sequence that fails ends with its error; the others continue.
         """
-        self._choose_all()
-        for run in [run for run in self._runs.values() if self._is_told(run)]:
-            self._finish(run.slot)
-        self._abort_interrupted([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         seated = self._with_adapters()
         for run in seated:
             if not self._cache.slot(run.slot).length:
@@ -216,8 +198,12 @@ class DecodeLoop:
                 elif piece.slot in self._runs:
                     self._fail(piece.slot, error)
             return
-        self._unchosen.extend((p, scores[len(scores) - p.keep :]) for p, scores in zip(group, logits, strict=True))
-        self._choose_all()
+        interrupt: BaseException | None = None
+        for piece, scores in zip(group, logits, strict=True):
+            if piece.keep:
+                interrupt = self._choose(piece, scores[len(scores) - piece.keep :]) or interrupt
+        if interrupt is not None:  # such as a KeyboardInterrupt of a caller's processor
+            raise interrupt
 
     @contextmanager
     def _alone(self, slot: int) -> Iterator[None]:
@@ -249,14 +235,16 @@ class DecodeLoop:
         try:
             for name, more in tokens.items():
                 self._cache.put(name, more.after(self._cache.slot(name)))
-            names, rows = list(tokens), self._cache.rows
+            names, rows = list(tokens), self._cache.count
             for together in (names[at : at + rows] for at in range(0, len(names), rows)):
-                self._cache.seat_together(together)
+                for name in together:
+                    self._cache.with_row(name, together)
                 self._cache.compact()
                 for name in together:
                     self._cache.recall(name, keep)
                 while pieces := [self._piece(name, keep) for name in together if self._cache.slot(name).pending]:
                     for group in self._groups(pieces):
+                        self._pause()
                         for piece, scores in zip(group, self._write(group, self._batch(group)), strict=True):
                             logits[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
             for name in tokens:
@@ -315,7 +303,7 @@ class DecodeLoop:
         prompts.sort(key=lambda slot: self._cache.slot(slot).used)
         rows = [self._cache.slot(slot).row for slot in decoding]
         between = [slot for slot in prompts if min(rows) < self._cache.slot(slot).row < max(rows)]
-        whole = self._runner.plan.whole_prompts
+        whole = self._runner.plan.prefill_in_one_step
         yield from self._groups([*([] if whole else self._pieces(between, most=1)), *last])
         left = self._budget
         for slot in prompts:
@@ -343,7 +331,7 @@ class DecodeLoop:
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
         wanted = max(0, count - unwanted)
-        if self._runner.plan.whole_prompts and count < slot.pending:
+        if self._runner.plan.prefill_in_one_step and count < slot.pending:
             raise CapacityError(
                 f"slot {name} has {slot.pending} tokens to write in one step, since they see each other in this model, "
                 f"and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"
@@ -427,58 +415,46 @@ class DecodeLoop:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
         try:
             logits = self._runner.step(batch)
-            for piece in group:
-                self._cache.note_written(piece.slot, piece.waiting, piece.guesses)
         except BaseException as error:
             # Caches may be written again. State may already be the new one, unless the runner reports a failure.
             if self._runner.plan.states and not isinstance(error, TrtKvCacheError):
                 for piece in group:
                     if piece.slot in self._runs:
                         self._fail(piece.slot, error)
-                self._cache.give_back([piece.slot for piece in group])
+                    self._cache.drop(piece.slot)
             raise
+        for piece in group:
+            self._cache.note_written(piece.slot, piece.waiting, piece.guesses)
         return logits
 
-    def _choose_all(self) -> None:
-        """Choose tokens for all sequences with new scores. After an interrupt, the next step chooses for the rest."""
-        while self._unchosen:
-            piece, scores = self._unchosen.popleft()
-            if not piece.keep or piece.slot not in self._runs:  # it was removed since
-                continue
-            try:
-                self._choose(piece, scores)
-            except BaseException:
-                # Copies: the runner may write the next scores to the same place.
-                self._unchosen = deque((waiting, known.copy()) for waiting, known in self._unchosen)
-                raise
+    def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
+        """Choose the next token, or the correct tokens of a draft and one more; drop the rest of the draft.
 
-    def _choose(self, piece: _Piece, logits: Logits) -> None:
-        """Choose the next token, or the correct tokens of a draft and one more; drop the rest of the draft."""
+        An error ends the sequence. Return the error if it is no `Exception`.
+        """
         run, slot = self._runs[piece.slot], piece.slot
-        told, events = len(run.outcomes), run.continuation.verify(piece.tokens[piece.waiting :], logits)
+        told, failure = len(run.outcomes), None
+        token, free_tokens, known = -1, None, True
         try:
-            for event in events:
+            for event in run.continuation.verify(piece.tokens[piece.waiting :], logits):
                 run.outcomes.append((slot, event))
+        except BaseException as error:  # noqa: BLE001 - what was chosen before is told, and in the slot
+            failure = error
+        try:
             token = self._note_told(piece, run.outcomes[told:])
             self._cache.remember(slot)
-            free_tokens, known = self._cache.free_tokens(slot), self._has_embedding(token)
-        except BaseException as error:
-            if not self._cache.slot(slot).pending:  # the slot has exactly the tokens that were told
-                with suppress(Exception):  # rows that cannot be zeroed now are zeroed before reuse
-                    self._note_told(piece, run.outcomes[told:])
-            if any(isinstance(e, TokenEvent) and e.finish_reason is not None for _, e in run.outcomes[told:]):
-                self._finish(slot)
-            else:
-                self._fail(slot, error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        if run.continuation.finish_reason is not None:
+            free_tokens, known = self._cache.free_tokens(slot), failure is not None or self._has_embedding(token)
+        except Exception as error:  # noqa: BLE001 - of this sequence alone
+            failure = failure or error
+        if run.continuation.finish_reason is not None and any(_ends(outcome) for _, outcome in run.outcomes[told:]):
             self._finish(slot)
+        elif failure is not None:
+            self._fail(slot, failure)
         elif free_tokens is not None and free_tokens < 0:
             self._end(slot, self.last(run, FinishReason.CAPACITY))
         elif not known:
             self._end(slot, _without_embedding(token))
+        return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
         """Append the tokens in `outcomes` to the slot: correct guesses and the last token. Return the last token."""
@@ -497,11 +473,6 @@ class DecodeLoop:
     def _has_embedding(self, token: int) -> bool:
         return self._embeddings is None or self._embeddings.missing([token]) is None
 
-    def _is_told(self, run: Run) -> bool:
-        """Return True if an interrupt came between the last outcome of a sequence and its end."""
-        ended = run.slot not in self._cache or not self._cache.slot(run.slot).running
-        return ended or run.continuation.finish_reason is not None
-
     def _fail(self, slot: int, error: BaseException) -> None:
         """End a sequence with an error."""
         self._end(slot, as_outcome(error))
@@ -511,17 +482,13 @@ class DecodeLoop:
         self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """End a sequence that has its last outcome. If an interrupt prevents that, the next step does it."""
-        if slot in self._cache:
-            self._cache.slot(slot).running = False
-            if not self._runs[slot].keep_slot:
-                self._cache.release(slot)
-        del self._runs[slot]
+        """End a sequence that has its last outcome."""
+        if not self.remove(slot).keep_slot:
+            self._cache.drop(slot)
 
-    def _abort_interrupted(self, slots: Iterable[int]) -> None:
-        """End sequences that an interrupt left without a token to write: the model's scores are lost."""
-        for slot in slots:
-            self._end(slot, SessionError("the step of the sequence was interrupted; start it again"))
+
+def _ends(outcome: Outcome) -> bool:
+    return isinstance(outcome, TokenEvent) and outcome.finish_reason is not None
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:

@@ -15,8 +15,6 @@ from trt_kvcache.runtime.runner import Array, Runner
 if TYPE_CHECKING:
     from trt_kvcache.runtime.slot import Slot
 
-__all__ = ["FileRows", "HostRows", "Offloaded"]
-
 
 class Offloaded(Protocol):
     """The contents of one sequence's cache rows."""

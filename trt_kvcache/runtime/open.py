@@ -2,79 +2,86 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trt_kvcache.arguments import as_options, as_path, shown
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.names import engine_in, is_model
-from trt_kvcache.runtime.beside import find_tokenizer
+from trt_kvcache.model_paths import engine_in, is_model
 from trt_kvcache.runtime.runner import Runner
-
-__all__ = ["open_runner", "open_tokenizer"]
+from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions
+from trt_kvcache.runtime.sidecar import find_tokenizer
 
 CHECKS = ("first", "always", "off")
 _DEVICES = ("auto", "cpu", "cuda")
 
 
-def open_runner(
-    path: str | os.PathLike[str],
-    device: str,
-    options: Mapping[str, Any],
-    check: str = "first",
-    *,
-    default_capacity: int | None = None,
-) -> Runner:
+@dataclass(frozen=True)
+class RunnerOptions:
+    """Options of a runner; see `DecodeSession.open`."""
+
+    device: str = "auto"
+    check: str = "first"
+    max_batch: int | None = None
+    max_chunk: int | None = None
+    capacity: int | None = None
+    plan_options: PlanOptions | None = None
+    cpu: CpuOptions | None = None
+    gpu: GpuOptions | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("check", CHECKS), ("device", _DEVICES)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise OptionError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+        for name, kind in (("plan_options", PlanOptions), ("cpu", CpuOptions), ("gpu", GpuOptions)):
+            if getattr(self, name) is not None:
+                as_options(getattr(self, name), kind, name)
+
+
+def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
     """Open an ``.onnx`` file or its folder with ONNX Runtime; an engine or its folder on a GPU.
 
-    Args:
-        path: path of the file.
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        options: options of the runner; the runner chooses options that are None.
-        check: when to compare an engine with its proof: ``"first"``, ``"always"`` or ``"off"``; see
-            `trt_kvcache.runtime.check`.
-        default_capacity: capacity of caches that grow, if the options have no ``capacity``; None: the importer's
-            default.
-
     Raises:
-        OptionError: the file cannot run on that device, or the runner has no such option.
+        OptionError: the file cannot run on that device, or the options are for the other one.
         VerificationError: the engine's results on this GPU differ from its proof.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
-    if not isinstance(check, str) or check not in CHECKS:
-        raise OptionError(f"check is {shown(check)}; it must be one of {', '.join(CHECKS)}")
-    if not isinstance(device, str) or device not in _DEVICES:
-        raise OptionError(f"device is {shown(device)}; it must be one of {', '.join(_DEVICES)}")
-    path = as_path(path, "path")
-    path = engine_in(path)
+    path = engine_in(as_path(path, "path"))
     model = is_model(path)
-    if model and device == "cuda":
+    if model and options.device == "cuda":
         raise OptionError(
             f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"
         )
-    if not model and device == "cpu":
+    if not model and options.device == "cpu":
         raise OptionError(f"{path} is taken for an engine, and the CPU runs models; open the .onnx file instead")
-    settings = {name: value for name, value in options.items() if value is not None}
+    foreign = ("gpu",) if model else ("cpu", "capacity", "plan_options")
+    if given := [name for name in foreign if getattr(options, name) is not None]:
+        kind, other = ("a model", "engines") if model else ("taken for an engine", "models")
+        raise OptionError(f"{given[0]} is for {other}, and {path} is {kind}; leave it out")
     if model:
-        from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+        from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 
-        _check(OnnxRuntimeRunner, settings, {"options": "plan_options"}, "a model on the CPU", ("capacity",))
-        plan_options = as_options(settings.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
-        if "capacity" in settings:
-            plan_options = replace(plan_options, capacity=settings.pop("capacity"))
-        return OnnxRuntimeRunner(path, plan_options, default_capacity=default_capacity, **settings)
+        plan_options, cpu = options.plan_options or PlanOptions(), options.cpu or CpuOptions()
+        if options.capacity is not None:
+            plan_options = replace(plan_options, capacity=options.capacity)
+        return OnnxRuntimeRunner(
+            path, plan_options, max_batch=options.max_batch, max_chunk=options.max_chunk, threads=cpu.threads,
+            default_capacity=cpu.default_capacity,
+        )  # fmt: skip
     from trt_kvcache.runtime.check import prove
-    from trt_kvcache.runtime.trt.runner import TensorRTRunner
+    from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
-    _check(TensorRTRunner, settings, {"device": "gpu"}, "an engine on a GPU")
-    if "gpu" in settings:
-        settings["device"] = settings.pop("gpu")
-    prove(path, check, settings)
+    gpu = options.gpu or GpuOptions()
+    settings: dict[str, Any] = {
+        "max_batch": options.max_batch, "max_chunk": options.max_chunk, "device": gpu.index,
+        "cuda_graphs": gpu.cuda_graphs, "kernel_cache": gpu.kernel_cache, "bindings": gpu.bindings,
+    }  # fmt: skip
+    settings = {name: value for name, value in settings.items() if value is not None}
+    prove(path, options.check, settings)
     return TensorRTRunner(path, **settings)
 
 
@@ -90,12 +97,3 @@ def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
     return Tokenizer.load(as_path(tokenizer, "tokenizer"))
-
-
-def _check(
-    runner: type, settings: Mapping[str, Any], renamed: Mapping[str, str], what: str, more: Sequence[str] = ()
-) -> None:
-    known = [*more, *(renamed.get(name, name) for name in list(inspect.signature(runner).parameters)[1:])]
-    for name in settings:
-        if name not in known:
-            raise OptionError(f"{name!r} is no option of {what}; options are {', '.join(known)}")

@@ -16,10 +16,8 @@ from trt_kvcache.importer.plan import CachePlan, UpdateMode
 from trt_kvcache.machine import free_memory
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
-from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.runner import HostBytes, Runner
-
-__all__ = ["BLOCK", "PrefixCache", "PrefixStats"]
+from trt_kvcache.runtime.step_inputs import carried_caches
 
 BLOCK = 32
 """Tokens whose rows are stored, found and dropped together."""
@@ -164,7 +162,7 @@ def _check(plan: CachePlan) -> None:
         why = f"the model keeps state ('{plan.states[0].past}'), which is known after the last token alone"
     elif ring is not None:
         why = f"circular cache '{ring.past}' holds the last {ring.capacity} tokens of a text, and not its beginning"
-    elif plan.whole_prompts:
+    elif plan.prefill_in_one_step:
         why = "tokens of one step see later ones, so that a row depends on what follows it"
     elif constants:
         why = f"each row depends on what the text was given beside its tokens ('{constants[0].name}')"

@@ -25,9 +25,9 @@ from trt_kvcache.importer.steps.contents import all_contents, find_caches, find_
 from trt_kvcache.importer.steps.inputs import draw_constants
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
-from trt_kvcache.runtime.inputs import linear_capacity
-from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner, StepBatch
+from trt_kvcache.runtime.step_inputs import linear_capacity
+from trt_kvcache.runtime.token_inputs import PositionInput
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT
 
 __all__ = ["Difference", "Finding", "Replay", "SessionSteps", "Watch", "replay", "rows_needed"]

@@ -13,31 +13,16 @@ from trt_kvcache.arguments import as_list, is_whole, shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
-from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
-from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.token_inputs import Array
-from trt_kvcache.runtime.tokens import read_ids
-
-__all__ = [
-    "ConstantValues",
-    "ConstantsAll",
-    "EmbedsAll",
-    "Generation",
-    "PositionsAll",
-    "Prompt",
-    "PromptReader",
-    "ReadPrompt",
-    "check_config",
-    "for_each",
-    "is_one",
-]
+from trt_kvcache.runtime.token_ids import read_ids
+from trt_kvcache.runtime.token_inputs import Array, PositionInput
 
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A prompt: token ids, or a text if the session has a tokenizer."""
@@ -117,16 +102,17 @@ class PromptReader:
 
     Args:
         runner: runner of the model.
-        cache: the cache of this runner.
+        rows: the sequences in the caches of this runner.
         embeddings: embeddings of token ids; None for models that take the ids.
         tokenizer: tokenizer for texts, or None.
         why: why there is no tokenizer.
     """
 
     def __init__(
-        self, runner: Runner, cache: KVCache, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
+        self, runner: Runner, rows: CacheRows, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
     ) -> None:
-        self._vocab, self._cache, self._tokenizer, self._why = runner.vocab, cache, tokenizer, why
+        self._vocab, self._rows, self._tokenizer, self._why = runner.vocab, rows, tokenizer, why
+        self._constants = ConstantInputs(runner.plan, runner.home)
         self._embeddings = embeddings
         self._tensor = embedded_input(runner.plan)
         self._positions = PositionInput(runner.plan)
@@ -162,11 +148,11 @@ class PromptReader:
             if not prompt.tokens:
                 raise PromptError(f"prompt {i} is empty; it needs at least one token")
             self.after(Slot(-1), prompt, f"prompt {i}")
-        beside = [self._cache.read_constants(v) for v in for_each(checked, constants, "constants", "a mapping")]
+        beside = [self._constants.read(v) for v in for_each(checked, constants, "constants", "a mapping")]
         return [replace(prompt, constants=v) for prompt, v in zip(checked, beside, strict=True)]
 
     def read_added(
-        self, slot: int | None, prompt: Prompt, inputs_embeds: Any, positions: Any
+        self, slot: int | None, prompt: Prompt, constants: Any, inputs_embeds: Any, positions: Any
     ) -> tuple[ReadPrompt, Slot]:
         """Read a prompt that is appended to a slot (None: a new slot). Return it, and the slot's contents with it.
 
@@ -175,10 +161,12 @@ class PromptReader:
             CapacityError: see `after`.
             SlotError: the slot is not in use, or runs.
         """
-        entry = Slot(-1) if slot is None else self._cache.idle(slot)
+        entry = Slot(-1) if slot is None else self._rows.idle(slot)
         new = self.read(prompt, inputs_embeds, positions)
         if not new.tokens and not entry.pending:
             raise PromptError("the prompt is empty; it needs at least one token")
+        if slot is None:
+            new = replace(new, constants=self._constants.read(constants))
         return new, self.after(entry, new, "the prompt" if slot is None else f"slot {slot} with the prompt")
 
     def read_updates(
@@ -198,7 +186,7 @@ class PromptReader:
             raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
         checked = {}
         for slot, ids in tokens.items():
-            entry = self._cache.idle(slot)
+            entry = self._rows.idle(slot)
             checked[slot] = self.read(ids, inputs_embeds.get(slot), positions.get(slot))
             if not checked[slot].tokens and not entry.pending:
                 raise PromptError(f"slot {slot}: no tokens to write; give at least one")
@@ -212,7 +200,7 @@ class PromptReader:
             CapacityError: they do not fit.
         """
         after = prompt.after(entry)
-        self._cache.limits.check(after, what)
+        self._rows.limits.check(after, what)
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
@@ -313,7 +301,7 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
             f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "
             f"('{plan.states[0].past}') that every step replaces for good; generate without it"
         )
-    if config.prompt_lookup_num_tokens and plan.whole_prompts:
+    if config.prompt_lookup_num_tokens and plan.prefill_in_one_step:
         raise OptionError(
             "prompt_lookup_num_tokens guesses tokens, and tokens of one step see each other in this model, so that a "
             "guess would change the scores before it; generate without it"

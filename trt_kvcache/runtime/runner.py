@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.input_values import axis_sizes
 from trt_kvcache.runtime.encoders.constants import Constants
-from trt_kvcache.runtime.generation.masks import Masks
-
-__all__ = ["Array", "HostBytes", "HostMemory", "Logits", "Runner", "StepBatch"]
+from trt_kvcache.runtime.generation.token_masks import Masks
 
 Array = npt.NDArray[Any]
 Logits = npt.NDArray[Any]
@@ -84,9 +83,7 @@ class StepBatch:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Sizes of the step, by the names of axes in a plan."""
-        tokens = self.rows * self.length
-        count = max(self.keep, 1)
-        return {"batch": self.rows, "sequence": self.length, "kept": count, "tokens": tokens, "batch+1": self.rows + 1}
+        return axis_sizes(self.rows, self.length) | {"kept": max(self.keep, 1)}
 
     @cached_property
     def longest(self) -> int:
@@ -106,52 +103,32 @@ class StepBatch:
 
 
 class Runner(Protocol):
-    """Executes steps, and moves cache rows. Not thread-safe: the session's lock ensures one thread at a time."""
+    """Executes steps, and moves cache rows. Not thread-safe: the session's lock ensures one thread at a time.
 
-    @property
-    def name(self) -> str:
-        """Runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``."""
-        ...
+    Attributes:
+        name: runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``.
+        plan: the plan of the rewritten model that is run.
+        home: the GPU whose arrays may be constants of a step, see `DeviceArray.home`; None: host arrays only.
+        max_batch: rows of every cache buffer.
+        max_chunk: most tokens per row in one step.
+        max_logits: most positions per row whose logits a step returns (`StepBatch.keep`); None: all.
+        vocab: size of the vocabulary: token ids are 0 to ``vocab - 1``.
+        max_positions: most tokens of a sequence that the model's position tables allow; None if no limit is known.
+    """
 
-    @property
-    def plan(self) -> CachePlan:
-        """The plan of the rewritten model that is run."""
-        ...
-
-    @property
-    def home(self) -> object:
-        """The GPU whose arrays may be constants of a step, see `DeviceArray.home`; None: host arrays only."""
-        ...
-
-    @property
-    def max_batch(self) -> int:
-        """Rows of every cache buffer."""
-        ...
-
-    @property
-    def max_chunk(self) -> int:
-        """Most tokens per row in one step."""
-        ...
-
-    @property
-    def max_logits(self) -> int | None:
-        """Most positions per row whose logits a step returns (`StepBatch.keep`); None: all."""
-        ...
-
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary: token ids are 0 to ``vocab - 1``."""
-        ...
-
-    @property
-    def max_positions(self) -> int | None:
-        """Most tokens of a sequence that the model's position tables allow; None if no limit is known."""
-        ...
+    name: str
+    plan: CachePlan
+    home: object
+    max_batch: int
+    max_chunk: int
+    max_logits: int | None
+    vocab: int
+    max_positions: int | None
 
     def identity(self) -> str:
         """Return a digest of the source model's content, equal for a model and the engines built from it.
 
-        See `trt_kvcache.runtime.inputs.model_identity`. It may read whole files: call it only to save and load.
+        See `trt_kvcache.runtime.step_inputs.model_identity`. It may read whole files: call it only to save and load.
         """
         ...
 

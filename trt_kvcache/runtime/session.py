@@ -13,27 +13,27 @@ from typing import Any, Literal, Unpack, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.arguments import as_list, as_path, as_switch, as_whole, shown
+from trt_kvcache.arguments import as_list, as_options, as_path, as_switch, as_whole, shown
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.lora import LoraFolder
-from trt_kvcache.names import engine_in, is_model, runnable_named
+from trt_kvcache.model_paths import engine_in, is_model, runnable_named
 from trt_kvcache.page import Html, tag
 from trt_kvcache.runtime.adapters import Adapters, adapter_folders, for_adapters
-from trt_kvcache.runtime.beside import Unread, default_config, default_sampling
 from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel, open_draft
-from trt_kvcache.runtime.embedding_files import find_embeddings
-from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, open_embeddings
-from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_encoder
+from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
+from trt_kvcache.runtime.encoders.encoder import Encoder, Sources, open_encoder
+from trt_kvcache.runtime.encoders.source_reader import Source
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.beam_slots import beam_events
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.beam import BeamSlots
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import Settings, changed
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
-from trt_kvcache.runtime.open import open_runner, open_tokenizer
+from trt_kvcache.runtime.open import RunnerOptions, open_runner, open_tokenizer
 from trt_kvcache.runtime.requests import (
     ConstantsAll,
     ConstantValues,
@@ -47,9 +47,9 @@ from trt_kvcache.runtime.requests import (
     is_one,
 )
 from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions, Schedule
+from trt_kvcache.runtime.sidecar import Unread, default_config, default_sampling
 from trt_kvcache.runtime.streams import Streams, in_a_thread
-
-__all__ = ["DecodeSession", "Generation", "Prompt"]
 
 _GREEDY = GenerationConfig()
 
@@ -72,11 +72,9 @@ class DecodeSession:
         embeddings: turns token ids into embeddings, for a model that takes embeddings; see `open`.
         encoder: opens the model's encoder at its first use; the session passes its lock.
         config: the default for generations that bring no config.
-        max_sequences: see `open`.
-        prefix_cache: see `open`.
+        schedule: how sequences share the rows of the caches.
         adapters: see `open`.
         draft: guesses tokens; the session closes it.
-        prefill_budget: see `open`.
         sampling: see the attribute `sampling`.
 
     Attributes:
@@ -96,11 +94,9 @@ class DecodeSession:
         encoder: Callable[[Guard], Encoder] | None = None,
         config: GenerationConfig = _GREEDY,
         *,
-        max_sequences: int | None = None,
-        prefix_cache: int | None = None,
+        schedule: Schedule | None = None,
         adapters: Mapping[str, str | os.PathLike[str] | LoraFolder] | None = None,
         draft: DraftModel | None = None,
-        prefill_budget: int | None = None,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
         if not hasattr(runner, "plan"):
@@ -113,13 +109,8 @@ class DecodeSession:
             raise OptionError(
                 f"tokenizer is {shown(tokenizer)}; give an object that encodes and decodes, or open a path"
             )
-        if max_sequences is not None and as_whole(max_sequences, "max_sequences") < runner.max_batch:
-            raise OptionError(
-                f"max_sequences is {max_sequences}, and max_batch is {runner.max_batch}; give as many or more, or a "
-                "smaller max_batch"
-            )
-        if prefill_budget is not None and as_whole(prefill_budget, "prefill_budget") < 1:
-            raise OptionError(f"prefill_budget is {prefill_budget}; it must be at least 1 token")
+        schedule = as_options(Schedule() if schedule is None else schedule, Schedule, "schedule")
+        schedule.check(runner.max_batch)
         if draft is not None:
             draft.check(runner)
         self._guard = Guard()
@@ -130,13 +121,13 @@ class DecodeSession:
         self.adapters = Adapters(runner.plan, self._guard)
         for name, folder in (adapters or {}).items():
             self.adapters.load(name, folder)
-        self.cache = KVCache(
-            runner, self._guard, max_sequences=max_sequences, prefix_cache=prefix_cache, adapters=self.adapters
-        )
+        self._rows = CacheRows(runner, max_sequences=schedule.max_sequences, prefix_cache=schedule.prefix_cache)
+        self.cache = KVCache(runner, self._rows, self._guard, self.adapters)
         opened = open_embeddings(embeddings, runner.plan, runner.vocab)
-        self._reader = PromptReader(runner, self.cache, opened, tokenizer, why)
-        self._loop = DecodeLoop(runner, self.cache, opened, draft, prefill_budget)
-        self._streams = Streams(self._guard, self.cache, self._loop)
+        self._reader = PromptReader(runner, self._rows, opened, tokenizer, why)
+        self._loop = DecodeLoop(runner, self._rows, opened, draft, schedule.prefill_budget, self._guard.pause)
+        self._streams = Streams(self._guard, self._rows, self._loop, self.adapters)
+        self._beams = BeamSlots(self._rows, self._loop, self._guard, self.adapters)
         self._sources = Sources(encoder, self._guard, tokenizer)
 
     @classmethod
@@ -145,25 +136,19 @@ class DecodeSession:
         path: str | os.PathLike[str],
         *,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        capacity: int | None = None,
+        max_batch: int | None = None,
+        max_chunk: int | None = None,
         tokenizer: str | os.PathLike[str] | Any = None,
         embeddings: EmbeddingsSource = None,
         encoder: str | os.PathLike[str] | None = None,
-        max_batch: int | None = None,
-        max_chunk: int | None = None,
-        prefill_budget: int | None = None,
-        max_sequences: int | None = None,
-        prefix_cache: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         draft: str | os.PathLike[str] | None = None,
-        capacity: int | None = None,
-        default_capacity: int | None = None,
+        check: Literal["first", "always", "off"] = "first",
         plan_options: PlanOptions | None = None,
-        threads: int | None = None,
-        check: str = "first",
-        gpu: int | None = None,
-        cuda_graphs: bool | None = None,
-        kernel_cache: str | os.PathLike[str] | None = None,
-        bindings: Any = None,
+        schedule: Schedule | None = None,
+        cpu: CpuOptions | None = None,
+        gpu: GpuOptions | None = None,
     ) -> DecodeSession:
         """Open an engine or a model, with the tokenizer, end tokens, embeddings and encoder that lie beside it.
 
@@ -171,6 +156,10 @@ class DecodeSession:
             path: an engine that ``trt-kvcache build`` wrote, or its folder; or an ``.onnx`` file or its folder, which
                 run on the CPU.
             device: ``"cpu"``, ``"cuda"``, or ``"auto"``: engines run on the GPU, models on the CPU.
+            capacity: tokens per sequence, for a model whose caches grow or have a symbolic length.
+            max_batch: rows of each cache, and most sequences in a step; None: as many as the engine was built for, or
+                as fit into memory.
+            max_chunk: most tokens of one sequence per step; None: the engine's own, or 512.
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes. None: the file beside
                 `path`, if there is one; False: token ids only.
             embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
@@ -179,36 +168,19 @@ class DecodeSession:
             encoder: the encoder of an encoder-decoder, for `encode`: an engine; or an ``.onnx`` file or its folder,
                 which run on the CPU. None: the encoder engine that was built with the decoder's engine; without one,
                 the exporter's model beside `path`.
-            max_batch: rows of each cache, and most sequences in a step; None: as many as the engine was built for, or
-                as fit into memory.
-            max_sequences: most sequences at a time, at least `max_batch`. Sequences that do not run move to host memory
-                when another sequence needs a row. Running sequences keep their rows; new ones wait. None: new sequences
-                wait for a row, and nothing is offloaded.
-            prefix_cache: bytes of host memory that keep cache rows of earlier texts. A text that begins like an earlier
-                one reuses its rows, in blocks of 32 tokens. `cache.prefix_stats` counts the reused tokens. None: no
-                prefix cache.
             adapters: folders of adapters (LoRA) that peft wrote, by name; `GenerationConfig.adapter` takes these names.
                 An engine takes adapters that fit the rank and the targets that it was built for. A model is planned for
                 these adapters, unless `plan_options` has a ``lora_rank``.
             draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
                 several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
-            max_chunk: most tokens of one sequence per step (CPU); None: the engine's own, or 512.
-            prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
-                wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If the tokens of
-                one step see each other in this model, a prompt is written in one step.
             check: when to compare an engine with its proof: a decode of the rewritten model in float32, recorded when
                 the engine was built. ``"first"``: once for each GPU, driver and TensorRT version; this takes some
-                seconds and writes a ``.passed_check`` file beside the engine (or into ``kernel_cache``). ``"always"``:
+                seconds and writes a ``.passed_check`` file beside the engine (or into its kernel cache). ``"always"``:
                 each time; engines without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
-            capacity: tokens per sequence, for a model whose caches grow or have a symbolic length (CPU).
-            default_capacity: used where `capacity` is None; models with a fixed capacity ignore it. None: the maximum
-                length that ``config.json`` beside the model names, at most 4096.
-            plan_options: how the model is planned (CPU).
-            threads: threads of ONNX Runtime (CPU); None: one per core.
-            gpu: index of the GPU; None: 0.
-            cuda_graphs: record decode steps as CUDA graphs (GPU); None: yes.
-            kernel_cache: folder for kernels that TensorRT for RTX compiles (GPU); None: the engine's folder.
-            bindings: replacements of the modules of TensorRT and CUDA, for tests.
+            plan_options: how a model is planned; engines were planned when they were built.
+            schedule: how sequences share steps and rows: offloading, prefix cache, prompts beside generating sequences.
+            cpu: how ONNX Runtime runs a model.
+            gpu: how TensorRT runs an engine.
 
         Raises:
             OptionError: the file cannot run on that device, an option is not for that device, or a file beside it
@@ -217,31 +189,24 @@ class DecodeSession:
             VerificationError: the engine's results on this GPU differ from its proof.
         """
         model = engine_in(runnable_named(as_path(path, "path")))
-        beside = None if encoder is None else as_path(encoder, "encoder")
-        options = {
-            "max_batch": max_batch, "max_chunk": max_chunk, "capacity": capacity, "plan_options": plan_options,
-            "threads": threads, "gpu": gpu, "cuda_graphs": cuda_graphs, "kernel_cache": kernel_cache,
-            "bindings": bindings,
-        }  # fmt: skip
-        if default_capacity is not None and as_whole(default_capacity, "default_capacity") < 1:
-            raise OptionError(f"default_capacity is {default_capacity}; it must be at least 1 token")
+        encoder_path = None if encoder is None else as_path(encoder, "encoder")
         folders = adapter_folders(adapters)
         if is_model(model) and folders:
-            options["plan_options"] = for_adapters(plan_options, folders)
+            plan_options = for_adapters(plan_options, folders)
+        options = RunnerOptions(device, check, max_batch, max_chunk, capacity, plan_options, cpu, gpu)
         reader = open_tokenizer(tokenizer, model)
         guesser: DraftModel | None = None
-        runner = open_runner(model, device, options, check, default_capacity=default_capacity)
+        runner = open_runner(model, options)
         try:
             if embeddings is None and embedded_input(runner.plan) is not None:
                 embeddings = find_embeddings(model)
             config = default_config(model, reader)
-            encode = partial(open_encoder, beside, model, runner)
+            encode = partial(open_encoder, encoder_path, model, runner)
             if draft is not None:
-                guesser = open_draft(as_path(draft, "draft"), runner, check, options)
+                guesser = open_draft(as_path(draft, "draft"), runner, options)
             return cls(
                 runner, reader, embeddings, encode, config,
-                max_sequences=max_sequences, prefix_cache=prefix_cache, adapters=folders, draft=guesser,
-                prefill_budget=prefill_budget, sampling=default_sampling(model),
+                schedule=schedule, adapters=folders, draft=guesser, sampling=default_sampling(model),
             )  # fmt: skip
         except BaseException:
             runner.close()
@@ -390,7 +355,7 @@ class DecodeSession:
         checked, one = self._read(prompts, constants, inputs_embeds, positions)
         results = [Generation(prompt.tokens) for prompt in checked]
         if config.num_beams > 1:
-            for event in beam_events(self, checked, config):
+            for event in self._beams.events(checked, config, self._tokenizer):
                 results[event.sequence].take(event)
             return results[0] if one else results
         continuations = self._continuations(checked, config)
@@ -448,8 +413,8 @@ class DecodeSession:
             messages: see `chat`.
             tools: functions that the model may call, for chat templates that support tools: ``{"type": "function",
                 "function": {"name": "f", "parameters": {...}}}``.
-            how: fields of `trt_kvcache.runtime.text.chat.Chat`, such as ``values={"enable_thinking": False}`` for the
-                template.
+            how: fields of `trt_kvcache.runtime.text.chat_template.Chat`, such as ``values={"enable_thinking": False}``
+                for the template.
 
         Raises:
             PromptError, OptionError: see `chat`.
@@ -490,7 +455,7 @@ class DecodeSession:
         config = self._configured(config, settings)
         checked, _ = self._read(prompts, constants, inputs_embeds, positions)
         if config.num_beams > 1:  # a beam search knows its tokens only at the end
-            return beam_events(self, checked, config)
+            return self._beams.events(checked, config, self._tokenizer)
         return self._streams.stream(self._continuations(checked, config), checked)
 
     async def astream(
@@ -564,37 +529,26 @@ class DecodeSession:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
         if slot is not None and constants is not None:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
-        taken: list[int] = []
-        held: int | None = None
-        try:
-            with self._guard.lock, self._guard.idle:
-                new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
-                name = -1 if slot is None else int(slot)
-                if slot is not None:
-                    self._check_adapter(int(slot), config)
-                continuation = Continuation(name, after.tokens, config, self._tokenizer, index=index)
-                if slot is None:
-                    name = continuation.sequence = self.cache.take(
-                        taken, constants=constants, adapter=config.adapter, queue=True
-                    )
-                else:
-                    self.cache.give_row(name)
-                    held = len(self.cache.slot(name).tokens)
-                entry = new.after(self.cache.slot(name))
-                self._loop.add(name, entry, continuation, self._streams.added, keep_slot=keep, client=client)
-                return name
-        except BaseException:
-            self.cache.give_back(taken)
-            if held is not None:
-                with self._guard.lock:
-                    self._loop.withdraw(name, continuation, held)
-            raise
+        with self._guard.lock, self._guard.idle:
+            new, after = self._reader.read_added(slot, prompt, constants, inputs_embeds, positions)
+            if slot is not None:
+                self._check_adapter(int(slot), config)
+            continuation = Continuation(-1, after.tokens, config, self._tokenizer, index=index)
+            if slot is None:
+                adapter = self.adapters.find(config.adapter)
+                name = self._rows.take(constants=new.constants, adapter=adapter, queue=True)
+            else:
+                name = int(slot)
+                self._rows.give_row(name)
+            continuation.sequence = name
+            entry = new.after(self._rows.slot(name))
+            self._loop.add(name, entry, continuation, self._streams.added, keep_slot=keep, client=client)
+            return name
 
     def step(self) -> list[TokenEvent]:
         """Advance all sequences once; return the events of sequences that were added with `add`.
 
-        Ctrl-C may interrupt a step. The next call returns the events that the interrupted one did not return, and ends
-        sequences whose step cannot be completed with a SessionError.
+        Ctrl-C waits for the end of a step. The next call returns the events that the interrupted one did not return.
 
         Raises:
             SessionError: the session is closed, or the step of a sequence failed; the error's `sequence` names it. This
@@ -615,13 +569,13 @@ class DecodeSession:
             SlotError: the slot is not in use.
         """
         with self._guard.lock, self._guard.idle:
-            if slot in self._streams.untold and slot not in self.cache:
+            if slot not in self._rows and slot in self._streams.untold:
                 self._streams.forget(slot)
                 return
-            if self.cache.slot(slot).running:
+            if self._rows.slot(slot).running:
                 self._streams.cancel(slot)
             self._streams.forget(slot)
-            self.cache.release(slot)
+            self._rows.drop(slot)
 
     def stop(self, slot: int) -> None:
         """End a running sequence; its slot stays, with its tokens and caches, as after `add` with `keep`.
@@ -632,7 +586,7 @@ class DecodeSession:
             SlotError: the slot is not in use.
         """
         with self._guard.lock, self._guard.idle:
-            if self.cache.slot(slot).running:
+            if self._rows.slot(slot).running:
                 self._streams.cancel(slot)
 
     def update(
@@ -661,9 +615,9 @@ class DecodeSession:
         """
         if as_whole(keep, "keep") < 0:
             raise OptionError(f"keep is {keep}; it must be 0 or more")
-        beside = [{} if value is None else value for value in (inputs_embeds, positions)]
+        inputs = [{} if value is None else value for value in (inputs_embeds, positions)]
         with self._guard.lock, self._guard.idle:
-            return self._loop.update(self._reader.read_updates(tokens, *beside), keep)
+            return self._loop.update(self._reader.read_updates(tokens, *inputs), keep)
 
     # --- the end
 
@@ -702,7 +656,7 @@ class DecodeSession:
             return result
 
     def _check_adapter(self, slot: int, config: GenerationConfig) -> None:
-        own = self.cache.slot(slot).adapter
+        own = self._rows.slot(slot).adapter
         if config.adapter is not None and (own is None or own is not self.adapters.find(config.adapter)):
             raise OptionError(
                 f"adapter is {shown(config.adapter)}, and slot {slot} was computed with "
@@ -713,9 +667,9 @@ class DecodeSession:
         """Return all prompts with their inputs, checked; and True if `prompts` is one prompt, not a list."""
         one = is_one(prompts)
         several = [prompts] if one else prompts
-        beside = [[value] if one and value is not None else value for value in inputs]
+        each = [[value] if one and value is not None else value for value in inputs]
         with self._guard.lock, self._guard.open:
-            return self._reader.read_all(cast("Sequence[Prompt]", several), *beside), one
+            return self._reader.read_all(cast("Sequence[Prompt]", several), *each), one
 
     def _continuations(self, prompts: Sequence[ReadPrompt], config: GenerationConfig) -> list[Continuation]:
         return [Continuation(i, prompt.tokens, config, self._tokenizer) for i, prompt in enumerate(prompts)]

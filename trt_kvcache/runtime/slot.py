@@ -10,8 +10,6 @@ from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.offload import Offloaded
 from trt_kvcache.runtime.token_inputs import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
 
-__all__ = ["Slot"]
-
 
 @dataclass
 class Slot:
@@ -91,3 +89,8 @@ class Slot:
     def copy(self, row: int) -> Slot:
         """Return a copy of the sequence for another row; it does not run yet."""
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)
+
+    def close(self) -> None:
+        """Free the offloaded contents: the sequence has a row again, or is gone."""
+        if self.offloaded is not None:
+            self.offloaded.close()

@@ -8,14 +8,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 
 from trt_kvcache.errors import SessionError, SlotError, TrtKvCacheError
-from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.adapters import Adapters
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop, Outcomes
 from trt_kvcache.runtime.requests import ReadPrompt
-
-__all__ = ["Streams", "in_a_thread"]
 
 _Waiting = deque[tuple[Continuation, ReadPrompt]]
 
@@ -25,15 +24,16 @@ class Streams:
 
     Args:
         guard: lock of the session. Callers hold it, except for `step` and `stream`, which take it themselves.
-        cache: cache of the session.
+        rows: the sequences in the caches of the session.
+        adapters: adapters of the session.
         loop: decode loop of this cache.
 
     Attributes:
         added: outcomes of sequences that no stream added.
     """
 
-    def __init__(self, guard: Guard, cache: KVCache, loop: DecodeLoop) -> None:
-        self._guard, self._cache, self._loop = guard, cache, loop
+    def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, adapters: Adapters) -> None:
+        self._guard, self._rows, self._loop, self._adapters = guard, rows, loop, adapters
         self.added: Outcomes = []
         self._left: set[int] = set()  # slots of streams that nobody reads any more
 
@@ -44,7 +44,7 @@ class Streams:
             with self._guard.lock, self._guard.idle:
                 self._collect(events)
             return events
-        except BaseException:  # after an interrupt the next step returns the events that this one did not
+        except BaseException:  # a signal that waited: the next step returns the events that this one did not
             queued = {id(outcome) for _, outcome in self.added}
             self.added[:0] = [(event.sequence, event) for event in events if id(event) not in queued]
             raise
@@ -100,50 +100,41 @@ class Streams:
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
         """Give free rows to waiting prompts."""
-        if not waiting:
-            return
-        known = set(self._cache.slots)
-        try:
-            while waiting and self._cache.free:
-                continuation, prompt = waiting.popleft()
-                slot = self._cache.acquire(constants=prompt.constants, adapter=continuation.config.adapter)
-                mine.add(slot)
-                self._loop.add(slot, prompt.after(self._cache.slot(slot)), continuation, mailbox, keep_slot=False)
-        except BaseException:  # an interrupt, before the loop has the slot
-            for slot in set(self._cache.slots) - known - set(self._loop.slots):
-                self._cache.release(slot)
-            raise
+        while waiting and self._rows.free:
+            continuation, prompt = waiting.popleft()
+            adapter = self._adapters.find(continuation.config.adapter)
+            slot = self._rows.take(constants=prompt.constants, adapter=adapter)
+            mine.add(slot)
+            self._loop.add(slot, prompt.after(self._rows.slot(slot)), continuation, mailbox, keep_slot=False)
         if waiting and not self._loop.slots:
             raise SlotError(
-                f"{self._cache.max_sequences} sequences that do not run leave no room for the {len(waiting)} prompt(s) "
-                "that wait, and never will; remove some, or open the session with a larger max_batch or max_sequences"
+                f"{self._rows.max_sequences or self._rows.count} sequences that do not run leave no room for the "
+                f"{len(waiting)} prompt(s) that wait, and never will; remove some, or open the session with a larger "
+                "max_batch or max_sequences"
             )
 
     def _advance(self) -> None:
         """Run one step of the loop."""
         self._end_left()
         self._loop.give_row()
-        self._cache.compact()
+        self._rows.compact()
         with self._guard.stepping, self._guard.open:  # an error of `open` unlocks `stepping`
             self._loop.step()
 
     def _leave(self, mine: set[int]) -> None:
         """End the unfinished sequences of a stream: now, or after the step that is running."""
-        if not mine:
-            return
-        with suppress(SessionError), self._guard.lock, self._guard.open:  # unless the session was closed meanwhile
-            self._left |= mine
-            if not self._guard.stepping.locked():
-                self._end_left()
+        if mine:
+            with suppress(SessionError), self._guard.lock, self._guard.open:  # unless the session was closed meanwhile
+                self._left |= mine
+                if not self._guard.stepping.locked():
+                    self._end_left()
 
     def _end_left(self) -> None:
         while self._left:
-            slot = min(self._left)
+            slot = self._left.pop()
             if slot in self._loop.slots:
                 self._loop.remove(slot)
-            if slot in self._cache:
-                self._cache.release(slot)
-            self._left.discard(slot)  # last: after an interrupt the next step ends the rest
+            self._rows.drop(slot)
 
 
 async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from trt_kvcache.arguments import shown
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.masks import Grammar, Mask, TokenMask, words
-from trt_kvcache.runtime.tokens import common_length
+from trt_kvcache.runtime.generation.token_masks import Grammar, Mask, TokenMask, words
+from trt_kvcache.runtime.token_ids import common_length
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
-__all__ = ["JSON_FORM", "Grammars"]
 
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python's ``json.dumps`` writes it, on one line. With free spaces a text could continue for ever."""

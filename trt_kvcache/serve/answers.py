@@ -13,9 +13,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.text.token_bytes import TokenBytes
-from trt_kvcache.serve.protocol import Asked, ChatRequest
-
-__all__ = ["REASONS", "Answer", "TokenNames", "whole_answer"]
+from trt_kvcache.serve.api_requests import Asked, ChatRequest
 
 REASONS = {
     FinishReason.EOS: "stop",
@@ -229,11 +227,7 @@ class Answer:
             if all(one["token"] != bare for one in top):
                 for one in (chosen, *(one for one in top if one["token"] == chosen["token"])):
                     one |= {"token": bare, "bytes": one["bytes"] and one["bytes"][1:]}
-        return {
-            "chosen": chosen,
-            "top": top,
-            "offset": len(self._asked.prompts[place]) + len(self._done[place].text),
-        }
+        return {"chosen": chosen, "top": top, "offset": len(self._asked.prompts[place]) + len(self._done[place].text)}
 
     def _drops_space(self, place: int, chosen: dict[str, Any], text: str) -> bool:
         """The decoder drops the space of a first token: many do at the beginning of a text."""

@@ -25,17 +25,15 @@ from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, Work
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
-from trt_kvcache.engine.folder import TEXTS, new_folders
+from trt_kvcache.engine.engine_folder import TEXTS, new_folders
 from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.files import atomic_file, read_file, read_object
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
+from trt_kvcache.serve.api_requests import as_api, find_adapter
 from trt_kvcache.serve.core import EndingError, ServingCore, Work
-from trt_kvcache.serve.protocol import as_api, find_adapter
-
-__all__ = ["Engine", "run", "write_texts"]
 
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
 """The addresses that a worker listens at: Dynamo takes the address of the machine if they are not set."""
@@ -140,7 +138,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:
-        if session.plan.whole_prompts:
+        if session.plan.prefill_in_one_step:
             raise OptionError(
                 "tokens of one step see each other in this model, and a sequence that moves to another worker is "
                 "written anew in one step; use 'trt-kvcache serve'"

@@ -12,9 +12,7 @@ from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError
 from trt_kvcache.importer.files.folder import find_model
 from trt_kvcache.lora import open_lora
-from trt_kvcache.names import is_model
-
-__all__ = ["ADAPTERS", "FOLDER", "write_repository"]
+from trt_kvcache.model_paths import is_model
 
 FOLDER, ADAPTERS = "model", "adapters"
 """Beside ``model.py``: copies of the folder of the model, and of those of adapters, by their names."""

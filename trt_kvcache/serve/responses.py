@@ -15,9 +15,7 @@ from msgspec import Meta
 
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.serve.answers import Answer
-from trt_kvcache.serve.protocol import ApiError, ChatRequest, as_request
-
-__all__ = ["ResponseAnswer", "ResponsesRequest", "as_chat"]
+from trt_kvcache.serve.api_requests import ApiError, ChatRequest, as_request
 
 _STATELESS = "nothing is stored here; send the whole conversation in input"
 _REFUSED = {

@@ -18,9 +18,7 @@ from uvicorn.server import HANDLED_SIGNALS
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import read_file
-from trt_kvcache.serve.app import Service
-
-__all__ = ["bind", "read_keys", "serve"]
+from trt_kvcache.serve.service import Service
 
 _SLOW = 5
 """Seconds for answers that are complete to reach their readers, after the drain."""

@@ -9,11 +9,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.structured import Grammars
-
-__all__ = ["ResponseFormat", "StructuredOutputs", "grammar_of", "grammars_of"]
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):

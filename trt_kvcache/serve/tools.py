@@ -15,13 +15,11 @@ import msgspec
 from msgspec import Meta
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.masks import Grammar
+from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.structured import JSON_FORM
 from trt_kvcache.runtime.text.incremental import StopStrings
 from trt_kvcache.serve.structure import grammars_of
-
-__all__ = ["GENERIC", "CallReader", "Tool", "ToolForm", "ToolUse", "find_form", "form_of", "in_text", "use_tools"]
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):

@@ -23,11 +23,9 @@ from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.answers import REASONS
+from trt_kvcache.serve.api_requests import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
 from trt_kvcache.serve.core import ServingCore
-from trt_kvcache.serve.protocol import ApiError, CompletionRequest, as_api, find_adapter, prepare, read_request
 from trt_kvcache.serve.repository import ADAPTERS, FOLDER
-
-__all__ = ["TritonPythonModel"]
 
 _log = logging.getLogger(__name__)
 _POLL = 0.05

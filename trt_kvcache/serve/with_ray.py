@@ -15,12 +15,9 @@ import ray
 import ray.data
 
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.names import is_model
+from trt_kvcache.model_paths import is_model
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.serve.batch import Answered, RowRunner
-from trt_kvcache.serve.rows import Row
-
-__all__ = ["answer_with_ray"]
+from trt_kvcache.serve.batch_job import Answered, Row, RowRunner
 
 _ROWS = 32
 """Most rows of a block: an actor waits for the slowest of them, and a kill of the driver loses those under way."""
@@ -55,7 +52,7 @@ def answer_with_ray(
         options: of `DecodeSession.open`.
         workers: actors; None: one for each GPU of an engine, one of a model.
         rows: all are read before the first is computed.
-        take: see `trt_kvcache.serve.batch.run_batch`.
+        take: see `trt_kvcache.serve.batch_job.run_batch`.
 
     Raises:
         OptionError: there are fewer GPUs than workers.

@@ -20,7 +20,7 @@ from mixtures import packed
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.files.signed_weights import for_tensorrt as sign_weights
-from trt_kvcache.runtime.ort.products import fuse_products
+from trt_kvcache.runtime.ort.cpu_model import fuse_products
 
 Array = np.ndarray[Any, Any]
 UINT8, UINT4, INT4, INT8 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4, TensorProto.INT8

@@ -26,7 +26,7 @@ from trt_kvcache.importer.files.links import read_data
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias, sliced_squares
-from trt_kvcache.names import model_named
+from trt_kvcache.model_paths import model_named
 
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 

@@ -17,8 +17,6 @@ from trt_kvcache.errors import PromptError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.runtime.trt.device_array import DeviceArray
 
-__all__ = ["NO_CONSTANTS", "ConstantInputs", "Constants"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _SHOWN = 4  # names in a message; deep models have a hundred

@@ -1,28 +1,37 @@
 """The encoder of a decoder: it takes audio, images or text, and returns the decoder's constants.
 
-It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder`), or on the
-CPU with ONNX Runtime. `trt_kvcache.importer.extensions.encoders.outputs` finds the outputs that become constants.
+It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder_engine`), or
+on the CPU with ONNX Runtime. `importer.extensions.encoders.outputs` finds the outputs that become constants.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer.extensions.encoders.files import find_encoder, find_first_step, named_encoder
-from trt_kvcache.importer.extensions.encoders.outputs import find_later, find_parts, present_names
+from trt_kvcache.importer.extensions.encoders.outputs import (
+    HIDDEN,
+    IDS,
+    MASK,
+    find_later,
+    find_parts,
+    keep_outputs,
+    present_names,
+    take_first_branch,
+)
+from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import Role, Stack, TensorRole
-from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
-from trt_kvcache.runtime.encoders.source_reader import IDS, Source, SourceInput, SourceReader
+from trt_kvcache.runtime.encoders.source_reader import Source, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 from trt_kvcache.runtime.runner import Runner
-
-__all__ = ["Encoder", "OnnxEncoder", "Source", "Sources", "open_encoder"]
 
 
 class Encoder(Protocol):
@@ -73,8 +82,8 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
         raise OptionError(f"{file} is taken for an engine, and {model} runs on the CPU; give the encoder's .onnx file")
     missing = ""
     if runner.home is not None and (file is None or is_engine):
-        from trt_kvcache.runtime.trt.encoder import TensorRTEncoder
-        from trt_kvcache.runtime.trt.runner import TensorRTRunner
+        from trt_kvcache.runtime.trt.encoder_engine import TensorRTEncoder
+        from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
         assert isinstance(runner, TensorRTRunner)
         engine, missing = (file, "") if file is not None else runner.encoder_beside(model)
@@ -199,3 +208,62 @@ class OnnxEncoder:
         for tensor in parts.masks:
             constants[tensor.name] = self._reader.mask(feed, outputs[parts.hidden].shape[1])
         return {t.name: constants[t.name].astype(array_dtype(t.dtype), copy=False) for t in self._constants}
+
+
+BY_HAND = "run it yourself, and give what the decoder takes as constants"
+"""Advice if a model that runs before a decoder cannot be run."""
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class FirstStep:
+    """The part of a first step that computes the encoder's keys and values.
+
+    Args:
+        path: path of the first step's model, or of one with both steps.
+        wanted: names of outputs; names that the model lacks are left out.
+
+    Attributes:
+        path: as the argument.
+        outputs: names of the outputs, in order.
+
+    Raises:
+        InvalidModelError, UnsupportedModelError: the file cannot be read or run, or has inputs other than token ids,
+            the encoder's output and a mask.
+    """
+
+    def __init__(self, path: Path, wanted: Collection[str]) -> None:
+        self.path = path
+        model = load_source(path, first_step=True).proto
+        take_first_branch(model.graph)
+        self.outputs = keep_outputs(model.graph, wanted)
+        unknown = [v.name for v in model.graph.input if v.name not in (IDS, HIDDEN, MASK)]
+        if unknown:
+            raise UnsupportedModelError(
+                f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {IDS}, "
+                f"{HIDDEN} and {MASK}: compute them yourself, and give them as constants"
+            )
+        self._session = open_on_cpu(model, path, BY_HAND, spinning=False)
+        self._inputs = {v.name: input_dtype(v) for v in self._session.inputs}
+        self._tried = False
+
+    def run(self, hidden: Array) -> list[Array]:
+        """Return keys and values for the encoder's output, float ``[1, S_enc, H]``.
+
+        Raises:
+            UnsupportedModelError: they depend on the text.
+            SessionError: the model failed.
+        """
+        outputs = self._run(hidden, 0)
+        if not self._tried:
+            if not all(map(np.array_equal, outputs, self._run(hidden, 1))):
+                raise UnsupportedModelError(
+                    f"{self.path}: the encoder's keys and values depend on the text; supported are those of the "
+                    "encoder's output alone: compute them yourself, and give them as constants"
+                )
+            self._tried = True
+        return outputs
+
+    def _run(self, hidden: Array, token: int) -> list[Array]:
+        values = {IDS: np.array([[token]]), HIDDEN: hidden, MASK: np.ones(hidden.shape[:2])}
+        feed = {name: np.ascontiguousarray(values[name], dtype) for name, dtype in self._inputs.items()}
+        return self._session.run(self.outputs, feed)

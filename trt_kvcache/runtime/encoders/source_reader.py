@@ -12,8 +12,6 @@ import numpy as np
 from trt_kvcache.errors import PromptError
 from trt_kvcache.importer.plan import Dim
 
-__all__ = ["IDS", "Array", "Source", "SourceInput", "SourceReader"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 Source = str | Sequence[int] | Mapping[str, Any]
 """The input of an encoder: a text, its token ids, or arrays by the names of the encoder's inputs."""

@@ -6,19 +6,23 @@ there may be fewer than `num_beams` live beams.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import SessionError
+from trt_kvcache.errors import SessionError, SlotError
+from trt_kvcache.runtime.adapters import Adapters
+from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.processors import log_softmax, process
+from trt_kvcache.runtime.guard import Guard
+from trt_kvcache.runtime.loop import DecodeLoop
+from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
-
-__all__ = ["BeamDecoder", "Hypothesis", "beam_search", "hypothesis_events"]
 
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
@@ -176,3 +180,83 @@ def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, confi
         return True
     attainable = most if config.early_stopping == "never" and config.length_penalty > 0 else length
     return bool(best.total / attainable**config.length_penalty <= ended[-1].score)
+
+
+class BeamSlots:
+    """Beam search over the slots of a session.
+
+    Args:
+        rows: the sequences in the caches of the session.
+        loop: its decode loop.
+        guard: its lock.
+        adapters: its adapters.
+    """
+
+    def __init__(self, rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters) -> None:
+        self._rows, self._loop, self._guard, self._adapters = rows, loop, guard, adapters
+
+    def events(
+        self, prompts: Sequence[ReadPrompt], config: GenerationConfig, tokenizer: TokenDecoder | None
+    ) -> Iterator[TokenEvent]:
+        """Yield the events of the best hypothesis for each prompt, one prompt after the other.
+
+        Raises:
+            SlotError: fewer rows are free than the search has beams.
+            SessionError: a step failed.
+        """
+        for index, prompt in enumerate(prompts):
+            slots: list[int] = []
+            ids = np.array(prompt.tokens, np.int64)
+            try:
+                with self._guard.lock, self._guard.idle:
+                    free = min(self._rows.free, self._rows.count)
+                    if config.num_beams > free:
+                        raise SlotError(_few_rows(config.num_beams, free, self._rows.count))
+                    adapter = self._adapters.find(config.adapter)
+                    for _ in range(config.num_beams):
+                        slots.append(self._rows.take(constants=prompt.constants, adapter=adapter))
+                logits = self.update({slots[0]: prompt})[slots[0]][-1]
+                free_tokens = self._rows.free_tokens(slots[0])
+                best = beam_search(ids, logits, _LiveBeams(self, slots), config, free_tokens=free_tokens)[0]
+            finally:
+                with self._guard.lock:
+                    for slot in slots:
+                        self._rows.drop(slot)
+            yield from hypothesis_events(best, index, config, tokenizer, ids)
+
+    def update(self, tokens: Mapping[int, ReadPrompt]) -> dict[int, Logits]:
+        """Write tokens to slots; return the logits of the last position of each."""
+        with self._guard.lock, self._guard.idle:
+            return self._loop.update(tokens, 1)
+
+    def reorder(self, indices: Sequence[int], slots: Sequence[int]) -> None:
+        """See `CacheRows.reorder`."""
+        with self._guard.lock, self._guard.idle:
+            self._rows.reorder(indices, slots)
+
+
+class _LiveBeams:
+    """The live beams: the first slots of a fixed list."""
+
+    def __init__(self, held: BeamSlots, slots: Sequence[int]) -> None:
+        self._held, self._slots, self._live = held, list(slots), 1
+
+    def step(self, tokens: Tokens) -> Logits:
+        """Feed one token to each live beam."""
+        live = self._slots[: self._live]
+        logits = self._held.update({s: ReadPrompt([token]) for s, token in zip(live, tokens.tolist(), strict=True)})
+        return np.stack([logits[slot][-1] for slot in live])
+
+    def reorder(self, indices: Tokens) -> None:
+        """Make beam i a copy of the former beam ``indices[i]``; slots without a beam keep unused contents."""
+        chosen = indices.tolist()
+        idle = [i for i in range(len(self._slots)) if i not in set(chosen)]
+        self._held.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
+        self._live = len(chosen)
+
+
+def _few_rows(beams: int, free: int, rows: int) -> str:
+    return (
+        f"beam search with num_beams={beams} needs as many rows, and {free} of {rows} are free; "
+        f"remove sequences, or open the session with a max_batch of {beams} or more"
+    )

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHOICE", "as_scores", "best"]
-
 Logits = npt.NDArray[Any]
 
 CHOICE = np.dtype([("token", np.int64), ("score", np.float32)])

@@ -13,21 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
-from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
-
-__all__ = [
-    "add_sequence_bias",
-    "ban_repeated_ngrams",
-    "ban_runs",
-    "ban_tokens",
-    "force_tokens",
-    "log_softmax",
-    "penalize_generated",
-    "penalize_repetition",
-    "process",
-    "raise_the_end",
-    "rules_apply",
-]
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig, LogitsProcessor
 
 Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]

@@ -9,10 +9,8 @@ from typing import Any, Literal, TypedDict
 
 from trt_kvcache.arguments import is_number
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
-from trt_kvcache.runtime.generation.masks import Grammar
-
-__all__ = ["Settings", "changed", "with_sampling"]
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig, LogitsProcessor
+from trt_kvcache.runtime.generation.token_masks import Grammar
 
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 _GREEDY = {f.name: f.default for f in fields(GenerationConfig) if f.name in {"do_sample", "seed", *_SAMPLING}}

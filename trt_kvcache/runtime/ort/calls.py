@@ -15,8 +15,6 @@ from trt_kvcache.errors import SessionError, UnsupportedModelError
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.native import Endable
 
-__all__ = ["CpuSession", "bind", "input_dtype", "open_on_cpu", "type_name"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 _T = TypeVar("_T")
 

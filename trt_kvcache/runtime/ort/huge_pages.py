@@ -18,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["huge_pages"]
-
 _COLLAPSE = 25  # MADV_COLLAPSE, of linux/mman.h
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", re.MULTILINE)

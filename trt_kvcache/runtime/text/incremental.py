@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import SessionError
 
-__all__ = ["TextStream", "TokenDecoder"]
-
 _REPLACEMENT = "\ufffd"
 
 _MOST_PENDING = 3

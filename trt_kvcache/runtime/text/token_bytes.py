@@ -8,8 +8,6 @@ from typing import Any
 
 from trt_kvcache.errors import OptionError
 
-__all__ = ["TokenBytes", "each_decoder", "read_token_bytes"]
-
 
 @dataclass(frozen=True)
 class TokenBytes:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.files import read_file, read_object
-from trt_kvcache.runtime.text.chat import Chat, Part, render
+from trt_kvcache.runtime.text.chat_template import Chat, Part, render
 from trt_kvcache.runtime.text.token_bytes import TokenBytes, read_token_bytes
 
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["Tokenizer"]
 
 _LARGEST = 1 << 28
 """Bytes of a ``tokenizer.json``; that of Gemma 3, with 262,144 tokens, has 33 MB."""
@@ -161,7 +160,7 @@ class Tokenizer:
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on.
             tools: tools for the model, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
-            how: fields of `trt_kvcache.runtime.text.chat.Chat`.
+            how: fields of `trt_kvcache.runtime.text.chat_template.Chat`.
 
         Raises:
             OptionError: there is no chat template, it fails on the messages, or it ignores one of them.

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trt_kvcache.errors import BackendError
-
-__all__ = ["RESERVE", "Need", "admit", "format_size"]
+from trt_kvcache.messages import human_bytes
 
 RESERVE = 128 << 20
 """Bytes left to the driver and to TensorRT, which allocate some themselves (kernels, state of contexts). An estimate.
@@ -46,10 +45,10 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
     needed = sum(need.size for need in needs) + RESERVE
     if needed <= free:
         return
-    parts = ", ".join(f"{need.what} {format_size(need.size)}" for need in needs)
+    parts = ", ".join(f"{need.what} {human_bytes(need.size)}" for need in needs)
     raise BackendError(
-        f"{gpu} has {format_size(free)} of {format_size(total)} free, and {format_size(needed)} are needed: {parts}, "
-        f"reserve {format_size(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
+        f"{gpu} has {human_bytes(free)} of {human_bytes(total)} free, and {human_bytes(needed)} are needed: {parts}, "
+        f"reserve {human_bytes(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
     )
 
 
@@ -62,13 +61,3 @@ def _advice(needs: Sequence[Need], free: int, max_batch: int) -> str:
     if fitting:
         return f"open it with max_batch {fitting} instead of {max_batch}, {others}"
     return f"not even one sequence fits: {others}"
-
-
-def format_size(size: int) -> str:
-    """Return a size as text, such as ``"1.5 GiB"``."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

@@ -31,11 +31,9 @@ from trt_kvcache.plugins.choice import (
 )
 from trt_kvcache.plugins.spec import THREADS
 from trt_kvcache.runtime.generation.greedy import CHOICE, best
-from trt_kvcache.runtime.generation.masks import Mask, Masks, pack_masks, words
+from trt_kvcache.runtime.generation.token_masks import Mask, Masks, pack_masks, words
 from trt_kvcache.runtime.runner import Array
 from trt_kvcache.runtime.trt.cuda import Cuda, Pinned, taken
-
-__all__ = ["DeviceChoice", "choice_bytes", "open_choice"]
 
 _KEY_BYTES, _ORDER_BYTES = 8, 4
 _LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)

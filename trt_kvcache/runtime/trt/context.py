@@ -21,8 +21,6 @@ from trt_kvcache.runtime.trt.cuda import Cuda
 from trt_kvcache.runtime.trt.jit import KernelCache, warn_unsaved
 from trt_kvcache.runtime.trt.load import TensorRT
 
-__all__ = ["Context", "ContextFactory"]
-
 Shape = tuple[int, ...]
 
 

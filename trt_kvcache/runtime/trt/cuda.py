@@ -22,8 +22,6 @@ import numpy.typing as npt
 from trt_kvcache.errors import BackendError
 from trt_kvcache.machine import free_memory
 
-__all__ = ["ALIGNMENT", "Cuda", "CudaBindings", "Pinned", "cuda_bindings", "taken"]
-
 ALIGNMENT = 256
 """Alignment in bytes that TensorRT needs for every tensor's address (NvInferRuntime.h, setTensorAddress)."""
 

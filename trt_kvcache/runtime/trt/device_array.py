@@ -12,8 +12,6 @@ import numpy as np
 
 from trt_kvcache.runtime.trt.cuda import Cuda
 
-__all__ = ["DeviceArray", "DeviceBlock"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -19,8 +19,6 @@ from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken
 from trt_kvcache.runtime.trt.device_array import DeviceArray, DeviceBlock
 from trt_kvcache.runtime.trt.load import TensorRT, open_engine
 
-__all__ = ["EngineFunction"]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 

@@ -20,8 +20,6 @@ from trt_kvcache.errors import BackendError
 from trt_kvcache.runtime.trt.context import Context
 from trt_kvcache.runtime.trt.cuda import Cuda
 
-__all__ = ["MOST_GRAPHS", "StepGraphs"]
-
 MOST_GRAPHS = 32
 """Most recorded steps; the least recently used one is dropped. Each has a context."""
 

@@ -15,8 +15,6 @@ from trt_kvcache.errors import BackendError, OutputError
 from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.runtime.trt.load import TensorRT
 
-__all__ = ["KernelCache", "kernel_cache_path", "warn_unsaved"]
-
 _LARGEST = 1 << 32  # bytes of compiled kernels, at most
 _KEEP = "keep the kernels that it compiles"
 

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.engine.backend import PACKAGES, RTX_COMPUTE_CAPABILITIES
+from trt_kvcache.engine.build_options import CURRENT
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
-from trt_kvcache.engine.inspect import reconcile, view_of
+from trt_kvcache.engine.inspection import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
-from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.runtime.trt.cuda import Cuda
-
-__all__ = ["TensorRT", "load_tensorrt", "open_engine"]
 
 _OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsupported toolchain")
 """CUDA's messages of an old driver. cudaErrorInsufficientDriver comes before TensorRT for RTX 1.7.1 can diagnose

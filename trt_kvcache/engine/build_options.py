@@ -1,0 +1,278 @@
+"""The options of a build, and the parsers of their textual forms."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, Unpack
+
+from trt_kvcache.arguments import is_whole, shown
+from trt_kvcache.errors import OptionError
+from trt_kvcache.setting import Setting, check_settings, described
+
+BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
+DECODE_WEIGHTS = ("auto", "shared", "own")
+PROOFS = ("auto", "off")
+VERBOSITIES = ("none", "layer-names-only", "detailed")
+DEFAULT_CHUNK = 512
+DEFAULT_LOGITS = 16
+"""Enough to verify drafts of 15 tokens in one step."""
+CURRENT = "current"
+"""The compute capability of this machine's GPU."""
+
+Shape = tuple[int, ...]
+
+_MOST_STEPS = 256
+_MOST = 2**31 - 1
+_MOST_ROWS = 65_536  # limit of TensorRT for RTX 1.7: a profile of 4,000,000 rows does not fit into its shapes
+"""TensorRT's largest number of sequences, tokens and positions."""
+_LEAST_WORKSPACE = 1 << 20  # bytes; a smaller number without a unit was probably meant in another unit
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    unit: 1024**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit in (letter, f"{letter}ib")
+}  # fmt: skip
+
+
+def parse_shapes(text: str) -> dict[str, Shape]:
+    """Return shapes by input name, from trtexec's form ``name:1x2x3,other:4``.
+
+    Raises:
+        OptionError: the text has another form, or a name is given twice.
+    """
+    shapes: dict[str, Shape] = {}
+    for item in text.split(","):
+        name, _, dims = item.strip().rpartition(":")
+        if not name or not re.fullmatch(r"\d+(x\d+)*", dims):
+            raise OptionError(f"shape {item.strip()!r} is not of the form name:1x2x3 (several: name:1x2x3,other:4)")
+        if name in shapes:
+            raise OptionError(f"the shape of {name!r} is given twice: {text!r}")
+        shapes[name] = tuple(int(d) for d in dims.split("x"))
+    return shapes
+
+
+def format_shapes(shapes: Mapping[str, Shape]) -> str:
+    """Return shapes in the text form that `parse_shapes` reads."""
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
+
+
+def parse_bytes(text: str) -> int:
+    """Return bytes, from ``"4GiB"``, ``"512M"`` (M, G: binary, as in trtexec), ``"4GB"`` (decimal) or a plain number.
+
+    Raises:
+        OptionError: the text has another form, or gives less than one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise OptionError(f"size {text!r} is not a number of bytes such as 4GiB, 512MiB or 1000000")
+    value = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    if value < 1:
+        raise OptionError(f"size {text!r} is less than one byte")
+    return value
+
+
+def _read_shapes(text: str) -> dict[str, Shape]:
+    return parse_shapes(text) if text else {}
+
+
+_size = partial(Setting, group="What the engine must hold", least=1)
+_how = partial(Setting, group="How the engine is built")
+
+
+class BuildValues(TypedDict, total=False):
+    """Values that `BuildOptions` takes, by name: some also as the text of their flag."""
+
+    max_batch: int | None
+    max_chunk: int | None
+    max_logits: int | None
+    opt_batch: int | None
+    max_encoder: int | None
+    encoder: str | os.PathLike[str]
+    max_shapes: Mapping[str, Shape] | str
+    decode_weights: Literal["auto", "shared", "own"]
+    backend: Literal["auto", "tensorrt", "tensorrt-rtx"]
+    compute_capabilities: Sequence[str] | str
+    workspace: int | str | None
+    opt_level: int | None
+    timing_cache: str | os.PathLike[str] | None
+    profiling_verbosity: Literal["none", "layer-names-only", "detailed"]
+    proof: str | int
+    log: str | os.PathLike[str] | None
+
+
+@described
+@dataclass(frozen=True)
+class BuildOptions:
+    """The options of a build.
+
+    Raises:
+        OptionError: a value is illegal.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[BuildValues]) -> None: ...
+
+    max_batch: Annotated[
+        int | None, _size("Most sequences in a step. Default: the model's own, else 1.", metavar="N", most=_MOST_ROWS)
+    ] = None
+    max_chunk: Annotated[
+        int | None,
+        _size(
+            "Longest update in a step. Default: the model's own, else 512.",
+            "Or the capacity, if that is smaller.",
+            metavar="TOKENS",
+            most=_MOST,
+        ),
+    ] = None
+    max_logits: Annotated[
+        int | None,
+        _size(
+            "Most positions with logits in a step, such as N for drafts of N - 1 tokens. Default: 16.",
+            "Or the longest update, if that is shorter. Memory grows with it; more positions take several steps.",
+            metavar="N",
+            most=_MOST,
+        ),
+    ] = None
+    opt_batch: Annotated[
+        int | None,
+        _size("Batch size that TensorRT chooses kernels for. Default: the largest.", metavar="N", most=_MOST),
+    ] = None
+    max_encoder: Annotated[
+        int | None,
+        _size(
+            "Longest output of the encoder. Default: that of the encoder that is built.",
+            "Otherwise that of `max_shapes`.",
+            metavar="N",
+            most=_MOST,
+        ),
+    ] = None
+    encoder: Annotated[
+        str,
+        _size(
+            "Encoder to build an engine of. auto: the one beside the model; if TensorRT refuses it, it runs on "
+            "the CPU.",
+            metavar="auto|none|FILE|DIR",
+            is_path=True,
+        ),
+    ] = "auto"
+    max_shapes: Annotated[
+        Mapping[str, Shape],
+        _size(
+            "Largest shapes, for inputs of unknown role.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes
+        ),
+    ] = field(default_factory=dict)
+    decode_weights: Annotated[
+        str,
+        _how(
+            "Weights of decoding with a batch of one: shared with prefill, or its own. auto: the smaller engine.",
+            "own: decode is for a batch of one exactly, for which TensorRT stores weights in a layout of their own. "
+            "shared: it may also take two. auto (measured with TensorRT for RTX 1.7.1): own for quantized weights, "
+            "else shared. No effect for larger batches.",
+            choices=DECODE_WEIGHTS,
+        ),
+    ] = "auto"
+    backend: Annotated[str, _how("auto: TensorRT if there is a GPU, otherwise TensorRT for RTX.", choices=BACKENDS)] = (
+        "auto"
+    )
+    compute_capabilities: Annotated[
+        tuple[str, ...],
+        _how(
+            "GPUs to build for; current: the GPU of this machine.",
+            "TensorRT for RTX only; TensorRT builds for the GPU of this machine. Default: all from 8.0 on.",
+            metavar="sm80,sm89,...",
+            unit="texts, such as 'sm80'",
+            read=lambda text: text.split(",") if text else (),
+        ),
+    ] = ()
+    workspace: Annotated[
+        int | None,
+        _how(
+            "Most scratch memory of the GPU, such as 4GiB.",
+            "Bytes, or their text, see `parse_bytes`. Default: TensorRT's.",
+            metavar="SIZE",
+            least=1,
+            most=2**63 - 1,
+            read=parse_bytes,
+        ),
+    ] = None
+    opt_level: Annotated[
+        int | None, _how("TensorRT's optimization level.", "TensorRT only. Default: its own.", least=0, most=5)
+    ] = None
+    timing_cache: Annotated[
+        str | None,
+        _how("File of measured kernel times, read and written.", "TensorRT only.", metavar="FILE", is_path=True),
+    ] = None
+    profiling_verbosity: Annotated[
+        str, _how("Detail in which the engine describes its layers.", choices=VERBOSITIES)
+    ] = "layer-names-only"
+    proof: Annotated[
+        str | int,
+        _how(
+            "The decode of the rewritten model that the engine has to repeat where it runs. auto: unless it takes more "
+            "than two minutes; STEPS: of so many steps, whatever they take.",
+            "auto also leaves it out if memory does not do.",
+            metavar="auto|off|STEPS",
+        ),
+    ] = "auto"
+    log: Annotated[
+        str | None,
+        _how(
+            "File for TensorRT's whole log.",
+            '"-": stderr. None: warnings and errors alone, as the result has them.',
+            metavar="FILE",
+            is_path=True,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        object.__setattr__(self, "proof", _proof(self.proof))
+        object.__setattr__(self, "max_shapes", _shapes(self.max_shapes, "max_shapes"))
+        if self.workspace is not None and self.workspace < _LEAST_WORKSPACE:
+            raise OptionError(
+                f"--workspace is {self.workspace} bytes, and no kernel does with that; give a unit, as in 4GiB"
+            )
+        capabilities = dict.fromkeys(_compute_capability(text) for text in self.compute_capabilities)
+        if CURRENT in capabilities and len(capabilities) > 1:
+            raise OptionError(f"compute capability {CURRENT!r} is this machine's GPU, and goes with no other")
+        object.__setattr__(self, "compute_capabilities", tuple(capabilities))
+        if self.timing_cache is not None:
+            object.__setattr__(self, "timing_cache", str(Path(self.timing_cache).absolute()))
+
+
+def _proof(value: object) -> str | int:
+    """Return ``"auto"``, ``"off"`` or a number of steps."""
+    if isinstance(value, str) and value in PROOFS:
+        return value
+    steps = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+    if not is_whole(steps) or not 1 <= steps <= _MOST_STEPS:
+        raise OptionError(f"proof is {shown(value)}; it must be auto, off or a number of steps, 1 to {_MOST_STEPS}")
+    return int(steps)
+
+
+def _shapes(value: object, name: str) -> dict[str, Shape]:
+    """Return shapes by input name, as plain numbers."""
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and isinstance(shape, Sequence) and all(is_whole(size) for size in shape)
+        for key, shape in value.items()
+    ):
+        raise OptionError(f"{name} is {shown(value)}; give shapes by input name, such as {{'mask': (1, 64)}}")
+    return {key: tuple(int(size) for size in shape) for key, shape in value.items()}
+
+
+def _compute_capability(text: object) -> str:
+    """Return ``"sm80"`` for ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``; `CURRENT` stays."""
+    if not isinstance(text, str):
+        raise OptionError(f"compute capability {shown(text)} is no text such as 'sm80'")
+    if text.strip().lower() == CURRENT:
+        return CURRENT
+    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())
+    if match is None:
+        raise OptionError(f"compute capability {text!r} is not of the form sm80, 80 or 8.0, nor {CURRENT}")
+    return f"sm{match[1]}{match[2]}"

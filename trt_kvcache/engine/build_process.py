@@ -1,0 +1,196 @@
+"""The messages between the caller's process and the build process, which `trt_kvcache.child` transports.
+
+The request is a `Job`, followed by the bytes of the rewritten model; news are of type `Event`, the answer is `Done`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO
+
+import msgspec
+
+from trt_kvcache.child import Child, ChildError, how_ended
+from trt_kvcache.compare.bounds import Bounds
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.manifest import Profile
+from trt_kvcache.errors import BuildError
+from trt_kvcache.importer.files.flipped import Flipped
+from trt_kvcache.importer.plan import CachePlan, Target
+from trt_kvcache.messages import visible
+from trt_kvcache.progress import ProgressEvent
+
+STAGES = (
+    "loading TensorRT", "parsing the model", "checking the network", "recording the proof", "building the engine",
+)  # fmt: skip
+"""The stages of the build process, in order; each is a phase of one step without a parent. A build without a proof
+skips its stage."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """An engine to build.
+
+    Attributes:
+        title: name and version of the builder, for messages.
+        model: absolute path of the source model; its external data lie in the same folder.
+        engine: absolute path of an existing file to write the engine to.
+        output: the final path of that file, for messages.
+        flipped: external data that the model declares signed, but whose bytes are still unsigned.
+        bounds: sizes of the engine whose proof is recorded; None: no proof is recorded.
+    """
+
+    target: Target
+    title: str
+    model: str
+    engine: str
+    output: str
+    plan: CachePlan
+    profiles: tuple[Profile, ...]
+    build: BuildOptions
+    flipped: tuple[Flipped, ...] = ()
+    bounds: Bounds | None = None
+
+
+class Stage(msgspec.Struct, tag=True, frozen=True):
+    """The child begins one of `STAGES`."""
+
+    name: str
+
+
+class Node(msgspec.Struct, tag=True, frozen=True):
+    """The parser begins a node, as ``name [operator]``; after a crash, the last one shows where it happened."""
+
+    name: str
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """TensorRT's progress."""
+
+    event: ProgressEvent
+
+
+class Log(msgspec.Struct, tag=True, frozen=True):
+    """A line of TensorRT's log, of severity warning or worse."""
+
+    error: bool
+    message: str
+
+
+class Line(msgspec.Struct, tag=True, frozen=True):
+    """A line of TensorRT's log, of any severity, for display."""
+
+    text: str
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The engine is written and on disk.
+
+    Attributes:
+        network: see `trt_kvcache.engine.manifest.Manifest`.
+        proof: the bytes of its file; empty without a proof.
+        note: what the proof cannot show, or why there is no proof.
+    """
+
+    version: str
+    size: int
+    blake3: str
+    network: str = ""
+    proof: bytes = b""
+    note: str = ""
+
+
+Event = Stage | Node | Progress | Log | Line
+
+Send = Callable[[Event], None]
+
+
+WORKER = ("-m", "trt_kvcache.engine.builder")
+"""Arguments of the interpreter for the build process; the path of the engine follows."""
+
+_GRACE = 3.0  # seconds in which the child may end by itself, once its pipe is closed
+_CRASH = 0xC0000000  # exit codes of Windows from here on are unhandled exceptions
+
+
+@dataclass
+class _Heard:
+    """The child's messages so far, for the report if it dies."""
+
+    progress: Callable[[ProgressEvent], None]
+    stage: str = STAGES[0]
+    node: str | None = None
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def hear(self, news: bytes) -> None:
+        """Handle a message."""
+        match msgspec.json.decode(news, type=Event):
+            case Stage(name):
+                if name != self.stage:
+                    self.progress(ProgressEvent(self.stage, None, 1, 1, finished=True))
+                self.stage = name
+                self.progress(ProgressEvent(name, None, 0, 1))
+            case Node(name):
+                self.node = name
+            case Progress(event):
+                self.progress(event)
+            case Line(text):
+                sys.stderr.write(f"{visible(text)}\n")
+            case Log(error, message):
+                (self.errors if error else self.warnings).append(message)
+
+
+def run_worker(
+    job: Job, model: Callable[[], bytes], progress: Callable[[ProgressEvent], None] = lambda _: None
+) -> tuple[Done, tuple[str, ...]]:
+    """Do a job in a child process.
+
+    Args:
+        job: the engine to build.
+        model: returns the rewritten model's bytes; called once, so that they are freed while the child works.
+        progress: called in this thread for every event; if it raises an exception (or Ctrl-C comes), the child ends.
+
+    Returns:
+        The result, and TensorRT's warnings.
+
+    Raises:
+        BuildError: TensorRT refused the model, or its process died.
+        OutputError: the engine could not be written.
+    """
+    heard = _Heard(progress)
+    # The child's temporary files go to a folder that is removed even if the child crashes.
+    with tempfile.TemporaryFile() as stderr, tempfile.TemporaryDirectory(prefix="trt-kvcache-build-") as scratch:
+        environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)}
+        child = Child(*WORKER, job.engine, stderr=stderr, environment=environment, grace=_GRACE)
+        try:
+            child.send(job, [model()])
+            done = child.answer(Done, told=heard.hear)
+            child.keep()
+        except ChildError:
+            raise BuildError(_death_message(job, heard, child.status, stderr)) from None
+        finally:
+            child.end()
+    progress(ProgressEvent(heard.stage, None, 1, 1, finished=True))
+    return done, tuple(heard.warnings)
+
+
+def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> str:
+    """Return a message about a child that died without giving a reason."""
+    stderr.seek(0)
+    lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
+    where = f"while {heard.stage}"
+    if heard.stage == STAGES[1] and heard.node is not None:
+        where += f", at node {heard.node}"
+    words = "; ".join([*heard.errors[-3:], *lines[-2:]])
+    how = how_ended(status)
+    if how.endswith("SIGKILL"):
+        advice = "; it was probably out of memory: free some, or build on a larger machine"
+    elif status < 0 or status >= _CRASH:
+        advice = "; that is a crash inside TensorRT: change this part of the model, or try another version of TensorRT"
+    else:
+        advice = ""
+    return f"the process of {job.title} {how} {where}{advice}{f' (its last words: {words})' if words else ''}"

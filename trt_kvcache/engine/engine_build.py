@@ -1,0 +1,571 @@
+"""Builds an engine and its manifest from an ONNX decoder."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from blake3 import blake3
+
+from trt_kvcache import __version__
+from trt_kvcache.arguments import as_options, shown
+from trt_kvcache.compare.bounds import Bounds
+from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
+from trt_kvcache.engine.build_options import CURRENT, BuildOptions, format_shapes
+from trt_kvcache.engine.build_process import Done, Job, run_worker
+from trt_kvcache.engine.diagnosis import find_gpus
+from trt_kvcache.engine.engine_folder import copy_texts, new_folders, output_engine
+from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path, proof_path
+from trt_kvcache.engine.profiles import Limits, make_encoder_profile, make_profiles, resolve_limits, without_shapes
+from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
+from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, TensorRole, UpdateContract
+from trt_kvcache.progress import ProgressEvent, listener
+
+if TYPE_CHECKING:
+    import onnx
+
+    from trt_kvcache.importer.check import Checked
+    from trt_kvcache.importer.files.flipped import Flipped
+    from trt_kvcache.importer.files.source import SourceModel
+    from trt_kvcache.importer.planning.index_limits import IndexLimits
+
+
+_T = TypeVar("_T")
+_ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes them
+
+
+def build_engine(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    options: PlanOptions | None = None,
+    build: BuildOptions | None = None,
+    progress: Callable[[ProgressEvent], None] | None = None,
+) -> Manifest:
+    """Build an engine whose caches are updated in place, and write it with its manifest.
+
+    The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If an encoder lies
+    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. Each file appears complete,
+    and a manifest after its engine; after an error, existing files are unchanged. TensorRT runs in a child process,
+    which ends with the caller; Ctrl-C leaves no files.
+
+    Args:
+        model: path of an ONNX decoder, opset 24 or later.
+        output: path of the engine; or of a folder, which exists or ends with a slash: the folder also gets tokenizer,
+            chat template and generation config. Missing folders are created.
+        options: options of the plan; `target` and `packed_native` follow from the backend.
+        build: options of the build.
+        progress: called with every step; an exception from it ends the build.
+
+    Returns:
+        The manifest, as written.
+
+    Raises:
+        InvalidModelError, UnsupportedModelError, AmbiguousRoleError: the model cannot be used.
+        OptionError: an option is illegal for this model or backend, or the build would not fit into memory.
+        OutputError: a file cannot be written.
+        BackendError: no suitable TensorRT is installed.
+        BuildError: TensorRT refuses the model; the message quotes TensorRT.
+    """
+    build = BuildOptions() if build is None else as_options(build, BuildOptions, "build")
+    options = PlanOptions() if options is None else as_options(options, PlanOptions, "options")
+    watched = _Watched(progress)
+    engine, folder = output_engine(output)
+    try:
+        with new_folders(engine.parent), ExitStack() as files:
+            setup = _setup(engine, build, watched)
+            engines = _run(_prepare(model, options, setup), setup, files)
+            _publish(engines)
+            if folder is not None:
+                copy_texts(Path(model), folder)
+            return engines[-1].manifest
+    except Exception:
+        if watched.verdict is not None:
+            watched.verdict.result()  # a refusal of the check says more than later errors of such a model
+        raise
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A decoder that is ready to be built, and its encoder.
+
+    Attributes:
+        model: of the decoder, for TensorRT.
+        generation: see `Manifest.generation`.
+        tables: rows of the tables that token ids and positions look up.
+        scans: names of the nodes that run over the tokens of an update.
+        encoder: of the model; None: it has none, or none that becomes an engine.
+        said: why the encoder becomes no engine.
+    """
+
+    model: _Part
+    plan: CachePlan
+    limits: Limits
+    profiles: tuple[Profile, ...]
+    generation: dict[str, Any]
+    tables: IndexLimits
+    scans: tuple[str, ...]
+    encoder: EncoderJob | None
+    said: tuple[str, ...]
+
+    @property
+    def positions(self) -> int | None:
+        """Rows of the smallest table of positions; None: none is known."""
+        return min(self.tables.positions.values(), default=None)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Sizes of the proof."""
+        sizes = self.limits.max_batch, self.limits.max_chunk, self.limits.max_logits
+        return Bounds(*sizes, self.positions, _encoder_length(self.plan, self.profiles))
+
+
+def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
+    """Check the options of a build and its output, before the model is read."""
+    engine = check_output(output)
+    if engine.suffix == ".json":
+        raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
+    for path in (manifest_path(engine), proof_path(engine)):
+        check_output(path)
+    if build.log not in (None, "-"):
+        build = replace(build, log=str(check_output(build.log)))  # the build process runs in another folder
+    backend = choose_backend(build.backend)
+    check_build_options(backend, build)
+    return _Setup(engine, build, backend, watched)
+
+
+def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup) -> _Prepared:
+    """Import the model, and choose the sizes of its engine. The check of the model goes on meanwhile."""
+    # Not at the top: all other names of the engine package work without ONNX.
+    from trt_kvcache.engine.token_settings import settings_beside
+    from trt_kvcache.importer import import_unchecked
+    from trt_kvcache.importer.planning.index_limits import index_limits
+    from trt_kvcache.importer.protos import is_op
+
+    options = replace(options, target=setup.backend.target, packed_native=setup.backend.packed_native)
+    imported, setup.progress.verdict = import_unchecked(model, options)
+    plan, part = imported.plan, _part([imported.source], imported.model)
+    _check_not_model(setup.engine, part.files)
+    if setup.engine.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
+        raise OutputError(f"{setup.engine}: models end in .onnx; give another name, such as model.engine")
+    if setup.build.encoder != "auto":
+        which_encoder(part.path, plan, setup.build)  # a named encoder has to exist
+    encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, setup.build))
+    own = setup.build if encoder is None else _of_decoder(setup.build, plan, encoder)
+    quantized = any(is_op(node, "DequantizeLinear") for node in part.model.graph.node)
+    try:
+        limits = resolve_limits(plan, own)
+        profiles = make_profiles(plan, own, limits, quantized=quantized)
+    except OptionError as error:
+        raise OptionError("; ".join([error.message, *said])) from None
+    scans = tuple(node.name for node in part.model.graph.node if is_op(node, "Scan"))
+    tables, plan = index_limits(part.model, plan), _bound_contracts(plan, limits.max_chunk)
+    return _Prepared(part, plan, limits, profiles, settings_beside(Path(model)), tables, scans, encoder, said)
+
+
+def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
+    """Build the engines into temporary files of `files`: the encoder's, if there is one, and then the decoder's."""
+    engines, said, limits = [], prepared.said, prepared.limits
+    if (job := prepared.encoder) is not None:
+        entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(files, job, setup))
+        engines, said = [entry] if entry is not None else [], (*said, *more)
+    bounds = None if setup.build.proof == "off" else prepared.bounds
+    try:
+        built = _built(prepared.model, prepared.plan, prepared.profiles, setup, setup.engine, files, bounds)
+    except BuildError as error:
+        if not prepared.scans or limits.max_chunk == 1:
+            raise
+        raise BuildError(f"{error.message}; {_about_scans(prepared.scans)}") from None
+    assert setup.progress.verdict is not None
+    plan = setup.progress.verdict.result().on(prepared.plan)
+    manifest = replace(
+        _manifest(setup, plan, prepared.profiles, built, setup.engine),
+        max_batch=limits.max_batch,
+        max_chunk=limits.max_chunk,
+        max_logits=limits.max_logits,
+        vocab=min(prepared.tables.tokens.values(), default=None),
+        max_positions=prepared.positions,
+        proof=_proof_identity(built.done.proof, setup.engine),
+        encoder=engines[0].manifest.engine if engines else None,
+        generation=prepared.generation,
+        warnings=(*said, *filter(None, [built.done.note]), *built.warnings),
+    )
+    return [*engines, _Engine(manifest, built.file, setup.engine, built.done.proof)]
+
+
+def _proof_identity(proof: bytes, engine: Path) -> FileIdentity | None:
+    return FileIdentity(proof_path(engine).name, len(proof), blake3(proof).hexdigest()) if proof else None
+
+
+class _Watched:
+    """The caller's `progress`, and the check, which runs at the same time.
+
+    It keeps the exception that one of them raised; that exception ends the whole build.
+    """
+
+    def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
+        if progress is not None and not callable(progress):
+            raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
+        self._progress = progress or listener()
+        self.verdict: Future[Checked] | None = None
+        self.raised: BaseException | None = None
+
+    def __call__(self, event: ProgressEvent) -> None:
+        try:
+            if self.verdict is not None and self.verdict.done():
+                self.verdict.result()
+            if self._progress is not None:
+                self._progress(event)
+        except BaseException as error:
+            self.raised = error
+            raise
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The choices that all engines of one build share.
+
+    Attributes:
+        engine: path of the decoder's engine.
+    """
+
+    engine: Path
+    build: BuildOptions
+    backend: Backend
+    progress: _Watched
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A model that becomes an engine.
+
+    Attributes:
+        path: path of the model's file; external data lie in the same folder.
+        files: all files of the model, by path, with their names in the manifest.
+        sources: the models as read.
+        model: the rewritten model.
+        flipped: external data whose bytes change for TensorRT.
+    """
+
+    path: Path
+    files: dict[Path, str]
+    sources: tuple[SourceModel, ...]
+    model: onnx.ModelProto
+    flipped: tuple[Flipped, ...]
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """An engine in a temporary file, its manifest, its final path, and its proof; without one empty."""
+
+    manifest: Manifest
+    file: Path
+    path: Path
+    proof: bytes = b""
+
+
+@dataclass(frozen=True)
+class _Built:
+    """An engine in a temporary file."""
+
+    file: Path
+    done: Done
+    warnings: tuple[str, ...]
+    model: tuple[FileIdentity, ...]
+
+
+def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
+    from trt_kvcache.importer.files.signed_weights import for_tensorrt
+
+    folder = sources[0].path.parent
+    paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
+    files = {path: os.path.relpath(path, folder) for path in paths}
+    flipped = for_tensorrt(model, folder)
+    return _Part(sources[0].path, files, tuple(sources), model, flipped)
+
+
+def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
+    """Return the options for the decoder, which takes the encoder's output for the longest source.
+
+    Raises:
+        OptionError: the caller allows less. Otherwise the first step after a long source would fail.
+    """
+    positions, allowed = encoder.positions, build.max_encoder
+    if positions is not None and allowed is not None and positions > allowed:
+        sizes = ", ".join(f"{name} {list(r.max)}" for name, r in encoder.profile.shapes.items())
+        of = f"the longest source ({sizes})" if sizes else "every source"
+        raise OptionError(
+            f"--max-encoder is {allowed}, and the encoder makes {positions} positions of {of}; give "
+            f"--max-encoder {positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
+        )
+    own = without_shapes(build, plan, encoder.plan)
+    is_set = allowed is not None or any(t.name in own.max_shapes and "encoder" in t.axes for t in plan.tensors)
+    return own if positions is None or is_set else replace(own, max_encoder=positions)
+
+
+def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
+    """Return the result of `work` for the encoder's engine; if it fails and no encoder is named, None and a warning.
+
+    An unexpected error becomes a warning, too, so that the decoder is still built; a caller who names the encoder gets
+    the error itself. An `OutputError` ends the build, because the decoder's engine could not be written either.
+    """
+    try:
+        return work(), ()
+    except (ModelError, OptionError, BuildError) as error:
+        if error is setup.progress.raised:
+            raise
+        if setup.build.encoder != "auto":
+            raise type(error)(f"{error.message}; with --encoder none the encoder runs on the CPU") from error
+        why = error.message
+    except Exception as error:
+        named = setup.build.encoder != "auto"
+        if error is setup.progress.raised or isinstance(error, TrtKvCacheError) or named:
+            raise
+        last = (str(error).strip().splitlines() or [""])[-1]
+        why = (
+            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with the output of "
+            "--encoder FILE, the encoder's"
+        )
+    return None, (f"the encoder becomes no engine, and runs on the CPU: {why}",)
+
+
+def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
+    path = check_output(encoder_path(setup.engine))
+    check_output(manifest_path(path))
+    part = _part(job.sources, job.model)
+    _check_not_model(path, part.files)
+    built = _built(part, job.plan, (job.profile,), setup, path, files)
+    return _Engine(replace(_manifest(setup, job.plan, (job.profile,), built, path), vocab=job.vocab), built.file, path)
+
+
+def _built(
+    part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, files: ExitStack,
+    bounds: Bounds | None = None,
+) -> _Built:  # fmt: skip
+    """Build an engine into a temporary file of `files`, beside `output`."""
+    from trt_kvcache.importer.serialize import serialize_model
+
+    file = files.enter_context(temporary_file(output))
+    with _identities(part.files) as identities:
+        paths = str(part.path), str(file), str(output)
+        target, title = setup.backend.target, setup.backend.title
+        job = Job(target, title, *paths, plan, profiles, setup.build, part.flipped, bounds)
+        try:
+            done, warnings = run_worker(job, lambda: serialize_model(part.model), setup.progress)
+            model = identities.result()
+        finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
+            for source in part.sources:
+                source.check_unchanged()
+    return _Built(file, done, warnings, model)
+
+
+def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
+    """Return an encoder's output length that all profiles accept."""
+    names = {t.name: t.axes for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
+    ranges = [(p.shapes[name], axes) for p in profiles for name, axes in names.items() if name in p.shapes]
+    sizes = [(r.min[i], r.max[i]) for r, axes in ranges for i, axis in enumerate(axes) if axis == "encoder"]
+    return max([*(low for low, _ in sizes), min([_ENCODER, *(high for _, high in sizes)])])
+
+
+def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
+    """Refuse to overwrite the model."""
+    for written in (engine, manifest_path(engine)):
+        for path in files:
+            if written.exists() and written.samefile(path):
+                raise OutputError(f"{written}: is a file of the model; give another name for the engine")
+
+
+def _about_scans(scans: Sequence[str]) -> str:
+    """Return a likely reason for a failed build of a model with a Scan: see `importer.scans`."""
+    return (
+        f"the model has a Scan over the tokens of an update ('{scans[0]}'), and some operators do not build before one "
+        "while their number is open: try --max-chunk 1 (one token in a step), or export with a fixed number of tokens"
+    )
+
+
+def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
+    """Return the plan with the longest update in every contract."""
+
+    def bounded(contract: UpdateContract) -> UpdateContract:
+        known = contract.max_update_length
+        return replace(contract, max_update_length=max_chunk if known is None else min(known, max_chunk))
+
+    caches = tuple(replace(c, contract=bounded(c.contract)) if c.contract else c for c in plan.caches)
+    return replace(plan, caches=caches)
+
+
+@contextmanager
+def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, ...]]]:
+    """Identify the model's files in a thread that ends with the block."""
+    cancelled = threading.Event()
+
+    def work() -> tuple[FileIdentity, ...]:
+        try:
+            return tuple(identify(path, name, cancelled) for path, name in files.items())
+        except InterruptedError:
+            raise
+        except OSError as error:
+            raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    with ThreadPoolExecutor(1, "identify-model") as pool:
+        try:
+            yield pool.submit(work)
+        finally:
+            cancelled.set()
+
+
+def _manifest(setup: _Setup, plan: CachePlan, profiles: tuple[Profile, ...], built: _Built, engine: Path) -> Manifest:
+    """Return the manifest of an engine, with the sizes of an encoder; the caller sets a decoder's sizes."""
+    carried = [c for c in plan.caches if c.carried]
+    return Manifest(
+        created_by=f"trt_kvcache {__version__}",
+        backend=setup.backend.target.value,
+        backend_version=built.done.version,
+        compute_capabilities=_built_for(setup.build),
+        plan=plan,
+        aliases={c.present: c.past for c in carried if c.in_place},
+        double_buffered=plan.double_buffered,
+        profiles=profiles,
+        max_batch=1,
+        max_chunk=1,
+        model=built.model,
+        engine=FileIdentity(engine.name, built.done.size, built.done.blake3),
+        options=_flat(setup.build),
+        warnings=built.warnings,
+        network=built.done.network,
+    )
+
+
+def _built_for(build: BuildOptions) -> tuple[str, ...]:
+    """Return the compute capabilities by name, because ``current`` means another GPU on another machine."""
+    if build.compute_capabilities != (CURRENT,):
+        return build.compute_capabilities
+    _, gpus, _ = find_gpus()
+    return tuple(f"sm{gpu.compute_capability.replace('.', '')}" for gpu in gpus[:1])
+
+
+def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
+    """Return the options as plain values, in the form of the command line."""
+    flat = dict(vars(build))
+    flat["compute_capabilities"] = ",".join(build.compute_capabilities)
+    flat["max_shapes"] = format_shapes(build.max_shapes)
+    return flat
+
+
+def _publish(engines: Sequence[_Engine]) -> None:
+    """Move engines and manifests to their paths, each manifest after its engine; if one fails, move none.
+
+    A manifest without a proof stays true even beside an older engine's proof.
+    """
+    with ExitStack() as stack:
+        files = []
+        for engine in engines:
+            files.append((engine.file, engine.path))
+            if engine.manifest.proof is not None:
+                files.append(_written(stack, proof_path(engine.path), engine.proof))
+            files.append(_written(stack, manifest_path(engine.path), encode_manifest(engine.manifest)))
+        publish(files)
+
+
+def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
+    """Write a temporary file of `stack`; return it and its final path."""
+    final = check_output(path)
+    temporary = stack.enter_context(temporary_file(final))
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            sync(file)
+    except OSError as error:
+        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+    return temporary, final
+
+
+@dataclass(frozen=True)
+class EncoderJob:
+    """An encoder to build.
+
+    Attributes:
+        sources: files of the encoder; external data lie in the folder of the first.
+        plan: the plan of the encoder.
+        model: the model for TensorRT.
+        profile: the lengths of sources.
+        vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
+        positions: length of the output for the longest source; None: unknown.
+    """
+
+    sources: tuple[SourceModel, ...]
+    plan: CachePlan
+    model: onnx.ModelProto
+    profile: Profile
+    vocab: int | None
+    positions: int | None
+
+
+def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | None:
+    """Return the path of the encoder for a decoder; None if there is no encoder, or `build` wants none.
+
+    Args:
+        model: path of the decoder.
+        plan: plan of the decoder.
+        build: names the encoder.
+
+    Raises:
+        OptionError: an encoder is named but does not exist, or the decoder takes nothing from one.
+    """
+    from trt_kvcache.importer.extensions.encoders.files import find_encoder, named_encoder
+
+    if build.encoder == "none":
+        return None
+    constants = _constants(plan)
+    named = None if build.encoder == "auto" else Path(build.encoder)
+    path = find_encoder(model) if named is None else named_encoder(named)
+    if not constants or path is None:
+        if named is None:
+            return None
+        reason = f"there is none at {named}" if constants else f"{model} takes nothing from one"
+        raise OptionError(f"--encoder names an encoder, and {reason}; leave it out")
+    return path
+
+
+def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
+    """Return the encoder to build; None if there is no encoder, or `build` wants none.
+
+    Args:
+        model: path of the decoder.
+        plan: plan of the decoder.
+        build: names the encoder and the length of its longest output.
+
+    Raises:
+        OptionError: see `which_encoder`; or the longest source is unknown, or longer than the encoder's table of
+            positions.
+        ModelError: the encoder cannot be used.
+    """
+    from trt_kvcache.importer.extensions.encoders.files import find_first_step
+    from trt_kvcache.importer.extensions.encoders.model import import_encoder
+    from trt_kvcache.importer.extensions.encoders.positions import check_positions, count_positions, most_ids
+
+    path = which_encoder(model, plan, build)
+    if path is None:
+        return None
+    first_step = find_first_step(path) or find_first_step(model)
+    encoder = import_encoder(path, first_step, _constants(plan), plan.options)
+    profile = make_encoder_profile(encoder.plan, build)
+    fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
+    largest = {name: range_.max for name, range_ in profile.shapes.items()}
+    shapes: dict[str, tuple[int, ...]] = {**fixed, **largest}  # type: ignore[dict-item]  # fixed ones are of ints
+    check_positions(encoder.model, shapes)
+    axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
+    positions = count_positions(encoder.model, shapes, axes)
+    return EncoderJob(encoder.sources, encoder.plan, encoder.model, profile, most_ids(encoder.model), positions)
+
+
+def _constants(plan: CachePlan) -> list[TensorRole]:
+    """Return the decoder's inputs that an encoder computes."""
+    return [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]

@@ -1,0 +1,180 @@
+"""Compares a built engine with its manifest."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.arguments import as_path
+from trt_kvcache.engine.callbacks import make_recorder, native_logger
+from trt_kvcache.engine.diagnosis import find_gpus
+from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
+from trt_kvcache.errors import ManifestError
+from trt_kvcache.importer.plan import Route, TensorRole
+from trt_kvcache.model_paths import engine_in
+
+# Names of TensorRT's DataType that differ from ONNX's by more than case.
+_DTYPES = {"half": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn", "fp4": "float4e2m1"}
+
+
+@dataclass(frozen=True)
+class EngineTensor:
+    """One input or output of the engine; -1 in `shape` is a dynamic size."""
+
+    name: str
+    io: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """The inputs, outputs, aliases and profiles that an opened engine reports.
+
+    Attributes:
+        aliases: output -> input of the same buffer, for TensorRT's own layers. TensorRT does not report aliases of
+            plugins.
+        profiles: per profile, the shapes of the inputs.
+    """
+
+    tensors: tuple[EngineTensor, ...]
+    aliases: dict[str, str]
+    profiles: tuple[dict[str, ShapeRange], ...]
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """A built engine: its manifest, whose hash is the engine's, and the report of the opened engine.
+
+    Attributes:
+        view: agrees with `manifest`; None if the engine was not opened.
+        not_opened: the reason why the engine was not opened; empty if it was.
+    """
+
+    engine: str
+    manifest: Manifest
+    view: EngineView | None
+    not_opened: str
+
+
+def inspect_engine(engine: str | Path) -> EngineReport:
+    """Read an engine's manifest, check the engine's hash against it, and with a GPU the opened engine, too.
+
+    Args:
+        engine: path of the engine, whose manifest lies beside it as ``<engine>.json``; or of its folder.
+
+    Raises:
+        ManifestError: the manifest is missing, unreadable, of an unknown schema or of another engine; or the opened
+            engine has other inputs, outputs, profiles or aliases than the manifest says.
+    """
+    path = engine_in(as_path(engine, "engine"))
+    manifest = load_manifest(path)
+    check_engine(manifest, path)
+    view, not_opened = _open(path, manifest.backend)
+    if view is not None and (differences := reconcile(manifest, view)):
+        raise ManifestError(
+            f"{path}: the engine and its manifest differ: {'; '.join(differences)}. Do not run it: build it again"
+        )
+    return EngineReport(str(path), manifest, view, not_opened)
+
+
+def reconcile(manifest: Manifest, view: EngineView) -> tuple[str, ...]:
+    """Return the differences between an engine and its manifest, in words; empty if they agree."""
+    return (
+        *_compare_tensors(manifest.plan.tensors, view.tensors),
+        *_compare_aliases(manifest, view.aliases),
+        *_compare_profiles(manifest.profiles, view.profiles),
+    )
+
+
+def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTensor, ...]) -> list[str]:
+    expected = {(tensor.io, tensor.name): tensor for tensor in planned}
+    actual = {(tensor.io, tensor.name): tensor for tensor in reported}
+    differences = [f"{io} {name} is only in the manifest" for io, name in expected if (io, name) not in actual]
+    differences += [f"{io} {name} is only in the engine" for io, name in actual if (io, name) not in expected]
+    for key, tensor in actual.items():
+        if key not in expected:
+            continue
+        plan = expected[key]
+        if tensor.dtype != plan.dtype:
+            differences.append(f"{tensor.io} {tensor.name} is {tensor.dtype}, in the manifest {plan.dtype}")
+        if not _same_shape(tensor, plan):
+            shapes = f"{list(tensor.shape)}, in the manifest {list(plan.shape)}"
+            differences.append(f"{tensor.io} {tensor.name} has the shape {shapes}")
+    return differences
+
+
+def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
+    """Compare shapes. An engine may know a size that the model leaves open; it may not know the size of an output."""
+    if len(tensor.shape) != len(plan.shape):
+        return False
+    for actual, expected in zip(tensor.shape, plan.shape, strict=True):
+        if isinstance(expected, int) and actual != expected and (tensor.io == "input" or actual != -1):
+            return False
+    return True
+
+
+def _compare_aliases(manifest: Manifest, reported: dict[str, str]) -> list[str]:
+    unreported = {cache.present for cache in manifest.plan.caches if cache.route is Route.PLUGIN}
+    differences = []
+    for present in sorted({*reported, *manifest.aliases}):
+        actual, expected = reported.get(present), manifest.aliases.get(present)
+        if actual != expected and not (actual is None and present in unreported):
+            differences.append(
+                f"{present} shares the buffer of {actual or 'nothing'}, in the manifest of {expected or 'nothing'}"
+            )
+    return differences
+
+
+def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, ShapeRange], ...]) -> list[str]:
+    if len(planned) != len(reported):
+        return [f"the engine has {len(reported)} profiles, the manifest {len(planned)}"]
+    differences = []
+    for profile, shapes in zip(planned, reported, strict=True):
+        for name, expected in profile.shapes.items():
+            actual = shapes.get(name)
+            if actual is not None and actual != expected:
+                differences.append(f"profile {profile.name}: {name} is {actual}, in the manifest {expected}")
+    return differences
+
+
+def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
+    """Return the opened engine's report, or None and the reason why it was not opened."""
+    _, gpus, problem = find_gpus()
+    if not gpus:
+        return None, problem
+    try:
+        trt: Any = __import__({"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}[backend])
+    except ImportError as error:
+        return None, f"{backend} does not import: {error}"
+
+    recorder = make_recorder(trt)
+    runtime = trt.Runtime(native_logger(trt))
+    runtime.error_recorder = recorder
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        engine = runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            return None, f"{backend} cannot open it on this {gpus[0].name}: {recorder.take()}"
+        return view_of(engine), ""
+
+
+def view_of(engine: Any) -> EngineView:
+    """Return the report of an opened ``ICudaEngine``."""
+    tensors = []
+    aliases = {}
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    for name in names:
+        io = engine.get_tensor_mode(name).name.lower()
+        dtype = engine.get_tensor_dtype(name).name.lower()
+        shape = tuple(engine.get_tensor_shape(name))
+        tensors.append(EngineTensor(name, io, _DTYPES.get(dtype, dtype), shape))
+        if io == "output" and (past := engine.get_aliased_input_tensor(name)):
+            aliases[name] = past
+    inputs = [tensor.name for tensor in tensors if tensor.io == "input"]
+    profiles = tuple(
+        {name: ShapeRange(*(tuple(shape) for shape in engine.get_tensor_profile_shape(name, index))) for name in inputs}
+        for index in range(engine.num_optimization_profiles)
+    )
+    return EngineView(tuple(tensors), aliases, profiles)

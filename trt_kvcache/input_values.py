@@ -1,0 +1,163 @@
+"""Values of a step's inputs that follow from its lengths: positions, write indices, valid lengths, masks.
+
+For sessions, and for the comparisons of models. Values have named axes; `place` brings them into a tensor's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, TensorRole
+
+Array = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
+Named = tuple[Array, tuple[str, ...]]
+"""Values, and the names of their axes."""
+
+_ORDER = {
+    Role.TOKENS: ("batch", "sequence"),
+    Role.POSITIONS: ("batch", "sequence"),
+    Role.WRITE_INDICES: ("batch",),
+    Role.VALID_LENGTHS: ("batch",),
+    Role.ADAPTER: ("batch",),
+    Role.LOGITS: ("batch", "sequence"),
+}
+"""The axes of a tensor, in order; a tensor with fewer axes lacks the first or the last."""
+
+
+def axis_sizes(rows: int, length: int) -> dict[str, int]:
+    """Return the sizes of a step of `length` tokens in each row, by the names of axes in a plan."""
+    return {"batch": rows, "sequence": length, "tokens": rows * length, "batch+1": rows + 1}
+
+
+def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
+    """Return the values of an input that follow from the lengths of the rows; None for other roles.
+
+    Args:
+        role: of the input.
+        starts: int64 ``[R]``: tokens of each row before the step, not wrapped for circular caches.
+        length: new tokens of each row.
+        most: bound of valid lengths: the capacity.
+    """
+    match role:
+        case Role.POSITIONS:
+            return starts[:, np.newaxis] + np.arange(length), ("batch", "sequence")
+        case Role.WRITE_INDICES:
+            return starts, ("batch",)
+        case Role.VALID_LENGTHS:
+            return np.minimum(starts + length, most), ("batch",)
+        case Role.UPDATE_LENGTHS:
+            return np.arange(len(starts) + 1) * length, ("batch+1",)
+        case _:
+            return None
+
+
+def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = None) -> tuple[Indices, Indices]:
+    """Return the token in each cache row after a step, ``[R, 1, keys]``, and each new token, ``[R, S, 1]``.
+
+    Rows without a token hold -1 or less, or a token that is yet to come: a new token sees a row whose token is from 0
+    up to itself.
+
+    Args:
+        starts: see `from_lengths`.
+        length: see `from_lengths`.
+        keys: cache rows.
+        ring: capacity of a circular cache; None for linear ones.
+    """
+    new = starts[:, np.newaxis, np.newaxis] + np.arange(length)[:, np.newaxis]
+    row = np.arange(keys)
+    if ring is None:
+        return row[np.newaxis, np.newaxis], new
+    last = new[:, -1:]
+    return np.where(row < ring, last - (last - row) % ring, -1), new
+
+
+def caches_under(plan: CachePlan, name: str) -> list[CacheUpdate]:
+    """Return the caches that attention reads with these lengths or this mask; empty if the plan does not tell."""
+    geometries = {g.name for g in plan.masks if name in (g.lengths, g.mask)}
+    read = {past for a in plan.attention if a.mask in geometries for past in a.caches}
+    return [c for c in plan.caches if c.past in read]
+
+
+def by_token(values: Array, tensor: TensorRole) -> Named:
+    """Return values ``[R, S, ...]`` with the axes of a tensor that has one for the tokens of all rows, or two."""
+    if "tokens" in tensor.axes:
+        return values.reshape(-1, *values.shape[2:]), ("tokens",)
+    return values, ("batch", "sequence")
+
+
+def place(named: Named, axes: Sequence[str], *, mask: bool = False) -> Array:
+    """Return values in a shape that broadcasts to a tensor with the axes `axes`, see `named_axes`.
+
+    If the tensor has no axis of a name, one entry stays: the last token of a sequence, the first row of a batch. Fixed
+    axes of the tensor repeat the values, except a mask's last one: it holds the keys.
+    """
+    values, names = named
+    if tuple(axes) == names:
+        return values
+    wanted = [*axes[:-1], "keys"] if mask else list(axes)
+    for name in names:
+        if name not in wanted:
+            values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
+    shared = [name for name in wanted if name in names]
+    order = [names.index(name) for name in shared] + [i for i, name in enumerate(names) if name not in shared]
+    values = values.transpose(order)
+    sizes = dict(zip(shared, values.shape, strict=False))
+    return values.reshape([sizes.get(name, 1) for name in wanted])
+
+
+def fixed_rows(plan: CachePlan) -> int | None:
+    """Return the batch size that the model's caches, states and constants are fixed at, or None.
+
+    Raises:
+        UnsupportedModelError: they are fixed at different sizes.
+    """
+    carried = [*(c.physical_shape for c in plan.caches if c.carried), *(s.shape for s in plan.states)]
+    shapes = [*carried, *(t.shape for t in plan.tensors if t.role is Role.CONSTANT and t.io == "input")]
+    sizes = sorted({shape[0] for shape in shapes if shape and isinstance(shape[0], int)})
+    if len(sizes) > 1:
+        raise UnsupportedModelError(
+            f"the model's caches, states and constants have batches of {' and '.join(map(str, sizes))}; export all "
+            "with one batch size, or a dynamic one"
+        )
+    return sizes[0] if sizes else None
+
+
+def fixed_length(plan: CachePlan) -> int | None:
+    """Return the number of tokens per row and step that the model's updates are fixed at, or None."""
+    lengths = {c.update_length for c in plan.caches if c.carried and isinstance(c.update_length, int)}
+    return min(lengths, default=None)
+
+
+def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
+    """Return the tensor with names for axes that are fixed at the plan's batch or update length, if it is not 1."""
+    sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
+    axes, rank = list(tensor.axes), len(tensor.shape)
+    indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is their width
+    if tensor.role is Role.MASK:  # [B, 1, S, L], [B, S, L] or [B, L]
+        places = {"batch": 0} | ({"sequence": rank - 2} if rank > 2 else {})
+    else:
+        places = {name: i for i, name in enumerate(_ORDER.get(tensor.role, ())[:indexed])}
+        if indexed == 1 and tensor.role in (Role.TOKENS, Role.POSITIONS) and tensor.shape[0] == sizes["sequence"]:
+            places = {"sequence": 0}
+        elif rank == 3 and tensor.role is Role.POSITIONS:  # [planes, B, S]; the plan names the batch
+            places = {"sequence": 2}
+        elif rank == 2 and tensor.role is Role.LOGITS:
+            places = {"batch": 0}
+    for name, axis in places.items():
+        if axis < rank and not axes[axis] and tensor.shape[axis] == sizes[name] != 1:
+            axes[axis] = name
+    return replace(tensor, axes=tuple(axes))
+
+
+def axes_with_planes(tensor: TensorRole) -> tuple[str, ...]:
+    """Return the axes of positions ``[planes, B, S]`` or ``[B, planes, S]``, with the planes' axis named."""
+    fixed = [i for i, axis in enumerate(tensor.axes[:-1]) if not axis]
+    planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # the batch may be fixed at 1
+    return tuple("planes" if i == planes else axis for i, axis in enumerate(tensor.axes))

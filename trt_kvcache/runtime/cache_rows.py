@@ -1,0 +1,439 @@
+"""Which sequence lies in which row of the caches, and how far each row is written. Loop and session change both here.
+
+A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. A slot
+holds a list of token ids. The first `length` of them are in the cache; the others wait to be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from trt_kvcache.arguments import is_whole, shown
+from trt_kvcache.errors import CapacityError, SlotError
+from trt_kvcache.importer.plan import CacheUpdate, UpdateMode
+from trt_kvcache.runtime.adapters import Adapter
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.limits import SequenceLimits, largest_update
+from trt_kvcache.runtime.offload import HostRows
+from trt_kvcache.runtime.prefix import BLOCK, PrefixCache
+from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.step_inputs import carried_caches
+
+
+class CacheRows:
+    """The sequences in caches of fixed capacity. All callers hold the lock of the session.
+
+    A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
+    sequence gets it, because one NaN in a masked row would poison attention (0 * NaN is NaN).
+
+    A slot that was offloaded has no row; it gets one before it is used. If no row is free and the cache has more
+    sequences than rows, the least recently used slot is offloaded, slots that do not run first.
+
+    Args:
+        runner: owns the buffers.
+        max_sequences: most slots; slots that do not run give up their rows to others. None: as many as rows; slots that
+            were offloaded do not count.
+        prefix_cache: bytes for rows that sequences with the same beginning share; None: no prefix cache.
+
+    Attributes:
+        slots: the state of each slot, oldest first.
+        limits: the longest lengths of sequences.
+        prefixes: rows of earlier texts, or None.
+
+    Raises:
+        OptionError, SessionError: see `PrefixCache`.
+    """
+
+    def __init__(self, runner: Runner, *, max_sequences: int | None = None, prefix_cache: int | None = None) -> None:
+        self._runner, self.max_sequences = runner, max_sequences
+        self._caches = carried_caches(runner.plan)
+        self.rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
+        self.limits = SequenceLimits(runner)
+        self.slots: dict[int, Slot] = {}
+        self.prefixes = None if prefix_cache is None else PrefixCache(runner, prefix_cache)
+        self._dirty = [0] * runner.max_batch  # the cache row from which on each row is zero
+        self._next = self._clock = 0
+
+    @property
+    def count(self) -> int:
+        """Number of rows of every buffer."""
+        return self._runner.max_batch
+
+    @property
+    def free(self) -> int:
+        """Number of slots that can still be taken."""
+        if self.max_sequences is not None:
+            return self.max_sequences - len(self.slots)
+        waiting = sum(slot.row < 0 and slot.running for slot in self.slots.values())
+        return max(0, self.count - len(self._used()) - waiting)
+
+    def __contains__(self, slot: object) -> bool:
+        """True if a slot is in use."""
+        return is_whole(slot) and slot in self.slots
+
+    def slot(self, slot: int) -> Slot:
+        """Return the state of a slot.
+
+        Raises:
+            SlotError: the slot is not in use.
+        """
+        entry = self.slots.get(slot) if is_whole(slot) else None
+        if entry is None:
+            used = ", ".join(map(str, self.slots)) or "none"
+            raise SlotError(
+                f"slot {shown(slot)} is not in use (in use: {used}); slots end when their sequence is removed"
+            )
+        return entry
+
+    def idle(self, slot: int) -> Slot:
+        """Return the state of a slot that may be changed.
+
+        Raises:
+            SlotError: the slot is not in use, or the decode loop continues it.
+        """
+        entry = self.slot(slot)
+        if entry.running:
+            raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
+        return entry
+
+    # --- slots
+
+    def take(
+        self,
+        tokens: Sequence[int] = (),
+        constants: Constants = NO_CONSTANTS,
+        adapter: Adapter | None = None,
+        *,
+        queue: bool = False,
+    ) -> int:
+        """Return a new slot. Its row is zeroed. Its tokens wait: nothing is written yet.
+
+        Args:
+            tokens: token ids.
+            constants: inputs that the sequence has once.
+            adapter: computes the sequence.
+            queue: the slot may get its row later, if sequences run in all rows and nothing limits their number.
+
+        Raises:
+            SlotError: no slot is `free`.
+        """
+        row = self._first_free()
+        ahead = queue and any(slot.row < 0 and slot.running for slot in self.slots.values())
+        may_wait = self._is_run() or (ahead and row is not None)
+        if not (queue and self.max_sequences is None and may_wait):
+            self._check_free()
+        if row is None or ahead:  # other slots wait, and come first
+            row = -1
+        else:
+            self._clean(row, 0)
+        return self._name(Slot(row, list(tokens), constants=constants, adapter=adapter))
+
+    def copy(self, source: int) -> int:
+        """Return a new slot with the same tokens and cache contents.
+
+        Raises:
+            SlotError: see `slot` and `take`.
+        """
+        self.slot(source)
+        self._check_free()
+        row = self._free_row()
+        entry = self.slot(source)  # the slot that was offloaded for the row may be the source
+        if entry.row >= 0:
+            self._copy(entry.row, row)
+        else:
+            self._fill(entry, row)
+        return self._name(entry.copy(row))
+
+    def put(self, slot: int, entry: Slot) -> None:
+        """Replace the state of a slot."""
+        self.slots[slot] = entry
+
+    def drop(self, slot: int) -> None:
+        """Free a slot and its row, if it is in use."""
+        entry = self.slots.pop(slot, None)
+        if entry is not None:
+            entry.close()
+
+    def reset(self, slot: int) -> None:
+        """Empty a slot: no tokens, and zeros in its row. Its constants and its adapter stay."""
+        entry = self.slot(slot)
+        self.slots[slot] = Slot(entry.row, constants=entry.constants, adapter=entry.adapter, used=entry.used)
+        if entry.row >= 0:
+            self._clean(entry.row, 0)
+        entry.close()
+
+    def crop(self, slot: int, length: int) -> None:
+        """Forget all tokens of a slot from `length` on, including tokens that wait; their cache rows are zeroed.
+
+        Raises:
+            CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or
+                tokens of one step see each other.
+        """
+        entry = self.slot(slot)
+        self._check_crop(slot, entry, length)
+        if length >= entry.length:
+            self.slots[slot] = entry.truncated(length)
+            return
+        entry = self.with_row(slot)
+        written = self._written(entry, length)
+        self.slots[slot] = replace(entry.truncated(length), length=length, written=written)
+        self._truncate(entry.row, length, written)
+
+    def reorder(self, indices: Sequence[int], names: Sequence[int]) -> None:
+        """Give slot ``names[k]`` the present contents of slot ``names[indices[k]]``.
+
+        Rows are renamed where possible; a row is copied only if several slots continue it.
+        """
+        entries = [self.with_row(name, names) for name in names]
+        dropped = sorted(set(range(len(names))) - set(indices))
+        taken: set[int] = set()
+        for name, index in zip(names, indices, strict=True):
+            source, row = entries[index], entries[index].row
+            if index in taken:
+                row = entries[dropped.pop()].row
+                self._copy(source.row, row)
+            taken.add(index)
+            self.slots[name] = replace(source.copy(row), used=self._tick())
+
+    def _name(self, slot: Slot) -> int:
+        name = self._next
+        self._next += 1
+        slot.used = self._tick()
+        self.slots[name] = slot
+        return name
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _check_free(self) -> None:
+        if self.free > 0:
+            return
+        if self.max_sequences is None:
+            raise SlotError(_full(self.count))
+        raise SlotError(
+            f"there are {len(self.slots)} sequences, and max_sequences is {self.max_sequences}; remove one, or open "
+            "the session with a larger max_sequences"
+        )
+
+    def _check_crop(self, slot: int, entry: Slot, length: int) -> None:
+        plan, advice = self._runner.plan, "reset the slot, or fork it before it grows"
+        if plan.states and 0 < length < entry.length:
+            raise CapacityError(
+                f"slot {slot} cannot be cropped to {length} tokens: the model keeps state ('{plan.states[0].past}') "
+                f"that every step replaces, and what it was at that length is gone; {advice}"
+            )
+        if plan.prefill_in_one_step and 0 < length < entry.length:
+            raise CapacityError(
+                f"slot {slot} cannot be cropped to {length} tokens: tokens of one step see later ones in this model, "
+                f"and the rows that stay would know those that go; {advice}"
+            )
+        for cache in self._caches:
+            wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity
+            if wrapped and length < min(entry.length, entry.written - 1):
+                raise CapacityError(_lost(slot, entry, length, cache))
+
+    # --- what the loop writes
+
+    def largest_update(self, slot: int) -> int:
+        """Return the most tokens that one step may write to a slot with the same result as one by one."""
+        return largest_update(self._runner, self.slot(slot).length)
+
+    def free_tokens(self, slot: int) -> int | None:
+        """Return how many tokens still fit after the tokens of a slot; None if nothing limits them."""
+        return self.limits.free_tokens(self.slot(slot))
+
+    def note_touched(self, slot: int, stop: int) -> None:
+        """Note that a step will write rows up to `stop`. If the step fails, they are zeroed before they are reused."""
+        self.touch(self.slots[slot].row, stop)
+
+    def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
+        """Note that the runner has written `tokens` of the slot's waiting tokens, and then `guesses` guesses."""
+        entry = self.slots[slot]
+        length = entry.length + tokens
+        self.slots[slot] = replace(
+            entry,
+            length=length,
+            written=max(entry.written, length + guesses),
+            embeds=entry.embeds.within(length),
+            used=self._tick(),
+        )
+
+    def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
+        """Append chosen tokens: first accepted guesses, which are written already, then tokens that wait.
+
+        The rows of the `rejected` guesses are zeroed.
+        """
+        entry = self.slots[slot]
+        length = entry.length + len(tokens)
+        written = self._written(entry, length) if rejected else entry.written
+        if tokens:
+            self.slots[slot] = replace(entry, tokens=[*entry.tokens, *tokens, *after], length=length, written=written)
+        else:
+            entry.written = written
+            entry.tokens.extend(after)  # a copy would cost more for longer texts
+        if rejected:
+            self._truncate(entry.row, length, written)
+
+    def recall(self, slot: int, keep: int = 1) -> None:
+        """Copy the first tokens of an unwritten slot from the prefix cache, as many as it has.
+
+        Args:
+            slot: a slot that has a row.
+            keep: number of last tokens whose logits are needed; the model computes these tokens, and at least one.
+        """
+        entry = self.slots[slot]
+        if self.prefixes is None or entry.length or not entry.pending:
+            return
+        most = max(0, len(entry.tokens) - max(keep, 1))
+        most = most if entry.by_ids is None else min(most, entry.by_ids)
+        blocks = self.prefixes.find(entry.tokens, most, _digest(entry))
+        length = len(blocks) * BLOCK
+        self.touch(entry.row, length)
+        self.prefixes.fill(entry.row, blocks)
+        written = max(entry.written, length)
+        self.slots[slot] = replace(entry, length=length, written=written, remembered=length)
+
+    def remember(self, slot: int) -> None:
+        """Copy the rows of a slot to the prefix cache, if they are new and fill a block."""
+        entry = self.slots[slot]
+        if self.prefixes is None or entry.row < 0:
+            return
+        length = entry.length if entry.by_ids is None else min(entry.length, entry.by_ids)
+        if length // BLOCK > entry.remembered // BLOCK:
+            self.prefixes.add(entry.row, entry.tokens, length // BLOCK, _digest(entry))
+            entry.remembered = length
+
+    # --- rows
+
+    def give_row(self, slot: int) -> bool:
+        """Give a slot a row, if need be by offloading a slot that does not run. Return False if it must wait.
+
+        Raises:
+            SlotError: see `slot`; or all rows hold sequences that do not run, and no row will become free.
+        """
+        if self.slot(slot).row < 0:
+            idle = any(s.row >= 0 and not s.running for s in self.slots.values())
+            may_wait = self._is_run() if self.max_sequences is None else not idle
+            if may_wait and self._first_free() is None:
+                return False
+            self.with_row(slot)
+        return True
+
+    def with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
+        """Return a slot that has a row; offload another slot if need be, but none in `keep`.
+
+        Raises:
+            SlotError: see `slot`; or no row can be freed.
+            CacheFileError: the file that the slot was offloaded to is gone or damaged.
+        """
+        entry = self.slot(slot)
+        if entry.row < 0:
+            row = self._free_row(keep)
+            self._fill(entry, row)
+            self.slots[slot] = replace(entry, row=row, offloaded=None, used=self._tick())
+            entry.close()
+        return self.slots[slot]
+
+    def host_copy(self, entry: Slot) -> HostRows | None:
+        """Return the contents of a row in host memory; None if nothing was written to it.
+
+        Raises:
+            SessionError: too little memory is free.
+        """
+        return HostRows(self._runner, entry.row, entry.written) if entry.written else None
+
+    def move(self, slot: int, row: int) -> None:
+        """Move a slot to a row that no slot uses."""
+        entry = self.with_row(slot)
+        self._copy(entry.row, row)
+        entry.row = row
+
+    def compact(self) -> None:
+        """Move n slots to rows 0 to n - 1, so that a step over all of them is one row range."""
+        used = self._used()
+        holes = sorted(set(range(len(used))) - used)
+        for name, slot in self.slots.items() if holes else ():
+            if slot.row >= len(used):
+                self.move(name, holes.pop(0))
+
+    def touch(self, row: int, stop: int) -> None:
+        """Note that cache rows up to `stop` may be written."""
+        self._dirty[row] = max(self._dirty[row], stop)
+
+    def _written(self, entry: Slot, length: int) -> int:
+        """Return how many tokens count as written once a slot goes back to `length`.
+
+        Rows of a circular cache that has wrapped stay: the next token overwrites the only stale row.
+        """
+        return entry.written if any(entry.written > rows for rows in self.rings) else length
+
+    def _clean(self, row: int, start: int) -> None:
+        """Zero a row from cache row `start` on."""
+        if self._dirty[row] > start:
+            self._runner.zero_rows(row, start, self._dirty[row])
+            self._dirty[row] = start
+
+    def _truncate(self, row: int, length: int, written: int) -> None:
+        """Zero a row from `length` on; circular caches may keep rows of the `written` tokens."""
+        self._runner.zero_rows(row, length, self._dirty[row])
+        self._dirty[row] = max(length, written)
+
+    def _copy(self, source: int, row: int) -> None:
+        """Copy the contents of one row to another, which keeps nothing else."""
+        length = self._dirty[source]
+        self._clean(row, length)
+        self.touch(row, length)
+        self._runner.copy_rows(source, row, length)
+
+    def _fill(self, entry: Slot, row: int) -> None:
+        """Write the contents of a slot without a row to a row, and zeros after them."""
+        self._clean(row, entry.written)
+        self.touch(row, entry.written)
+        if entry.offloaded is not None:
+            entry.offloaded.fill(row)
+
+    def _used(self) -> set[int]:
+        return {slot.row for slot in self.slots.values() if slot.row >= 0}
+
+    def _is_run(self) -> bool:
+        """Return True if a sequence runs in a row: the row will become free."""
+        return any(slot.row >= 0 and slot.running for slot in self.slots.values())
+
+    def _first_free(self) -> int | None:
+        used = self._used()
+        return next((row for row in range(self.count) if row not in used), None)
+
+    def _free_row(self, keep: Collection[int] = ()) -> int:
+        """Return a row that no slot has; offload a slot if need be."""
+        row = self._first_free()
+        if row is not None:
+            return row
+        others = {name: slot for name, slot in self.slots.items() if slot.row >= 0 and name not in keep}
+        if self.max_sequences is None or not others:
+            raise SlotError(_full(self.count))
+        name, entry = min(others.items(), key=lambda item: (item[1].running, item[1].used))
+        self.slots[name] = replace(entry, row=-1, offloaded=self.host_copy(entry))
+        return entry.row
+
+
+def _digest(slot: Slot) -> bytes:
+    """Return a digest of the slot's adapter: its cache rows depend on tokens and adapter."""
+    return b"" if slot.adapter is None else bytes.fromhex(slot.adapter.digest)
+
+
+def _full(rows: int) -> str:
+    return (
+        f"all {rows} rows hold a sequence; remove or offload one, or open the session with a larger max_batch, or with "
+        "max_sequences"
+    )
+
+
+def _lost(slot: int, entry: Slot, length: int, cache: CacheUpdate) -> str:
+    return (
+        f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds the last "
+        f"{cache.capacity} of {entry.written}, and what a sequence of {length} sees was overwritten; crop to "
+        f"{entry.written - 1} or more, or fork the slot before it grows"
+    )

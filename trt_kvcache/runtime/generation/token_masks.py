@@ -1,0 +1,79 @@
+"""Masks of tokens: one bit for each token of the vocabulary, 1 if the token may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import SessionError, TrtKvCacheError
+
+Mask = npt.NDArray[np.int32]
+
+TokenMask = Callable[[npt.NDArray[np.int64]], Mask]
+"""A function that returns the tokens that may come next in one sequence. It takes the new tokens of the sequence so
+far, int64 ``[N]``, without the prompt, and returns int32 ``[ceil(V / 32)]``: token `t` may come next if bit ``t % 32``
+(0 is the lowest) of number ``t // 32`` is 1. Tokens beyond the end of a shorter mask are forbidden. The result must
+depend on these tokens alone: guesses of prompt lookup or of a draft model may be taken back, so a call may have fewer
+tokens than the one before."""
+
+
+Masks = Callable[[int], Mask]
+"""A function that returns the masks of a step: it takes the length `W` of a mask, and returns int32 ``[R, keep, W]``.
+"""
+
+
+class Grammar(Protocol):
+    """The texts that a sequence may become; `trt_kvcache.Grammars` compiles grammars."""
+
+    def start(self) -> TokenMask:
+        """Return the mask of a new sequence; each sequence has its own."""
+        ...
+
+
+def words(vocab: int) -> int:
+    """Return the number of int32 words in a mask."""
+    return -(-vocab // 32)
+
+
+def all_tokens(shape: tuple[int, ...]) -> Mask:
+    """Return masks ``[..., words]`` that allow every token."""
+    return np.full(shape, -1, np.int32)
+
+
+def ask_mask(mask: TokenMask, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
+    """Call a mask and check its result, which may have at most `most` words.
+
+    Raises:
+        SessionError: the mask failed, or returned something else.
+    """
+    shown = new_tokens.view()
+    shown.flags.writeable = False
+    try:
+        bits = np.asarray(mask(shown))
+    except TrtKvCacheError:
+        raise
+    except Exception as error:
+        raise SessionError(f"the token mask failed: {type(error).__name__}: {error}") from error
+    if bits.dtype != np.int32 or bits.ndim != 1 or bits.size > most:
+        kind = f"{bits.dtype} {list(bits.shape)}"
+        raise SessionError(f"the token mask is {kind}; it has to be int32 [{most}], a bit for each token")
+    return bits
+
+
+def pack_masks(allowed: npt.NDArray[np.bool_]) -> Mask:
+    """Return masks ``[..., words]`` that allow the tokens ``[..., V]`` that are True."""
+    masks = np.zeros((*allowed.shape[:-1], 4 * words(allowed.shape[-1])), np.uint8)
+    packed = np.packbits(allowed, axis=-1, bitorder="little")
+    masks[..., : packed.shape[-1]] = packed
+    return masks.view(np.int32)
+
+
+def keep_allowed(scores: npt.NDArray[np.float32], mask: Mask) -> npt.NDArray[np.float32]:
+    """Return scores ``[V]`` with ``-inf`` for tokens that the mask forbids."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: scores.size]
+    allowed = np.full_like(scores, -np.inf)
+    np.copyto(allowed[: bits.size], scores[: bits.size], where=bits.astype(bool))
+    return allowed

@@ -1,0 +1,447 @@
+"""Attention over a cache as ONNX Runtime computes it fastest on the CPU: by its own GroupQueryAttention.
+
+present_k = TensorScatter(past_k, k, write_indices), present_v likewise
+y = Where(row sees a key, Attention(q, present_k[:, :, :span], present_v[:, :, :span], causal mask), 0)
+becomes
+y, present_k, present_v = com.microsoft.GroupQueryAttention(q, k, v, past_k, past_v, lengths - 1, longest)
+
+The results are the same except for the order of sums. The operator writes in place if past and present are one buffer,
+and reads the rows in use without a copy; Slice copies them. It takes updates of several tokens for one sequence at a
+time, unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given"). Q,
+K and V are passed as the projections return them, [B, S, N*H]; a rotation is moved to this form. Its own rotation does
+not suit sessions: it counts positions itself, but callers may give other positions. If positions are passed to it, it
+reads only the first one when a step of several tokens starts at row 0 (1.32.0). Semantics:
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. tests/runtime/test_ort_attention.py checks
+that rows beyond a sequence's length are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeGuard
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant, tidy
+from trt_kvcache.importer.lower import CONTRIB
+from trt_kvcache.importer.lower.matmul_nbits import NUMBERS, middle
+from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateMode
+from trt_kvcache.importer.prepare import attach_weights, detach_weights
+from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors, names_read, replace_field
+from trt_kvcache.importer.protos import is_op as is_proto_op
+from trt_kvcache.importer.simplify import infer_shapes
+from trt_kvcache.importer.steps.element_types import has_bfloat16, state_type
+from trt_kvcache.importer.weights import reinterpret
+
+DOMAIN = "com.microsoft"
+OPERATOR = "GroupQueryAttention"
+_SWAPPED = [0, 2, 1, 3]
+_HEAD_STEP = 8  # "head_size must be a multiple of 8" (1.31.1)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """One Attention with its two updates, and other operands of GroupQueryAttention.
+
+    Attributes:
+        lengths: int64 ``[B]``, tokens per sequence after the step.
+        window: keys that a query sees, including its own; -1: all.
+        result: final result of the attention, ``[B, N, S, H]``.
+    """
+
+    node: gs.Node
+    plan: AttentionPlan
+    updates: tuple[gs.Node, gs.Node]
+    lengths: gs.Tensor
+    window: int
+    result: gs.Tensor
+
+
+def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
+    """Replace every attention with GroupQueryAttention if that computes exactly the same.
+
+    It must be float32 and causal, with or without a left window, over two linear caches ``[B, N, L, H]`` that nothing
+    else reads, with H a multiple of 8. All others stay.
+
+    Args:
+        model: the rewritten model; not changed.
+        plan: plan of the model.
+
+    Returns:
+        A model with the same inputs and outputs; the same object if no attention fits.
+    """
+    light, weights = detach_weights(model)
+    graph = gs.import_onnx(infer_shapes(light))
+    nodes = {node.name: node for node in graph.nodes}
+    masks = {mask.name: mask for mask in plan.masks}
+    matches = []
+    for item in plan.attention:
+        node, mask = nodes.get(item.node), masks.get(item.mask or "")
+        if node is not None and mask is not None and (match := _match(graph, plan, node, item, mask)):
+            matches.append(match)
+    if not matches:
+        return model
+    emitter = Emitter(graph)
+    for match in matches:
+        _fuse(emitter, match)
+    tidy(graph)
+    graph.import_domains = [*(d for d in graph.import_domains or () if d.domain != DOMAIN)]
+    graph.import_domains.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    fused: onnx.ModelProto = gs.export_onnx(graph)
+    fused.ir_version = model.ir_version
+    del fused.graph.value_info[:]
+    attach_weights(fused, weights)
+    return fused
+
+
+def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan, mask: MaskGeometry) -> _Match | None:
+    caches = [c for c in plan.caches if c.past in item.caches]
+    updates = [_update(graph, tensor, node) for tensor in node.inputs[1:3]] if is_op(node, "Attention") else []
+    if len(caches) != 2 or len(updates) != 2 or not _known(item) or not _is_causal(mask):
+        return None
+    key, value = updates
+    lengths = [t for t in graph.inputs if t.name == mask.lengths]
+    if key is None or value is None or not lengths or not all(_is_linear(c) for c in caches):
+        return None
+    starts = plan.tensor(Role.WRITE_INDICES)
+    valid = plan.tensor(Role.VALID_LENGTHS)
+    roles = (starts and starts.name, valid and valid.name)  # the caller gives both: lengths = write indices + S
+    if any(roles != (c.write_indices, mask.lengths) or c.capacity != caches[0].capacity for c in plan.caches):
+        return None
+    result = node.outputs[0]
+    readers = consumers(result)
+    if mask.guarded and len(readers) == 1 and is_op(readers[0], "Where") and readers[0].inputs[1] is result:
+        result = readers[0].outputs[0]  # under a causal mask each query sees at least itself
+    if contains(graph.outputs, node.outputs[0]) or contains(graph.outputs, result):
+        return None
+    window = -1 if mask.left_window < 0 else mask.left_window + 1
+    return _Match(node, item, (key, value), lengths[0], window, result)
+
+
+def _known(item: AttentionPlan) -> bool:
+    sizes = (item.query_heads, item.kv_heads, item.head_size)
+    return (
+        item.dtype == "float"
+        and all(isinstance(size, int) for size in sizes)
+        and item.head_size == item.value_head_size
+        and int(item.head_size) % _HEAD_STEP == 0
+    )
+
+
+def _is_causal(mask: MaskGeometry) -> bool:
+    plain = mask.mask is None and mask.slopes is None and mask.right_window < 0
+    return mask.causal and mask.lengths is not None and plain
+
+
+def _is_linear(cache: CacheUpdate) -> bool:
+    return cache.mode is UpdateMode.LINEAR and cache.carried and len(cache.readers) == 1
+
+
+def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
+    """The TensorScatter ``[B, N, L, H]`` that only this attention reads, in full or up to the span; else None."""
+    node, reader = producer(tensor), attention
+    if node is not None and is_op(node, "Slice"):
+        axes = small_constant(node.inputs[3])
+        if axes is None or axes.tolist() != [2] or consumers(tensor) != [attention]:
+            return None
+        node, reader = producer(node.inputs[0]), node
+    if node is None or not is_op(node, "TensorScatter") or len(dims(node.inputs[0]) or ()) != 4:
+        return None
+    axis, mode = int(node.attrs.get("axis", -2)), node.attrs.get("mode", "linear")
+    alone = all(other is reader for other in consumers(node.outputs[0]))
+    carried = contains(graph.inputs, node.inputs[0]) and contains(graph.outputs, node.outputs[0])
+    return node if alone and carried and axis in (2, -2) and mode == "linear" else None
+
+
+def _fuse(emitter: Emitter, match: _Match) -> None:
+    item, (key, value) = match.plan, match.updates
+    heads, kv_heads, size = int(item.query_heads), int(item.kv_heads), int(item.head_size)
+    lengths = match.lengths
+    last = emitter.once(("last", lengths.name), lambda: _int32(emitter, "Sub", [lengths, emitter.ints(1)], "last"))
+    longest = emitter.once(
+        ("longest", lengths.name), lambda: _int32(emitter, "ReduceMax", [lengths], "longest", keepdims=0)
+    )
+    inputs = [
+        _by_token(emitter, match.node.inputs[0], heads, size),
+        *(_by_token(emitter, update.inputs[1], kv_heads, size) for update in (key, value)),
+        key.inputs[0], value.inputs[0], last, longest,
+    ]  # fmt: skip
+    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": match.node.attrs.get("scale", size**-0.5)}
+    if match.window > 0:
+        attributes["local_window_size"] = match.window
+    target, packed = _whole(match.result, heads * size)
+    for maker in list(target.inputs):
+        maker.outputs.clear()
+    presents = [update.outputs[0] for update in (key, value)]
+    for node in (match.node, key, value):
+        node.outputs.clear()
+    output = target if packed else gs.Variable(emitter.name("attention"), dtype=target.dtype)
+    emitter.graph.nodes.append(
+        gs.Node(OPERATOR, emitter.name(OPERATOR), attributes, inputs, [output, *presents], domain=DOMAIN)
+    )
+    if not packed:
+        split = emitter.op("Reshape", [output, emitter.ints([0, 0, heads, size])], "split")
+        turned = emitter.op("Transpose", [split], "heads", perm=_SWAPPED)
+        maker = turned.inputs[0]
+        maker.outputs = [target]
+
+
+def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attributes: int) -> gs.Tensor:
+    return emitter.op("Cast", [emitter.op(op, inputs, f"{hint}_64", **attributes)], hint, INT32, to=INT32)
+
+
+def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
+    """Return ``[B, N, S, H]`` as ``[B, S, N*H]``: its source if it had this form; a rotation is moved to this form."""
+    node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
+    if node is not None and is_op(node, "RotaryEmbedding"):
+        rows = _by_token(emitter, node.inputs[0], heads, size)
+        return emitter.op("RotaryEmbedding", [rows, *node.inputs[1:]], "rotated", **{**node.attrs, "num_heads": heads})
+    if not _swaps(node):
+        turned = emitter.op("Transpose", [tensor], "by_token", perm=_SWAPPED)
+        return emitter.op("Reshape", [turned, merged], "rows")
+    source = node.inputs[0]
+    maker = producer(source)
+    if _swaps(maker):
+        return _by_token(emitter, maker.inputs[0], heads, size)
+    if maker is not None and is_op(maker, "Reshape") and _splits_heads(maker, heads, size):
+        return maker.inputs[0]
+    return emitter.op("Reshape", [source, merged], "rows")
+
+
+def _swaps(node: gs.Node | None) -> TypeGuard[gs.Node]:
+    return node is not None and is_op(node, "Transpose") and list(node.attrs.get("perm", ())) == _SWAPPED
+
+
+def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
+    """Return True if the Reshape turns ``[B, S, N*H]`` into ``[B, S, N, H]`` for every B and S."""
+    source, shape = dims(reshape.inputs[0]), small_constant(reshape.inputs[1])
+    if source is None or len(source) != 3 or source[2] != heads * size or shape is None:
+        return False
+    known = ([0, 0, heads, size], [0, 0, heads, -1], [0, 0, -1, size], [0, -1, heads, size])
+    return shape.tolist() in known and not reshape.attrs.get("allowzero", 0)
+
+
+def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
+    """Return the tensor that GroupQueryAttention's result replaces, and True if it is ``[B, S, N*H]``."""
+    turned = _only(result, "Transpose")
+    if not _swaps(turned):
+        return result, False
+    merged = _only(turned.outputs[0], "Reshape")
+    shape = small_constant(merged.inputs[1]) if merged is not None else None
+    if merged is None or shape is None or not _keeps_rows(shape.tolist(), width):
+        return result, False
+    return merged.outputs[0], True
+
+
+def _keeps_rows(shape: Iterable[int], width: int) -> bool:
+    """Return True if a Reshape of ``[B, S, N, H]`` to `shape` gives ``[B, S, N*H]`` for every B and S."""
+    return list(shape) in ([0, 0, width], [0, 0, -1], [0, -1, width])
+
+
+def _only(tensor: gs.Tensor, op: str) -> gs.Node | None:
+    """Return the only reader of a tensor, if it is this operator; else None."""
+    readers = consumers(tensor)
+    return readers[0] if len(readers) == 1 and is_op(readers[0], op) else None
+
+
+_EXPERTS = {"MoE": 2, "QMoE": 3}
+"""Index of the operand whose type the node computes in."""
+
+
+def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
+    """Replace rewritten experts with the operators of the source, in float32 only.
+
+    Args:
+        model: the rewritten model, its nodes sorted; not changed.
+        source: the model that it was made from; external data of both lie in one folder.
+
+    Returns:
+        A model with the same inputs and outputs; the same object if no operator is replaced.
+    """
+    weights = {tensor.name: tensor for tensor in source.graph.initializer}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    fitting = {
+        str(node.output[0]): node
+        for node in source.graph.node
+        if node.domain == CONTRIB and node.op_type in _EXPERTS and _fits(node, weights, makers, model)
+    }
+    if not fitting:
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    del result.graph.value_info[:]
+    nodes = [fitting.get(next(iter(node.output), ""), node) for node in model.graph.node]
+    live = {value.name for value in model.graph.output}
+    live_nodes: list[NodeProto] = []
+    for node in reversed(nodes):
+        if live & {*node.output}:
+            live_nodes.append(node)
+            live |= names_read(node)
+    del result.graph.node[:]
+    result.graph.node.extend(reversed(live_nodes))
+    own = [tensor for tensor in model.graph.initializer if tensor.name in live]
+    taken = {tensor.name for tensor in own}
+    needed = {name for node in fitting.values() for name in node.input[2:]} - taken - {""}
+    del result.graph.initializer[:]
+    result.graph.initializer.extend([*own, *(weights[name] for name in sorted(needed))])
+    if all(entry.domain != CONTRIB for entry in result.opset_import):
+        result.opset_import.add(domain=CONTRIB, version=1)
+    return result
+
+
+def _fits(
+    node: NodeProto, weights: Mapping[str, TensorProto], makers: Mapping[str, NodeProto], model: ModelProto
+) -> bool:
+    """Return True if a model computes a node's result from the node's tokens and logits, and from nothing else.
+
+    Comparing names is enough: a rewrite keeps the names of tensors that it keeps.
+    """
+    if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):
+        return False
+    kind = weights.get(node.input[_EXPERTS[node.op_type]]) if len(node.input) > _EXPERTS[node.op_type] else None
+    if kind is None or kind.data_type != TensorProto.FLOAT or any(n and n not in weights for n in node.input[2:]):
+        return False
+    own = {tensor.name: (tensor.data_type, [*tensor.dims]) for tensor in model.graph.initializer}
+    if any((stored := own.get(n)) and stored != (weights[n].data_type, [*weights[n].dims]) for n in node.input[2:]):
+        return False
+    ends, pending, seen = {*node.input[:2]}, [str(node.output[0])], set()
+    while pending:
+        name = pending.pop()
+        if name in seen or name in own:
+            continue
+        seen.add(name)
+        if name in ends:
+            continue
+        if name not in makers:
+            return False
+        pending += names_read(makers[name])
+    return ends <= seen
+
+
+_BITS = {kind: bits for bits, kind in NUMBERS.items()}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_LEAST_BLOCK = 16
+
+
+def fuse_products(model: ModelProto) -> ModelProto:
+    """Replace every product in float32 or float16 with MatMulNBits if that computes exactly the same.
+
+    Args:
+        model: the rewritten model; not changed.
+
+    Returns:
+        A model with the same inputs and outputs; the same object if no product fits.
+    """
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    views: dict[str, TensorProto] = {}
+    nodes = [_fused(node, makers, weights, views) or node for node in model.graph.node]
+    if not views:
+        return model
+    result = ModelProto()
+    result.CopyFrom(model)
+    live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
+    for node in reversed(nodes):
+        if live & {*node.output}:
+            live_nodes.append(node)
+            live |= names_read(node)
+    replace_field(result.graph.node, live_nodes[::-1])
+    replace_field(result.graph.initializer, [t for t in (*weights.values(), *views.values()) if t.name in live])
+    del result.graph.value_info[:]
+    if all(entry.domain != CONTRIB for entry in result.opset_import):
+        result.opset_import.add(domain=CONTRIB, version=1)
+    return result
+
+
+def _fused(
+    node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
+) -> NodeProto | None:
+    """Return the product as one operator, and add a view of its weight to `views`; None if the product does not fit."""
+    turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
+    source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None
+    if turn is None or source is None or not is_proto_op(source, "DequantizeLinear"):
+        return None
+    read = [weights[name] for name in source.input if name in weights]
+    if len(read) != 3 or read[1].data_type not in _FLOATS or [len(t.dims) for t in read[:2]] != [2, 2]:
+        return None
+    numbers, scales, zeros = read
+    bits, sizes = _BITS.get(numbers.data_type), {a.name: a.i for a in source.attribute}
+    block, axis = sizes.get("block_size", 0), sizes.get("axis", 1)
+    if bits is None or axis not in (1, -1):
+        return None
+    rows, columns = numbers.dims
+    count = scales.dims[1]
+    plain = block >= _LEAST_BLOCK and not block & (block - 1) and columns == count * block
+    if not plain or zeros.raw_data != middle(bits, (rows, count)).raw_data:
+        return None
+    if [*next((a.ints for a in turn.attribute if a.name == "perm"), [1, 0])] != [1, 0]:
+        return None
+    name = f"{numbers.name}/bytes"
+    views[name] = reinterpret(numbers, name, TensorProto.UINT8, [rows, count, block * bits // 8])
+    attributes = {"K": columns, "N": rows, "bits": bits, "block_size": block}
+    inputs = [node.input[0], name, scales.name]
+    return helper.make_node("MatMulNBits", inputs, [*node.output], node.name, domain=CONTRIB, **attributes)
+
+
+NOTE = (
+    "bfloat16 runs in float32 on the CPU, where ONNX Runtime has no bfloat16 arithmetic: caches take twice the memory, "
+    "and numbers are closer to the model's in float32 than those of its engine"
+)
+_SMALL = 1024  # bytes; smaller tensors are converted here, so that shape inference can read their values
+
+
+def in_float32(imported: ImportedModel) -> ImportedModel:
+    """Return a bfloat16 model in float32, with a note in its plan; the same object if nothing in it is bfloat16.
+
+    Args:
+        imported: the model, with its own caches or quantized ones; not changed.
+    """
+    if not has_bfloat16(imported.model):
+        return imported
+    model = copied(imported.model)
+    state_type(model, (TensorProto.BFLOAT16,), TensorProto.FLOAT)
+    large = {name for scope in iter_scopes(model) if isinstance(scope, GraphProto) for name in _large(scope)}
+    for tensor in iter_tensors(model):
+        if tensor.data_type == TensorProto.BFLOAT16 and tensor.name not in large:
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for scope in iter_scopes(model):
+        if isinstance(scope, GraphProto):
+            _cast(scope, large)
+    plan = _widened(imported.plan)
+    return replace(imported, model=model, plan=replace(plan, notes=(NOTE, *plan.notes)))
+
+
+def _large(graph: GraphProto) -> Iterator[str]:
+    """Yield the bfloat16 weights that keep their type."""
+    for tensor in graph.initializer:
+        inside = tensor.data_location != TensorProto.EXTERNAL
+        if tensor.data_type == TensorProto.BFLOAT16 and not (inside and (byte_size(tensor) or 0) <= _SMALL):
+            yield tensor.name
+
+
+def _cast(graph: GraphProto, large: Container[str]) -> None:
+    """Insert a Cast after each large weight."""
+    casts = []
+    for tensor in graph.initializer:
+        if tensor.name in large:
+            name, tensor.name = tensor.name, f"{tensor.name}/bfloat16"
+            casts.append(helper.make_node("Cast", [tensor.name], [name], f"{name}/Cast", to=TensorProto.FLOAT))
+    replace_field(graph.node, [*casts, *graph.node])
+
+
+def _widened(value: Any) -> Any:
+    """Return a plan, or a part of one, with float32 instead of bfloat16."""
+    if isinstance(value, tuple):
+        return tuple(map(_widened, value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    parts = {f.name: _widened(getattr(value, f.name)) for f in fields(value)}
+    if parts.get("dtype") == "bfloat16":
+        parts["dtype"] = "float"
+    return replace(value, **parts)

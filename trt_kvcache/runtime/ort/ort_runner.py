@@ -1,0 +1,378 @@
+"""Runs a model on the CPU with ONNX Runtime; each cache is one buffer that is updated in place."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from trt_kvcache.arguments import as_whole
+from trt_kvcache.dtypes import array_dtype
+from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
+from trt_kvcache.files import identify, stamp
+from trt_kvcache.importer import ImportedModel, import_unchecked, quantize_caches
+from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
+from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.machine import allow_memory, memory
+from trt_kvcache.progress import phase
+from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.encoders.constants import Constants
+from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
+from trt_kvcache.runtime.ort.cpu_model import NOTE, OPERATOR, fuse_attention, fuse_products, in_float32, keep_experts
+from trt_kvcache.runtime.ort.huge_pages import huge_pages
+from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
+
+_DEFAULT_BATCH = 8  # untouched zeroed memory costs nothing
+_DEFAULT_CHUNK = 512
+_MOST_THREADS = 4096  # ONNX Runtime starts as many as asked, or crashes
+_BINDINGS = 64  # most bindings kept, by shape: decode needs one per batch size and span bucket
+
+
+@dataclass
+class _Bound:
+    """The arrays that one shape of step reads and writes; ONNX Runtime holds pointers to them.
+
+    Attributes:
+        constants: the constants that are now in `arrays`.
+    """
+
+    binding: Any
+    inputs: dict[str, Array]
+    arrays: dict[str, Array]
+    logits: Array
+    constants: tuple[Constants, ...] = ()
+
+    def give(self, constants: tuple[Constants, ...]) -> None:
+        """Copy the constants of a step's rows into `arrays`, unless the last step had the same."""
+        if constants != self.constants:
+            for name, array in self.arrays.items():
+                for row, constant in enumerate(constants):
+                    array[row] = np.asarray(constant.arrays[name])[0]
+            self.constants = constants
+
+
+class OnnxRuntimeRunner:
+    """A `Runner` on the CPU, with ONNX Runtime.
+
+    The model is rewritten in memory, so that a step reads only the cache rows in use; large weights stay in their
+    files. Past and present of a cache are bound to one address; ONNX Runtime's TensorScatter and GroupQueryAttention
+    then write only the update (measured on 1.31.1). A step on some rows binds the address of the first of them.
+
+    Args:
+        model: path of the ``.onnx`` file, as exported or rewritten.
+        options: options of the plan.
+        max_batch: rows of every cache; None: 8, or fewer if memory is short.
+        max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
+        threads: threads of ONNX Runtime; None: one per core.
+        default_capacity: capacity of caches that grow, if `options` gives none; None: the importer's default.
+
+    Raises:
+        ModelError, OptionError: the model cannot be used, or an option does not fit it.
+        SessionError: the caches do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        options: PlanOptions | None = None,
+        *,
+        max_batch: int | None = None,
+        max_chunk: int | None = None,
+        threads: int | None = None,
+        default_capacity: int | None = None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("max_chunk", max_chunk), ("threads", threads)):
+            if value is not None and as_whole(value, name) < 1:
+                raise OptionError(f"{name} is {value}; it must be at least 1")
+        if threads is not None and threads > _MOST_THREADS:
+            raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")
+        options = options or PlanOptions()
+        own = options if options.cache_ranges is None else options.unquantized()
+        self.plan: CachePlan
+        self.home: object = None
+        imported, verdict = import_unchecked(model, own, default_capacity=default_capacity)
+        try:
+            imported = in_float32(imported)
+            session = self._open(imported, options, max_batch, max_chunk, threads)
+        except TrtKvCacheError:
+            verdict.result()  # the check's own error says more
+            raise
+        checked = verdict.result()
+        self.plan = checked.on(self.plan)
+        if checked.prefill_in_one_step:  # only the check's runs can show this
+            self.inputs = StepInputs(checked.on(imported.plan))
+            self.max_chunk = self.inputs.chunk(max_chunk, _DEFAULT_CHUNK)
+        if imported.plan.logits_span is not None:
+            self._spans[imported.plan.logits_span.name] = np.arange(self.inputs.fixed_length or self.max_chunk)
+        if not self._logits.known:
+            self._logits.settle(self._look_for_vocabulary(session))
+        self.vocab = min([self._logits.vocab, *self._limits.tokens.values()])
+
+    def _open(
+        self,
+        imported: ImportedModel,
+        options: PlanOptions,
+        max_batch: int | None,
+        max_chunk: int | None,
+        threads: int | None,
+    ) -> CpuSession:
+        """Open the session and allocate the caches, while the check compares the models."""
+        self._source = imported.source
+        self._identity: str | None = None
+        # Leave out the inode's change time: backups by hard links change it.
+        self._stamps = [(path, times[:-1]) for path, times in self._source.stamps.items()]
+        self.inputs = StepInputs(imported.plan)
+        self._logits = StepLogits(imported.plan)
+        self._limits = index_limits(imported.model, imported.plan)
+        self.max_positions = self.inputs.positions(min(self._limits.positions.values(), default=None))
+        self.max_chunk = self.inputs.chunk(max_chunk, _DEFAULT_CHUNK)
+        model_run, self.plan = _fastest(imported, self.inputs, options)
+        narrow = ", bfloat16 in float32" if NOTE in self.plan.notes else ""
+        self.name = f"ONNX Runtime {ort.__version__}, CPU{narrow}"
+        self.max_logits = 1 if self._logits.last_only else None
+        self._carried = {c.past: c for c in carried_buffers(self.plan)}
+        in_place = _updated_in_place(model_run, self._carried.values())
+        per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
+        self.max_batch = _admit(per_row, self.inputs.batch(max_batch))
+        session = _opened(imported, model_run, threads, self.name)
+        self._session: CpuSession | None = session
+        imported.source.check_unchanged()
+        # Only outside of GroupQueryAttention; see `fuse_attention`.
+        self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
+        allow_memory(per_row * self.max_batch)
+        self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
+        # ONNX Runtime writes state, and caches that are not updated in place, to new arrays; the rows are copied back.
+        self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
+        self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
+        weights = [t for t in imported.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
+        self._adapters = {t.name: np.zeros(tuple(map(int, t.shape)), array_dtype(t.dtype)) for t in weights}
+        self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
+        return session
+
+    def identity(self) -> str:
+        """Return a digest of the model file and its external data."""
+        try:
+            if self._identity is None:
+                identity = model_identity([identify(path) for path, _ in self._stamps])
+                for path, before in self._stamps:
+                    if stamp(path)[:-1] != before:
+                        raise SessionError(
+                            f"{path}: has changed since the session was opened, and nothing else tells which model the "
+                            "caches belong to; save before models are replaced, or open the session again"
+                        )
+                self._identity = identity
+            return self._identity
+        except OSError as error:
+            raise SessionError(f"{error.filename}: the model can no longer be read: {error.strerror}") from error
+
+    def step(self, batch: StepBatch) -> Logits:
+        """Run one step; see `Runner.step`."""
+        with whole_step(self, self.inputs, batch) as whole:
+            several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
+            logits = np.concatenate([self._step(row) for row in whole.split()]) if several else self._step(whole)
+        return asked_logits(logits, batch, whole)
+
+    def _step(self, batch: StepBatch) -> Logits:
+        session = self._session
+        if session is None:
+            raise SessionError("the runner is closed; open the model again")
+        try:
+            bound = self._bound(session, batch)
+            self.inputs.fill(batch, bound.inputs)
+            bound.give(batch.constants)
+            session.run_bound(bound.binding)
+        except MemoryError:
+            raise SessionError(
+                f"out of memory for a step of {batch.rows} x {batch.length} tokens; lower max_chunk or max_batch"
+            ) from None
+        rows = slice(batch.first_row, batch.first_row + batch.rows)
+        for name, past in self._past.items():
+            if self._present[name] is not past:
+                past[rows] = self._present[name][rows]
+        return self._logits.last(bound.logits, batch)
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """See `Runner.copy_rows`."""
+        for name in self._carried:
+            self._rows(name, target, 0, tokens)[...] = self._rows(name, source, 0, tokens)
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        """See `Runner.zero_rows`."""
+        for name in self._carried:
+            self._rows(name, row, start, stop)[...] = 0
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        """See `Runner.read_row`."""
+        copied: Array = self._rows(name, row, 0, tokens).copy()
+        return copied
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        """See `Runner.write_row`."""
+        axis = self._carried[name].axis
+        self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
+
+    def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
+        """See `Runner.write_adapter`."""
+        weights = self._adapters[name][slot]
+        weights[...] = 0
+        if data is not None:
+            weights[: data.shape[0], : data.shape[1]] = data
+
+    def host_memory(self, size: int) -> HostMemory:
+        """See `Runner.host_memory`."""
+        try:
+            return HostMemory(np.empty(size, np.uint8))
+        except MemoryError:
+            raise SessionError(f"{size / 1e9:.3f} GB of memory cannot be had; remove sequences") from None
+
+    def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
+        """See `Runner.pack_rows`."""
+        for rows, data in self._packed(row, start, stop, into):
+            data[...] = rows
+
+    def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
+        """See `Runner.unpack_rows`."""
+        for rows, content in self._packed(row, start, stop, data):
+            rows[...] = content
+
+    def view(self, name: str) -> Array:
+        """See `Runner.view`."""
+        return self._past[name]
+
+    def close(self) -> None:
+        """Free the session and the caches."""
+        self._bindings.clear()
+        self._past, self._present, self._adapters = {}, {}, {}
+        self._session = None
+
+    def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
+        view: Array = self._past[name][row][self._carried[name].index(start, stop)]
+        return view
+
+    def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
+        """Yield the cache rows of each buffer with their place in packed memory."""
+        at = 0
+        for name in self._carried:
+            rows = self._rows(name, row, start, stop)
+            yield rows, data[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)
+            at += rows.nbytes
+
+    def _zeros(self, buffer: Carried) -> Array:
+        return np.zeros((self.max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
+
+    def _look_for_vocabulary(self, session: CpuSession) -> int:
+        """Return the last size of the logits of a step over empty caches; the caches stay empty."""
+        rows = self.inputs.max_rows or 1
+        length = self.inputs.fixed_length or 1
+        tokens = np.zeros((rows, length), np.int64)
+        batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self.inputs.no_embeds(tokens))
+        if self.inputs.constants.tensors:
+            return 0  # unknown: there are no constants to run with yet
+        spans = {n: self._spans[n][:size] for n, size in self.inputs.span_sizes(batch).items()}
+        feeds = self.inputs.arrays(batch) | spans | self._adapters | {n: a[:rows] for n, a in self._past.items()}
+        (logits,) = session.run([self._logits.name], feeds)
+        return int(logits.shape[-1])
+
+    def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
+        """Return the binding of this row range and shape; it is made once and kept for steps of one token."""
+        key = (batch.first_row, *self.inputs.signature(batch))
+        if key in self._bindings:
+            self._bindings.move_to_end(key)
+            return self._bindings[key]
+        binding = session.binding()
+        spans = self.inputs.span_sizes(batch)
+        inputs = self.inputs.arrays(batch)
+        sample = batch.constants[0].arrays if batch.constants else {}
+        arrays = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in sample.items()}
+        for name, array in (inputs | arrays | {n: self._spans[n][:size] for n, size in spans.items()}).items():
+            bind(binding.bind_input, name, array)
+        for name, array in self._adapters.items():
+            bind(binding.bind_input, name, array)
+        rows = slice(batch.first_row, batch.first_row + batch.rows)
+        for name, buffer in self._carried.items():
+            bind(binding.bind_input, name, self._past[name][rows])
+            bind(binding.bind_output, buffer.present, self._present[name][rows])
+        logits = np.empty(self._logits.shape(batch), self._logits.dtype)
+        bind(binding.bind_output, self._logits.name, logits)
+        bound = _Bound(binding, inputs, arrays, logits)
+        if batch.length == 1:  # prompts have all lengths, and their logits are large
+            self._bindings[key] = bound
+            if len(self._bindings) > _BINDINGS:
+                self._bindings.popitem(last=False)
+        return bound
+
+
+def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
+    """Return the model with the fastest forms of experts, products and attention for ONNX Runtime, and its plan.
+
+    Attention is not replaced if steps have fixed sizes: their padding may lie beyond the end of the caches. ONNX
+    Runtime's GroupQueryAttention quantizes and reads caches with one scale itself, but has no kernel for float8
+    (1.32.0).
+    """
+    model = imported.model
+    taken = options.cache_ranges is None or options.cache_dtype is not CacheDtype.FP8
+    if taken and inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
+        model = fuse_attention(model, imported.plan)
+    model = fuse_products(keep_experts(model, imported.source.proto))
+    if options.cache_ranges is None:
+        return model, imported.plan
+    asked = replace(options, capacity=imported.plan.options.capacity)
+    planned = replace(imported, plan=replace(imported.plan, options=asked), model=model)
+    quantized = quantize_caches(planned, plain=True)
+    return quantized.model, quantized.plan
+
+
+def _opened(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:
+    advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
+    with phase("loading weights"), huge_pages(wait=False), exact_experts():
+        return open_on_cpu(model, imported.source.path, advice, threads=threads, name=name)
+
+
+def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
+    """Return the caches that ONNX Runtime can write in place: one operator reads past and writes present."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    names = set()
+    for buffer in carried:
+        nodes = readers.get(buffer.past, [])
+        if len(nodes) == 1 and (buffer.past, buffer.present) in _writes(nodes[0]):
+            names.add(buffer.past)
+    return names
+
+
+def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
+    """Return past and present of the caches that this operator writes in place if both are one buffer."""
+    if node.op_type == "TensorScatter":
+        return [(node.input[0], node.output[0])]
+    if node.op_type == OPERATOR:
+        return [(node.input[3], node.output[1]), (node.input[4], node.output[2])]
+    return []
+
+
+def _bytes(buffer: Carried) -> int:
+    """Return the bytes of one row, as NumPy stores it: elements of 4 bits take a byte each."""
+    return int(np.prod(buffer.row_shape(buffer.capacity))) * buffer.array_dtype.itemsize
+
+
+def _admit(one: int, asked: int | None) -> int:
+    """Return the batch size whose caches fit into this machine's memory, at `one` bytes per sequence."""
+    most = memory()
+    batch = asked or max(1, min(_DEFAULT_BATCH, most // (2 * one)))
+    if batch * one > most:
+        raise SessionError(
+            f"the caches of {batch} sequence(s) take {batch * one / 1e9:.1f} GB ({one / 1e9:.2f} GB each), and this "
+            f"machine has {most / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
+        )
+    return batch

@@ -1,0 +1,389 @@
+"""Computes all inputs of a step except caches, from the roles in the plan. Pure NumPy, for all runners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from blake3 import blake3
+
+from trt_kvcache.dtypes import array_dtype
+from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.files import FileIdentity
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
+from trt_kvcache.input_values import (
+    axes_with_planes,
+    by_token,
+    caches_under,
+    fixed_length,
+    fixed_rows,
+    from_lengths,
+    named_axes,
+    newest_tokens,
+    place,
+)
+from trt_kvcache.runtime.encoders.constants import ConstantInputs
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.runner import Array, StepBatch
+
+SPAN_BUCKET = 256
+"""Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
+
+_EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIGHTS)  # not filled by `StepInputs.fill`
+_SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
+
+
+def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
+    """Return the caches that the caller keeps from step to step."""
+    return tuple(c for c in plan.caches if c.carried)
+
+
+def linear_capacity(plan: CachePlan) -> int | None:
+    """Return the most tokens of a sequence in the linear caches; None if all caches are circular: they never fill up.
+
+    If every step writes a fixed number of tokens, the whole last step must fit, however few tokens it is asked for.
+    """
+    linear = [c for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR]
+    return min((c.capacity - filled_up(c) for c in linear), default=None)
+
+
+def filled_up(cache: CacheUpdate) -> int:
+    """Return how many padding tokens a step writes beside one real token."""
+    return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
+
+
+def model_identity(files: Iterable[FileIdentity]) -> str:
+    """Return a digest (hex) of a model: of the contents of its file and its external data; names do not matter."""
+    return blake3("\n".join(sorted(f.blake3 for f in files)).encode()).hexdigest()
+
+
+class StepInputs:
+    """Fills the inputs of a step.
+
+    Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step brings its
+    own positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as is right for text.
+    Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid lengths end at the
+    capacity. Masks hide rows that are not written yet and, within a step, later tokens.
+
+    Attributes:
+        uniform: an input has no batch axis, but would differ between rows: all rows of a step must start at one
+            position.
+        max_rows: most rows in a step; None if the model leaves its batch open.
+        fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
+        constants: inputs that a sequence has once.
+        embedded: the input of embeddings, for a model that takes embeddings instead of tokens.
+        fixed_length: the only number of tokens per row and step that the model takes, or None.
+
+    Args:
+        plan: plan of the rewritten model.
+        bucket: spans and dynamic mask lengths are multiples of this many cache rows, or the capacity.
+
+    Raises:
+        UnsupportedModelError: the model has an input that the runtime cannot fill, or has no caches, tokens or logits.
+    """
+
+    def __init__(self, plan: CachePlan, bucket: int = SPAN_BUCKET) -> None:
+        self._bucket = bucket
+        self._caches = carried_caches(plan)
+        self._plan = plan
+        self._spans = {s.name: s for s in plan.spans}
+        self._logits_span = () if plan.logits_span is None else (plan.logits_span.name,)
+        filled = [t for t in plan.tensors if t.io == "input" and t.role not in _EXTERNAL]
+        self._inputs = tuple(named_axes(t, plan) for t in filled)
+        self._check()
+        self._reach = {t.name: self._capacity_under(t) for t in self._inputs}
+        self._largest = max(c.capacity for c in self._caches)
+        self._dtypes = {t.name: array_dtype(t.dtype) for t in self._inputs}
+        self.uniform = any(_has_no_rows(t) for t in self._inputs)
+        self.constants = ConstantInputs(plan)
+        self.embedded = next((t for t in self._inputs if t.embedded), None)
+        self.max_rows = fixed_rows(plan)
+        self.fixed_rows = self.max_rows if self.max_rows != 1 else None
+        self.fixed_length = fixed_length(plan)
+
+    def no_embeds(self, tokens: Array) -> Array | None:
+        """Zeros as embeddings of tokens ``[R, S]`` for a model that takes embeddings: for steps without results."""
+        if self.embedded is None:
+            return None
+        return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the inputs that `arrays` fills."""
+        return tuple(t.name for t in self._inputs)
+
+    def batch(self, asked: int | None) -> int | None:
+        """Return the number of rows of every cache buffer, if the caller or the model fixes it; else None.
+
+        Raises:
+            OptionError: the model is fixed at another number.
+        """
+        if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
+            raise OptionError(
+                f"max_batch is {asked}, and this model computes {self.fixed_rows} sequences in every step: leave it "
+                "out, or export the model with a dynamic batch"
+            )
+        return asked if self.fixed_rows is None else self.fixed_rows
+
+    def positions(self, rows: int | None) -> int | None:
+        """Return the longest length of a sequence with a position table of `rows`; padding tokens must fit, too."""
+        return None if rows is None else rows - max(map(filled_up, self._caches))
+
+    def chunk(self, asked: int | None, default: int) -> int:
+        """Return the most tokens per row in a step that the model, its contracts and its smallest cache allow.
+
+        Args:
+            asked: the caller's number; None: `default`, or less.
+            default: see `asked`.
+
+        Raises:
+            OptionError: `asked` is more than is allowed.
+        """
+        bounds = [c.contract.max_update_length for c in self._caches if c.contract]
+        allowed = min(c.capacity for c in self._caches)
+        allowed = min([allowed, *(b for b in bounds if b is not None)])
+        if self.fixed_length is not None:
+            allowed = self.fixed_length
+        if self._plan.prefill_in_one_step:
+            default = allowed
+        if asked is not None and asked > allowed:
+            raise OptionError(f"max_chunk is {asked}, and this model takes at most {allowed} tokens per update")
+        return min(default, allowed) if asked is None else asked
+
+    def signature(self, batch: StepBatch) -> tuple[int, ...]:
+        """Rows, tokens per row, cache rows read and so on: steps with equal signatures have inputs of equal shapes."""
+        sizes = batch.constants[0].sizes if batch.constants else ()
+        positions = (batch.sizes["kept"],) if self._logits_span else ()
+        return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
+
+    def span_sizes(self, batch: StepBatch) -> dict[str, int]:
+        """Return the length of each span input for this step; the contents are always 0, 1, ... length - 1."""
+        rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
+        return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
+
+    def arrays(self, batch: StepBatch) -> dict[str, Array]:
+        """Return all inputs except caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""
+        sizes = batch.sizes
+        arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
+        self.fill(batch, arrays)
+        return arrays
+
+    def fill(self, batch: StepBatch, into: Mapping[str, Array]) -> None:
+        """Write the values of `arrays` into existing arrays of the same shapes and dtypes."""
+        for tensor in self._inputs:
+            target = into[tensor.name]
+            target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
+
+    def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of `arrays`, of spans and of constants, without computing values."""
+        sizes = batch.sizes
+        filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
+        constants = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
+        return filled | constants | {name: (size,) for name, size in self.span_sizes(batch).items()}
+
+    def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
+        """Return the values of one input, in a shape that broadcasts to its own."""
+        role, dtype = tensor.role, self._dtypes[tensor.name]
+        if tensor.embedded:
+            return _embeds(batch, tensor)
+        if role is Role.TOKENS:
+            return place(by_token(batch.tokens, tensor), tensor.axes)
+        if role is Role.POSITIONS and batch.positions is not None:
+            return _positions(batch.positions, tensor)
+        if role is Role.ADAPTER and batch.adapters is not None:
+            return place((batch.adapters, ("batch",)), tensor.axes)
+        if role in (Role.ZEROS, Role.ADAPTER):
+            return np.zeros([1] * len(tensor.shape), dtype)
+        if role is Role.MASK:
+            ring = self._reach[tensor.name] if self._circular(tensor) else None
+            held, new = newest_tokens(batch.starts, batch.length, keys, ring)
+            visible = (held >= 0) & (held <= new)
+            if dtype.kind not in "iub":  # a bias that is added to the scores
+                visible = np.where(visible, 0.0, _lowest(dtype))
+            return place((visible, ("batch", "sequence", "keys")), tensor.axes, mask=True)
+        known = from_lengths(role, batch.starts, batch.length, self._reach[tensor.name])
+        assert known, role  # `_check` refuses other roles
+        return place(by_token(known[0], tensor) if role is Role.POSITIONS else known, tensor.axes)
+
+    def _shape(self, tensor: TensorRole, sizes: dict[str, int], batch: StepBatch) -> tuple[int, ...]:
+        known = sizes | {"keys": self._rows(batch.longest, self._reach[tensor.name])}
+        return tuple(
+            d if isinstance(d, int) else known[axis] for d, axis in zip(tensor.shape, tensor.axes, strict=True)
+        )
+
+    def _rows(self, longest: int, capacity: int) -> int:
+        return min(-(-longest // self._bucket) * self._bucket, capacity)
+
+    def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
+        """Return the caches that attention reads with these lengths or this mask; all if the plan does not tell."""
+        return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
+
+    def _circular(self, tensor: TensorRole) -> bool:
+        return any(c.mode is UpdateMode.CIRCULAR for c in self._readers(tensor))
+
+    def _capacity_under(self, tensor: TensorRole) -> int:
+        readers = self._readers(tensor)
+        capacity = min(c.capacity for c in readers)
+        if tensor.role is not Role.MASK:
+            return capacity
+        if len({(c.capacity, c.mode) for c in readers}) > 1:
+            kinds = ", ".join(f"'{c.past}' ({c.mode.value}, {c.capacity} rows)" for c in readers[:4])
+            raise UnsupportedModelError(
+                f"one mask input, '{tensor.name}', serves caches of different kinds: {kinds}; the runtime fills a mask "
+                "for one kind of cache: export the model with a mask for each kind"
+            )
+        keys = tensor.shape[-1] if tensor.shape else 0
+        if isinstance(keys, int) and keys != capacity:
+            raise UnsupportedModelError(
+                f"mask input '{tensor.name}' {list(tensor.shape)} covers {keys} keys, and the caches that it masks "
+                f"hold {capacity}; export the model with a mask as long as the cache"
+            )
+        return capacity
+
+    def _check(self) -> None:
+        """Refuse models with inputs that the runtime cannot fill."""
+        if not self._caches:
+            raise UnsupportedModelError("the model keeps no KV cache from step to step: nothing to decode with")
+        carried = {c.past for c in self._caches}
+        for tensor in self._plan.tensors:
+            if tensor.io == "input" and tensor.role is Role.CACHE and tensor.name not in carried:
+                raise UnsupportedModelError(
+                    f"input '{tensor.name}' is a cache that no update writes; the runtime can run models whose caches "
+                    "are all written by the model itself"
+                )
+        if self._plan.tensor(Role.TOKENS) is None:
+            raise UnsupportedModelError(
+                "no input has the role 'tokens', so there is nowhere to put token ids; name it in a config (--config)"
+            )
+        masks = [f"'{t.name}'" for t in self._inputs if t.role is Role.MASK]
+        if len(masks) > 1:
+            raise UnsupportedModelError(
+                f"the model takes several masks ({', '.join(masks)}), and nothing in it says which window each stands "
+                "for; the runtime fills one causal mask: export a model that makes its masks itself"
+            )
+        for tensor in self._inputs:
+            self._check_input(tensor)
+        for cache in self._caches:
+            self._check_cache(cache)
+
+    def _check_input(self, tensor: TensorRole) -> None:
+        what = f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)})"
+        if tensor.role is Role.OTHER and "lora_" in tensor.name.lower():
+            raise UnsupportedModelError(
+                f"{what} is a factor of an adapter as onnxruntime-genai takes them, one adapter for all sequences of a "
+                "step, which is not supported: export the model without adapters, and give adapters to the session, "
+                "where each sequence chooses its own"
+            )
+        if tensor.role in (Role.OTHER, Role.LOGITS):
+            from trt_kvcache.importer.interface.config import example  # loads YAML and RE2
+
+            # A value for each token of a step is not a constant of the sequence.
+            by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)
+            sized = all(isinstance(d, int) or axis in _SIZES for d, axis in zip(tensor.shape, tensor.axes, strict=True))
+            role = example({Role.CONSTANT if by_row else Role.ZEROS: [tensor.name]})
+            named = f"name the input's role with --config, a YAML file such as: {role}; or " if by_row or sized else ""
+            raise UnsupportedModelError(
+                f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "
+                "positions, write indices, lengths and masks, give zeros, and pass on constants that come with a "
+                f"sequence: {named}export the model without it, or with a constant in its place"
+            )
+        if tensor.role is Role.TOKENS and not tensor.embedded and any(size != 1 for size in tensor.shape[2:]):
+            raise UnsupportedModelError(
+                f"{what} takes several ids for each token, as of several codebooks, and a session has one: export the "
+                "model from the sum of their embeddings on, [B, S, D]"
+            )
+        for size, axis in zip(tensor.shape, tensor.axes, strict=True):
+            if isinstance(size, str) and axis not in _SIZES:
+                raise UnsupportedModelError(f"{what}: nothing says how large its size '{size}' is; fix it in the model")
+        plain = tensor.role in (Role.MASK, Role.ZEROS) or tensor.embedded
+        if not plain and array_dtype(tensor.dtype).kind not in "iu":
+            raise UnsupportedModelError(
+                f"{what} is the model's {tensor.role.value}, and the runtime fills it with integers; export a model "
+                "that takes positions and lengths as integers"
+            )
+
+    def _check_cache(self, cache: CacheUpdate) -> None:
+        if self._plan.prefill_in_one_step and isinstance(cache.update_length, int) and cache.update_length > 1:
+            raise UnsupportedModelError(
+                f"the model's number of tokens per step is fixed at {cache.update_length}, and tokens of one step see "
+                "each other, so that those which only fill a step up would change the others: export the model with a "
+                "dynamic number of tokens, or with a causal mask"
+            )
+        if cache.write_indices is None:
+            raise UnsupportedModelError(
+                f"cache '{cache.past}' is always written from its first row on (its update has no write indices), so "
+                "it cannot grow from step to step; export the model with write indices"
+            )
+        if not isinstance(cache.update_length, int) or cache.update_length == 1:
+            return
+        if cache.mode is UpdateMode.CIRCULAR or cache.form is UpdateForm.PACKED_NHD or self._plan.states:
+            what = (
+                "state"
+                if self._plan.states
+                else f"a {cache.mode.value} cache"
+                + (" of packed updates" if cache.form is UpdateForm.PACKED_NHD else "")
+            )
+            raise UnsupportedModelError(
+                f"the model's number of tokens per step is fixed at {cache.update_length}, and cache '{cache.past}' "
+                f"stands beside or is {what}, which tokens that only fill a step up would change: export the model "
+                "with a dynamic number of tokens, or with 1"
+            )
+        if StepLogits(self._plan).last_only:
+            raise UnsupportedModelError(
+                f"the model's number of tokens per step is fixed at {cache.update_length}, and it gives the logits of "
+                "the last only: a step of fewer tokens has none. Export the model with logits of all positions, or "
+                "with a dynamic number of tokens"
+            )
+
+
+def _has_no_rows(tensor: TensorRole) -> bool:
+    """Return True if rows at different positions need different values, but the input has no axis for rows."""
+    per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
+    return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
+
+
+def _lowest(dtype: np.dtype[Any]) -> float:
+    """Return the lowest finite value: added to a score it hides the key, and a fully hidden row does not become NaN."""
+    return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
+
+
+def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
+    """Return the embeddings of the step, in a shape that broadcasts to the input's.
+
+    Raises:
+        SessionError: the step has no embeddings.
+    """
+    if batch.embeds is None:
+        raise SessionError(
+            f"the model takes embeddings (input '{tensor.name}'), and the step has token ids alone; a session looks "
+            "them up: DecodeSession(runner, embeddings=...)"
+        )
+    values, names = by_token(batch.embeds, tensor)
+    return place((values, (*names, "width")), (*tensor.axes[:-1], "width"))
+
+
+def _positions(values: Array, tensor: TensorRole) -> Array:
+    """Return the caller's positions ``[R, planes, S]`` in a shape that broadcasts to the input's."""
+    if len(tensor.shape) < 3:
+        return place(by_token(values[:, 0], tensor), tensor.axes)
+    if "tokens" not in tensor.axes:
+        return place((values, ("batch", "planes", "sequence")), axes_with_planes(tensor))
+    flat = values.transpose(1, 0, 2).reshape(values.shape[1], -1)
+    return place((flat, ("planes", "tokens")), axes_with_planes(tensor))
+
+
+def why_no_session(plan: CachePlan) -> str:
+    """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
+
+    A model without tokens is not a decoder: the program that plans it also runs it.
+    """
+    if plan.tensor(Role.TOKENS) is None or not plan.caches:
+        return ""
+    try:
+        StepInputs(plan)
+        StepLogits(plan)
+    except UnsupportedModelError as error:
+        return error.message
+    return ""

@@ -1,0 +1,325 @@
+"""Buffers of inputs and outputs other than caches: inputs in pinned memory, span inputs written once, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.dtypes import array_dtype
+from trt_kvcache.engine.manifest import Manifest
+from trt_kvcache.errors import BackendError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs
+from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
+from trt_kvcache.runtime.trt.context import Context
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Pinned, taken
+from trt_kvcache.runtime.trt.device_array import DeviceArray
+from trt_kvcache.runtime.trt.device_caches import CacheBuffer
+
+_LOGITS_STAGING = 16 << 20
+"""Bytes of pinned memory for logits, unless one position of every row needs more; more logits are copied in pieces."""
+
+_CONSTANT_STAGING = 8 << 20
+"""Bytes of pinned memory; constants are copied through it, in pieces."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Input:
+    """One input: its address on the GPU, and its offset in the pinned memory that it is copied from."""
+
+    address: int
+    offset: int
+    size: int
+
+
+class StepBuffers:
+    """Inputs and outputs of a step.
+
+    Args:
+        cuda: the GPU that holds them.
+        plan: plan of the engine.
+        largest: the largest shape of each tensor, outputs included; caches and state are left out.
+        rows: most rows of a step.
+    """
+
+    def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
+        self._cuda = cuda
+        self._rows = rows
+        self._tensors = {t.name: t for t in plan.tensors if t.role not in (Role.CACHE, Role.STATE)}
+        self._largest = largest
+        self._spans = tuple(t.name for t in self._tensors.values() if t.role is Role.SPAN)
+        self._logits = StepLogits(plan)
+        self._logits.settle(largest[self._logits.name][-1])
+        self.addresses: dict[str, int] = {}
+        self._inputs: dict[str, _Input] = {}
+        self._constants: tuple[Constants, ...] = ()
+        self._choice: DeviceChoice | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that `allocate` takes, in bytes."""
+        return sum(taken(self._size(name)) for name in self._tensors)
+
+    @property
+    def choice_bytes(self) -> int:
+        """GPU memory that `choose` takes if the GPU can choose, in bytes."""
+        return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
+
+    def allocate(self) -> None:
+        """Allocate all memory, and write the span inputs: 0, 1, 2, ...; every step uses the beginning of them."""
+        self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
+        offset = 0
+        for name, tensor in self._tensors.items():
+            if tensor.role is Role.ADAPTER_WEIGHTS:
+                self._cuda.zero_rows(self.addresses[name], self._size(name), self._size(name), 1)
+            elif tensor.io == "input" and name not in self._spans and tensor.role is not Role.CONSTANT:
+                self._inputs[name] = _Input(self.addresses[name], offset, self._size(name))
+                offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
+        longest = max((self._size(name) for name in self._spans), default=0)
+        large = (Role.CONSTANT, Role.ADAPTER_WEIGHTS)
+        constants = _CONSTANT_STAGING if any(t.role in large for t in self._tensors.values()) else 0
+        self._staging = self._cuda.allocate_pinned(max(offset, longest, constants))
+        self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
+        for name in self._spans:
+            values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
+            _put(self._staging, 0, values)
+            self._cuda.upload(self.addresses[name], self._staging.address, values.nbytes)
+            self._cuda.sync()  # the next one goes through the same pinned memory
+
+    def choose(self) -> str:
+        """Let the GPU choose tokens when a step needs few scores per position. Return why it cannot, or ""."""
+        address, size = self.addresses[self._logits.name], self._size(self._logits.name)
+        form = self._logits.dtype, self._logits.vocab, self._rows
+        self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
+        return reason
+
+    def give(self, constants: tuple[Constants, ...]) -> None:
+        """Copy the constants of a step's rows to their inputs, unless the last step had the same."""
+        if constants == self._constants:
+            return
+        self._constants = ()
+        for name in constants[0].arrays if constants else ():
+            address = self.addresses[name]
+            for array in (row.arrays[name] for row in constants):
+                if isinstance(array, DeviceArray):
+                    self._cuda.copy_rows(address, array.address, array.nbytes, array.nbytes, 1)
+                else:
+                    self._upload(address, array.reshape(-1).view(np.uint8))
+                address += array.nbytes
+        self._constants = constants
+
+    def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
+        """See `Runner.write_adapter`."""
+        shape = self._largest[name][1:]
+        padded = np.zeros(shape, array_dtype(self._tensors[name].dtype))
+        if data is not None:
+            padded[: data.shape[0], : data.shape[1]] = data
+        self._upload(self.addresses[name] + slot * padded.nbytes, padded.reshape(-1).view(np.uint8))
+
+    def _upload(self, address: int, data: Array) -> None:
+        """Copy bytes to the GPU, in pieces that fit into pinned memory."""
+        for start in range(0, data.size, self._staging.data.size):
+            piece = data[start : start + self._staging.data.size]
+            _put(self._staging, 0, piece)
+            self._cuda.upload(address + start, self._staging.address, piece.size)
+            self._cuda.sync()  # the next piece goes through the same pinned memory
+
+    def put(self, values: Mapping[str, Array]) -> None:
+        """Write the inputs of a step into pinned memory."""
+        for name, array in values.items():
+            _put(self._staging, self._inputs[name].offset, array)
+
+    def upload(self, shapes: Mapping[str, Shape]) -> None:
+        """Copy the inputs that `put` wrote to the GPU, in these shapes."""
+        for name, place in self._inputs.items():
+            size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
+            self._cuda.upload(place.address, self._staging.address + place.offset, size)
+
+    def logits(self, batch: StepBatch) -> Logits:
+        """Wait for the step, and return the logits of its last `keep` positions.
+
+        Returns:
+            ``[R, keep, V]``, valid until the next call: a view of pinned memory if they fit into it. If `batch` asks
+                for few scores of each position and the GPU chooses, `CHOICE` ``[R, keep, N]`` of the scores that the
+                masks allow.
+        """
+        rows, keep, size = batch.rows, batch.keep, self._position_bytes
+        shape = (rows, keep, self._logits.vocab)
+        width = keep * size
+        pitch = self._logits.check(batch) * size
+        start = self.addresses[self._logits.name] + pitch - width
+        if keep == 0:
+            self._cuda.sync()
+            return np.empty(shape, self._logits.dtype)
+        if batch.highest and self._choice is not None:
+            chosen = self._choice.choose(start, pitch, rows, keep, batch.highest, batch.masks)
+            if chosen is not None:
+                return chosen
+        if rows * width <= self._host_logits.data.size:
+            return self._fetch(start, pitch, width, rows).reshape(shape)
+        result = np.empty(shape, self._logits.dtype)
+        step = self._host_logits.data.size // size
+        for row in range(rows):
+            for first in range(0, keep, step):
+                part = result[row, first : first + step]
+                length = len(part) * size
+                part[...] = self._fetch(start + row * pitch + first * size, length, length, 1).reshape(part.shape)
+        return result
+
+    def output(self, name: str, shape: Shape) -> Array:
+        """Return a copy of an output of the last step, other than a cache."""
+        data = np.empty(prod(shape), array_dtype(self._tensors[name].dtype))
+        flat = data.view(np.uint8)
+        for start in range(0, flat.size, self._host_logits.data.size):
+            piece = flat[start : start + self._host_logits.data.size]
+            self._cuda.download_rows(self._host_logits.address, self.addresses[name] + start, piece.size, piece.size, 1)
+            self._cuda.sync()
+            piece[...] = self._host_logits.data[: piece.size]
+        return data.reshape(shape)
+
+    def _fetch(self, start: int, pitch: int, width: int, height: int) -> Logits:
+        """Return logits as a view of pinned memory."""
+        self._cuda.download_rows(self._host_logits.address, start, pitch, width, height)
+        self._cuda.sync()
+        fetched: Logits = self._host_logits.data[: height * width].view(self._logits.dtype)
+        return fetched
+
+    @property
+    def _positions(self) -> int:
+        """Most positions of all rows whose logits one step returns."""
+        return self._size(self._logits.name) // self._position_bytes
+
+    @property
+    def _position_bytes(self) -> int:
+        return self._logits.vocab * self._logits.dtype.itemsize
+
+    def _size(self, name: str) -> int:
+        return prod(self._largest[name]) * array_dtype(self._tensors[name].dtype).itemsize
+
+
+def _put(memory: Pinned, offset: int, array: npt.NDArray[Any]) -> None:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    memory.data[offset : offset + data.size] = data
+
+
+_MOST_KINDS = 1024
+
+
+class StepShapes:
+    """Shapes and profiles of an engine's steps.
+
+    Args:
+        manifest: manifest of the engine.
+        inputs: inputs of the model.
+        buffers: the caches, by name of the past tensor.
+    """
+
+    def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, CacheBuffer]) -> None:
+        self._manifest = manifest
+        self._inputs = inputs
+        self._buffers = buffers
+        weights = [t for t in manifest.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
+        self._adapters: dict[str, Shape] = {t.name: tuple(map(int, t.shape)) for t in weights}
+        self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
+
+    def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
+        """Return profile and shapes of a step; they are computed once for each signature.
+
+        Raises:
+            BackendError: no profile fits the step.
+        """
+        kind = self._kinds.get(signature)
+        if kind is None:
+            shapes = self._shapes(batch)
+            kind = self._profile(shapes, batch), shapes
+            if len(self._kinds) == _MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[signature] = kind
+        return kind
+
+    def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
+        """The largest shapes of all tensors except caches, over all possible steps; TensorRT infers the outputs'.
+
+        Args:
+            contexts: one for each profile.
+            rows: most rows of a step.
+            chunk: most tokens per row.
+            max_logits: most positions per row whose logits a step returns; None: all.
+
+        Raises:
+            UnsupportedModelError: a size depends on the data, or state changes its shape.
+        """
+        carried = set(self._buffers) | {b.carried.present for b in self._buffers.values()}
+        largest: dict[str, Shape] = {}
+        fixed = self._inputs.fixed_length  # independent of `chunk`
+        for length in (fixed,) if fixed else sorted({chunk, 1}):
+            end = max(b.carried.capacity for b in self._buffers.values())
+            tokens = np.zeros((rows, length), np.int64)
+            starts = np.full(rows, max(end - length, 0), np.int64)
+            keep = min(length, max_logits or length)
+            batch = StepBatch(0, tokens, starts, keep, (self._largest_constants(),) * rows)
+            shapes = self._shapes(batch)
+            context = contexts[self._profile(shapes, batch)]
+            context.prepare(shapes, {})
+            sizes = dict(shapes)
+            for tensor in self._manifest.plan.tensors:
+                if tensor.io == "output":
+                    sizes[tensor.name] = context.output_shape(tensor.name)
+            for state in self._manifest.plan.states:
+                if sizes[state.present] != sizes[state.past]:
+                    raise UnsupportedModelError(
+                        f"state {state.past!r} is {list(sizes[state.past])}, and what replaces it, {state.present!r}, "
+                        f"{list(sizes[state.present])}; state must keep its shape from step to step"
+                    )
+            for name, shape in sizes.items():
+                if name not in carried:
+                    if min(shape, default=1) < 0:
+                        raise UnsupportedModelError(
+                            f"the size of output {name!r} depends on the data: {list(shape)}; the runtime allocates "
+                            "outputs before it runs: remove it from the model"
+                        )
+                    largest[name] = tuple(map(max, zip(shape, largest.get(name, shape), strict=True)))
+        return largest
+
+    def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
+        """Return the shapes of every input in a step."""
+        caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._buffers.items()}
+        return self._inputs.shapes(batch) | caches | self._adapters
+
+    def _largest_constants(self) -> Constants:
+        """Return constants as large as the profiles allow; their contents are zeros."""
+        arrays: dict[str, Array] = {}
+        for tensor in self._inputs.constants.tensors:
+            ranges = [p.shapes[tensor.name].max for p in self._manifest.profiles if tensor.name in p.shapes]
+            sizes = [max(column) for column in zip(*ranges, strict=True)] or [int(d) for d in tensor.shape]
+            arrays[tensor.name] = np.broadcast_to(np.zeros((), array_dtype(tensor.dtype)), (1, *sizes[1:]))
+        return Constants(arrays) if arrays else NO_CONSTANTS
+
+    def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
+        """Return the index of a profile that fits the step; the decode profile if it fits."""
+        profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
+        for index, profile in profiles:
+            if all(
+                low <= size <= high
+                for name, range_ in profile.shapes.items()
+                for low, size, high in zip(range_.min, shapes[name], range_.max, strict=True)
+            ):
+                return index
+        constants = "".join(
+            f", {name!r} {list(shapes[name])}" for name in (batch.constants[0].arrays if batch.constants else ())
+        )
+        raise BackendError(
+            f"a step of {batch.rows} sequences and {batch.length} tokens each{constants} fits none of the engine's "
+            f"profiles (batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache "
+            "inspect' shows all ranges); build the engine again with other shapes"
+        )

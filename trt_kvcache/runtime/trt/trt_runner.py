@@ -1,0 +1,382 @@
+"""Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
+
+    files      compare the manifest with its digest, the engine with its hash, TensorRT with the manifest
+    memory     compare what is needed with what is free; then allocate everything, once
+    step       inputs through pinned memory -> context of the phase, bound to a row range of the caches -> logits
+
+Past and present of a cache are bound to one address (`DeviceCaches.bindings`); a row range is an offset to it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.arguments import as_whole
+from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
+from trt_kvcache.errors import BackendError, OptionError, SessionError
+from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
+from trt_kvcache.runtime.trt.admission import Need, admit
+from trt_kvcache.runtime.trt.context import Context, ContextFactory
+from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Pinned, cuda_bindings, taken
+from trt_kvcache.runtime.trt.device_caches import DeviceCaches
+from trt_kvcache.runtime.trt.function import EngineFunction
+from trt_kvcache.runtime.trt.graphs import StepGraphs
+from trt_kvcache.runtime.trt.jit import kernel_cache_path
+from trt_kvcache.runtime.trt.load import TensorRT, load_tensorrt, open_engine
+from trt_kvcache.runtime.trt.step_buffers import StepBuffers, StepShapes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The modules of TensorRT and CUDA that the runner calls; tests replace them."""
+
+    tensorrt: Any
+    cuda: CudaBindings
+
+
+class TensorRTRunner:
+    """A `Runner` on a GPU. Not thread-safe, but several threads may use it one after the other.
+
+    Attributes:
+        manifest: the manifest of the engine.
+        inputs: the inputs of the model.
+        host_choice: why the host chooses tokens among all scores; empty if the GPU finds the best and the highest
+            scores.
+
+    Args:
+        engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
+        max_batch: rows of every cache; default and maximum: the engine's own. Fewer rows need less memory.
+        max_chunk: most tokens of one row per step; default and maximum: the engine's own. Fewer tokens need less memory
+            for logits.
+        device: index of the GPU.
+        cuda_graphs: record decode steps as CUDA graphs.
+        kernel_cache: folder for kernels that TensorRT for RTX compiles; None: the engine's folder.
+        bindings: the modules to call; None: the real ones.
+
+    Raises:
+        ManifestError: the manifest is missing, was edited, or belongs to another engine.
+        BackendError: TensorRT or a driver is missing, the engine is for another GPU or version, or the GPU has too
+            little memory.
+        OptionError: `max_batch` or `max_chunk` is more than the engine was built for.
+        UnsupportedModelError: an input or output has no known role in decoding.
+    """
+
+    def __init__(
+        self,
+        engine: str | os.PathLike[str],
+        *,
+        max_batch: int | None = None,
+        max_chunk: int | None = None,
+        device: int = 0,
+        cuda_graphs: bool = True,
+        kernel_cache: str | os.PathLike[str] | None = None,
+        bindings: Bindings | None = None,
+    ) -> None:
+        path = Path(engine)
+        self.manifest = load_manifest(path)
+        if self.manifest.is_encoder:
+            raise OptionError(f"{path} is the engine of an encoder; open that of its decoder, which finds it")
+        self.plan = self.manifest.plan
+        self.inputs = StepInputs(self.plan)
+        self._logits = StepLogits(self.plan)
+        self.max_logits = 1 if self._logits.last_only else self.manifest.max_logits
+        # Beyond the table of positions TensorRT would silently read the last row.
+        self.max_positions = self.inputs.positions(self.manifest.max_positions)
+        self.max_chunk = _within("max_chunk", max_chunk, self.inputs.chunk(None, self.manifest.max_chunk))
+        rows = self.manifest.max_batch if self.inputs.max_rows != 1 else 1
+        self.max_batch = _within("max_batch", self.inputs.batch(max_batch), rows)
+        check_engine(self.manifest, path)
+        bindings = bindings or Bindings(load_tensorrt(self.manifest.backend), cuda_bindings())
+        self._bound: dict[tuple[int, int], dict[str, int]] = {}
+        self._last = 0  # index of the last step's context
+        self._cuda = Cuda(device, bindings.cuda)
+        self.home: object = self._cuda
+        self._kernels = None if kernel_cache is None else Path(kernel_cache)
+        self._resources = Resources(self._cuda)
+        try:
+            self._open(path, bindings.tensorrt, cuda_graphs)
+        except BaseException:
+            self._resources.let_go()
+            raise
+        self._end = weakref.finalize(self, self._resources.close)  # closes it at garbage collection or exit
+
+    def _open(self, path: Path, module: Any, cuda_graphs: bool) -> None:
+        manifest, cuda = self.manifest, self._cuda
+        self._caches = DeviceCaches(cuda, manifest.plan, self.max_batch)
+        self._shapes = StepShapes(manifest, self.inputs, self._caches.buffers)
+        needed = self._caches.bytes_for
+        caches = Need(f"caches for {self.max_batch} sequences", needed(self.max_batch), needed)
+        # Before the engine is opened: its weights take about as much memory as the file.
+        admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self.max_batch)
+        self._resources.trt = trt = open_engine(path, manifest, module, cuda)
+        self.name = f"{trt.title}, {cuda.name}"
+
+        self._resources.factory = factory = ContextFactory(trt, cuda, self._kernel_file(path))
+        for index in range(len(manifest.profiles)):
+            self._contexts.append(factory.make(index))
+        largest = self._shapes.largest(self._contexts, self.max_batch, self.max_chunk, self.max_logits)
+        self._logits.settle(largest[self._logits.name][-1])
+        self.vocab = min(self._logits.vocab, manifest.vocab or self._logits.vocab)
+        self._buffers = StepBuffers(cuda, manifest.plan, largest, self.max_batch)
+        needs = [
+            caches,
+            Need("activations", taken(factory.activation_bytes)),
+            Need("inputs and outputs", self._buffers.device_bytes),
+            Need("choice of tokens", self._buffers.choice_bytes),
+        ]
+        admit(needs, *cuda.free_memory(), cuda.name, self.max_batch)
+        self._caches.allocate()
+        self._buffers.allocate()
+        factory.allocate(self._contexts)
+        cuda.sync()
+        self.host_choice = self._buffers.choose()
+        if self.host_choice:
+            self.name += ", tokens chosen on the host"
+        self._resources.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The recorded steps; None if steps are not recorded."""
+        return self._resources.graphs
+
+    @property
+    def _contexts(self) -> list[Context]:
+        return self._resources.contexts
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations. Constant once open."""
+        return self._cuda.allocated
+
+    def identity(self) -> str:
+        """See `Runner.identity`."""
+        return model_identity(self.manifest.model)
+
+    def step(self, batch: StepBatch) -> Logits:
+        """See `Runner.step`."""
+        with whole_step(self, self.inputs, batch) as whole:
+            logits = self._step(whole)
+        return asked_logits(logits, batch, whole)
+
+    def _step(self, batch: StepBatch) -> Logits:
+        with self.running():
+            self._logits.check(batch)
+            signature = self.inputs.signature(batch)
+            index, shapes = self._shapes.of(signature, batch)
+            self._buffers.give(batch.constants)
+            self._buffers.put(self.inputs.arrays(batch))
+            side = self._caches.side(batch.first_row, batch.rows)
+            addresses = self._bindings(batch.first_row, side)
+            upload = partial(self._buffers.upload, shapes)
+
+            def make() -> Context:
+                context = self._resources.factory.make(index, graphs=True)
+                context.prepare(shapes, addresses)
+                return context
+
+            key = (batch.first_row, side, *signature)
+            recorded = self.graphs is not None and batch.length == 1 and self.graphs.run(key, make, upload)
+            if not recorded:
+                self._contexts[index].prepare(shapes, addresses)
+                upload()
+                self._contexts[index].enqueue()
+                self._last = index
+            logits = self._buffers.logits(batch)
+            self._caches.written(batch.first_row, batch.rows)
+            return logits
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """See `Runner.copy_rows`."""
+        with self.running():
+            self._caches.copy_rows(source, target, tokens)
+            self._cuda.sync()
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        """See `Runner.zero_rows`."""
+        with self.running():
+            self._caches.zero_rows(row, start, stop)
+            self._cuda.sync()
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        """See `Runner.read_row`."""
+        with self.running():
+            return self._caches.read_row(name, row, tokens)
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        """See `Runner.write_row`."""
+        with self.running():
+            self._caches.write_row(name, row, data)
+
+    def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
+        """See `Runner.write_adapter`."""
+        with self.running():
+            self._buffers.write_adapter(name, slot, data)
+
+    def host_memory(self, size: int) -> HostMemory:
+        """See `Runner.host_memory`."""
+        with self.running():
+            pinned = self._cuda.allocate_pinned(size)
+        return HostMemory(pinned.data[:size], partial(self._give_back, pinned))
+
+    def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
+        """See `Runner.pack_rows`."""
+        with self.running():
+            self._caches.pack_rows(row, start, stop, into)
+
+    def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
+        """See `Runner.unpack_rows`."""
+        with self.running():
+            self._caches.unpack_rows(row, start, stop, data)
+
+    def read_output(self, name: str) -> Array:
+        """A copy of an output that is neither logits nor a cache, from the last step that ran without a CUDA graph."""
+        with self.running():
+            return self._buffers.output(name, self._contexts[self._last].output_shape(name))
+
+    def view(self, name: str) -> Any:
+        """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. It must not be used after `close`."""
+        with self.running():
+            return self._caches.view(name, self)
+
+    def close(self) -> None:
+        """Free all memory, and save compiled kernels for the next start. Closing again does nothing."""
+        self._end()
+
+    def encoder_beside(self, engine: Path) -> tuple[Path | None, str]:
+        """Return the encoder's engine that was built with this one; or None, and the reason."""
+        built = self.manifest.encoder
+        if built is None:
+            return None, f"{engine} was built without the engine of an encoder"
+        path = engine.with_name(built.name)
+        return (path, "") if path.is_file() else (None, f"{path}, which was built with {engine}, is not there")
+
+    def open_function(self, engine: Path, manifest: Manifest) -> EngineFunction:
+        """Open another engine on this GPU and stream; the runner closes it at its end.
+
+        Args:
+            engine: path of the engine; its hash has been checked.
+            manifest: manifest of the engine.
+
+        Raises:
+            BackendError, ManifestError, UnsupportedModelError: see `EngineFunction`.
+        """
+        with self.running():
+            other = EngineFunction(engine, manifest, self._resources.trt.module, self._cuda, self._kernel_file(engine))
+            self._resources.functions.append(other)
+            return other
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make CUDA's context current for a call of an open runner, and raise its faults as SessionError.
+
+        Two threads must not enter it at once.
+        """
+        if not self._end.alive:
+            raise SessionError("the runner is closed; open the engine again")
+        self._resources.in_use = True
+        try:
+            self._cuda.activate()
+            yield
+        except BackendError as error:
+            raise SessionError(str(error)) from error
+        except BaseException:
+            # wait: work that an interrupt left on the stream may read memory that the next step fills
+            self._cuda.sync()
+            raise
+        finally:
+            self._resources.in_use = False
+
+    def _give_back(self, pinned: Pinned) -> None:
+        if self._end.alive:  # else it was freed with the runner
+            with self.running():
+                self._cuda.free_pinned(pinned)
+
+    def _kernel_file(self, engine: Path) -> Path:
+        return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
+
+    def _bindings(self, first_row: int, side: int) -> dict[str, int]:
+        """Return the address of every tensor for a step from this row on; cached, at most two entries per row."""
+        if (first_row, side) not in self._bound:
+            self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
+        return self._bound[first_row, side]
+
+
+def _within(name: str, asked: int | None, most: int) -> int:
+    """Return the number that was asked for; by default, the engine's maximum."""
+    if asked is not None and as_whole(asked, name) < 1:
+        raise OptionError(f"{name} is {asked}; it must be at least 1")
+    if asked is not None and asked > most:
+        flag = "--" + name.replace("_", "-")
+        raise OptionError(
+            f"{name} is {asked}; this engine was built for 1 to {most}: build it again with {flag} {asked}"
+        )
+    return most if asked is None else asked
+
+
+class Resources:
+    """Resources of a runner, freed even after the runner is gone: Python's garbage collection does not free GPU memory.
+
+    Attributes:
+        cuda: the GPU, and all allocated memory.
+        trt: the engine, once it is open.
+        factory: the factory of contexts, once the engine is open.
+        contexts: one context for each profile.
+        functions: other engines that run on this GPU.
+        graphs: the recorded steps; None if steps are not recorded.
+        in_use: a call is running.
+    """
+
+    trt: TensorRT
+    factory: ContextFactory
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self.contexts: list[Context] = []
+        self.functions: list[EngineFunction] = []
+        self.graphs: StepGraphs | None = None
+        self.in_use = False
+        self._process = os.getpid()
+
+    def close(self) -> None:
+        """Free everything, and save compiled kernels for the next start.
+
+        Do nothing if a call is running: then the process is ending, but this thread is not. Do nothing in a fork: CUDA
+        does not work there.
+        """
+        if self.in_use or os.getpid() != self._process:
+            return
+        with self.cuda.activated():
+            try:
+                # If the GPU is lost, the step that lost it has raised that error; here only freeing remains.
+                with suppress(BackendError):
+                    self.cuda.sync()
+                    for factory in (self.factory, *(function.factory for function in self.functions)):
+                        if factory.kernels is not None:
+                            factory.kernels.save()
+                if self.graphs is not None:
+                    self.graphs.close()
+            finally:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Drop the objects of TensorRT, and then the memory that they are bound to."""
+        while self.contexts:
+            self.contexts.pop().let_go()
+        while self.functions:
+            self.functions.pop().let_go()
+        self.__dict__.pop("factory", None)
+        if "trt" in self.__dict__:
+            self.__dict__.pop("trt").let_go()
+        self.cuda.close()

@@ -1,0 +1,576 @@
+"""Requests of OpenAI's API, with some fields of vLLM's, as settings of a generation. What is not known is refused."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from trt_kvcache.errors import CapacityError, OptionError, PromptError, TrtKvCacheError
+from trt_kvcache.runtime.generation.generation_config import GenerationConfig
+from trt_kvcache.runtime.generation.settings import changed
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.serve.core import EndingError, QueueFullError, Work
+from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, grammar_of
+from trt_kvcache.serve.tools import GENERIC, Tool, ToolUse, form_of, in_text, use_tools
+
+LATER = {"Retry-After": "1"}
+"""Headers of an answer that may be another one in a second."""
+
+_MOST_COMPLETION = 16
+"""New tokens of a completion, where nothing is said; OpenAI's number."""
+_FEW = 8
+"""Names in a message."""
+_MOST_UNBOUNDED = 4096
+"""New tokens of a chat, where nothing is said and the caches have no end."""
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES)
+_LEAST = 1e-9
+"""A share of the probability that the most probable token has in any case: what `top_p` 0 asks for."""
+
+
+class ApiError(TrtKvCacheError):
+    """An answer in OpenAI's form of errors.
+
+    Args:
+        status: of HTTP.
+        message: one line.
+        param: the field of the request that is wrong.
+        code: a word for programs.
+        headers: of HTTP.
+        logged: what a log may say; None: the message, which then has no text of the client's but names.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+        logged: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+        self.logged = message if logged is None else logged
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as a client reads it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api(error: TrtKvCacheError) -> ApiError:
+    """Return an error of a session or a core in OpenAI's form."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return too_many(str(error))
+    if isinstance(error, EndingError):
+        return ApiError(503, str(error), code="ending", headers=LATER)
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error), "prompt", "context_length_exceeded")
+    if isinstance(error, OptionError):
+        return ApiError(400, str(error), logged="the session cannot do what is asked")
+    if isinstance(error, PromptError):
+        return ApiError(400, str(error))
+    return ApiError(500, str(error))
+
+
+def too_many(message: str) -> ApiError:
+    """Return the error of a queue that is full."""
+    return ApiError(429, message, code="queue_full", headers=LATER)
+
+
+def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
+    """Return the adapter that a request names as its model; None for the model itself.
+
+    Raises:
+        ApiError: it names another model than those that are served.
+    """
+    if requested is None or requested == name:
+        return None
+    if requested in adapters:
+        return requested
+    others = f", with adapters {', '.join(map(repr, sorted(adapters)[:_FEW]))}" if adapters else ""
+    raise ApiError(404, f"there is no model {requested[:100]!r}; this is {name!r}{others}", "model", "model_not_found")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # filling against who counts bytes
+
+
+class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: any
+    stop: str | list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: the most probable token alone
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    structured_outputs: StructuredOutputs | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    # said to whoever keeps records; the answer is the same
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(_Request):
+    """A request to ``/v1/completions``."""
+
+    prompt: Any  # a text, token ids, or a list of these
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a chat."""
+
+    role: str
+    content: str | list[Any] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # of an answer that is sent back, as OpenAI's client holds it
+    refusal: str | None = None
+    parsed: Any = None
+    annotations: list[Any] | None = None  # places in its text
+    audio: None = None
+    # the thoughts of an answer, which templates leave out or write
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: None = None
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool call of a message."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+    index: int | None = None
+
+
+class ChatRequest(_Request):
+    """A request to ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None  # for templates that read it
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to load or unload an adapter, as vLLM has it.
+
+    Attributes:
+        lora_path: in the server's folder of adapters; None: the name.
+    """
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: str | None = None
+
+
+_GUIDED = ("json", "regex", "choice", "grammar")
+_TOOLS = "former names of tools and tool_choice; use these"
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    **{f"guided_{name}": ((), f"give structured_outputs: {{'{name}': ...}}") for name in _GUIDED},
+    "functions": (([],), _TOOLS),
+    "function_call": (("none",), _TOOLS),
+    "best_of": ((1,), "sequences are not ranked; leave it out, and give n"),
+    "suffix": (("",), "text is not filled in; leave it out"),
+    "store": ((False,), "answers are not stored; leave it out"),
+    "service_tier": (("auto", "default"), "there is one tier; leave it out"),
+    "modalities": ((["text"],), "answers are text; leave it out"),
+    "audio": ((), "answers are text; leave it out"),
+    "verbosity": (("medium",), "the model has one; leave it out, or say it in the prompt"),
+    "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are kept in memory alone; leave it out"),
+}
+"""Fields that may be given with these values alone, which ask for nothing; and why."""
+
+_RECORDS = (
+    "id", "opts", "_meta", "cycle", "created_at", "createdAt", "timestamp", "parent_id", "parentId", "model", "status",
+    "usage", "metadata", "finish_reason",
+)  # fmt: skip
+"""What clients keep with a message for themselves. Other names may be contents, and are refused."""
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class Asked(msgspec.Struct):
+    """A request that can be run.
+
+    Attributes:
+        request: as it came.
+        works: `n` sequences for each prompt.
+        prompts: of each sequence: its text, where it is to be echoed.
+        config: of all of them.
+        uses: the tools that an answer may call; None: it is text.
+    """
+
+    request: CompletionRequest | ChatRequest
+    works: list[Work]
+    prompts: list[str]
+    config: GenerationConfig
+    uses: ToolUse | None = None
+
+
+def read_request(body: bytes, kind: type[Kind]) -> Kind:
+    """Return a request with types.
+
+    Raises:
+        ApiError: the body is no such JSON, or a field is unknown, of another type, out of range or not supported.
+    """
+    try:
+        fields = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ApiError(400, f"the body is no JSON that can be read: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
+    return as_request(_cleaned(fields, _NESTED), kind)
+
+
+def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Return a request with types, of fields without null.
+
+    Raises:
+        ApiError: a field is unknown, of another type, out of range or not supported.
+    """
+    for name, (values, why) in _ONLY.items():
+        if name in kind.__struct_fields__:
+            continue
+        value = fields.pop(name, None)
+        if value is not None and not any(type(value) is type(v) and value == v for v in values):
+            raise ApiError(400, f"{name}: {why}", name, "unsupported")
+    for message in fields["messages"] if isinstance(fields.get("messages"), list) else ():
+        for name in _RECORDS if isinstance(message, dict) else ():
+            message.pop(name, None)
+    try:
+        return msgspec.convert(fields, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        match = re.search(r"(?:unknown field|required field) `([^`]*)`|\$\.(\w+)", str(error))
+        said = str(error).replace("Object ", "The request ")
+        logged = re.sub("'.*'", "'...'", said, flags=re.DOTALL)  # a value
+        raise ApiError(400, said, match and (match[1] or match[2]), logged=logged) from None
+
+
+def read_adapter_request(body: bytes) -> AdapterRequest:
+    """Return which adapter is asked for.
+
+    Raises:
+        ApiError: the body says something else.
+    """
+    try:
+        return msgspec.json.decode(body, type=AdapterRequest)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ApiError(400, str(error).replace("Object ", "The request ")) from None
+
+
+_NESTED: dict[str, Any] = {
+    "messages": {"tool_calls": {"function": {}}, "content": {}},
+    "tools": {"function": {}},
+    "stream_options": {},
+    "response_format": {"json_schema": {}},
+    "structured_outputs": {},
+    "input": {"content": {}},
+    "text": {"format": {}},
+    "reasoning": {},
+    "prompt": {},
+    "tokens": {},
+}
+"""Where clients write null for what they do not say, and 2.0 for 2. In schemas and arguments, these are values."""
+
+
+def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
+    """Return the tree without null fields, which count as absent; floats without a fraction become whole numbers."""
+    if isinstance(tree, list):
+        return [_cleaned(one, nested) for one in tree]
+    if isinstance(tree, dict):
+        fields = {name: value for name, value in tree.items() if value is not None}
+        return {n: _cleaned(v, nested.get(n, {})) if n in nested or type(v) is float else v for n, v in fields.items()}
+    return int(tree) if type(tree) is float and tree.is_integer() and abs(tree) < 2**53 else tree
+
+
+def prepare(
+    session: DecodeSession, request: CompletionRequest | ChatRequest, most: int, adapter: str | None = None
+) -> Asked:
+    """Return what a request asks for, checked. It takes the time of a tokenizer and a chat template.
+
+    Args:
+        session: to run it.
+        request: as read.
+        most: sequences that one request may have.
+        adapter: that it is computed with.
+
+    Raises:
+        ApiError: it cannot be done.
+        OptionError, PromptError: the same, in words of the session.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options are for streams; leave them out, or set stream", "stream_options")
+    count = request.n or 1
+    asked = count * (1 if isinstance(request, ChatRequest) else len(_several(request.prompt)))
+    if asked > most:
+        raise ApiError(400, f"the request asks for {asked} sequences, and one may ask for {most}", "n")
+    tokens, texts, limit = _chat(session, request) if isinstance(request, ChatRequest) else _prompts(session, request)
+    for prompt in tokens:
+        _check_prompt(session, prompt)
+    works = [Work(prompt, index) for prompt in tokens for index in range(count)]
+    prompts = [text for text in texts for _ in range(count)]
+    uses = _uses(session, request) if isinstance(request, ChatRequest) else None
+    config = replace(_config(session, request, limit, uses), adapter=adapter)
+    return Asked(request, works, prompts, config, uses)
+
+
+def _uses(session: DecodeSession, request: ChatRequest) -> ToolUse | None:
+    try:
+        parallel = request.parallel_tool_calls is not False
+        return use_tools(session, request.tools or [], request.tool_choice, parallel=parallel)
+    except OptionError as error:
+        raise _quoting(error, "tools", "they cannot be used", f"tools: {error}") from None
+
+
+def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]], list[str], int]:
+    messages = []
+    for at, message in enumerate(request.messages):
+        if message.role not in ("system", "developer", "user", "assistant", "tool"):
+            raise ApiError(400, f"messages[{at}].role: supported: system, developer, user, assistant, tool", "messages")
+        if message.content is None and not message.tool_calls:
+            raise ApiError(400, f"messages[{at}].content is missing", "messages")
+        fields: dict[str, Any] = {"role": message.role, "content": _text(message, at), "name": message.name}
+        if message.tool_calls:
+            fields["tool_calls"] = [_called(call, at) for call in message.tool_calls]
+        fields["tool_call_id"] = message.tool_call_id
+        fields["reasoning_content"] = message.reasoning_content or message.reasoning
+        messages.append({name: value for name, value in fields.items() if value is not None})
+    tools = [msgspec.to_builtins(tool) for tool in request.tools or []]
+    for tool in tools:  # a template may tell what is there from what is not
+        tool.pop("cache_control", None)
+        tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
+    tokens = _rendered(session, request, messages, tools)
+    limit = request.max_completion_tokens or request.max_tokens
+    capacity = session.cache.capacity
+    return [tokens], [""], limit or (_MOST_UNBOUNDED if capacity is None else max(1, capacity - len(tokens) + 1))
+
+
+def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any], tools: list[Any]) -> list[int]:
+    how: dict[str, Any] = {}
+    values: dict[str, Any] = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    if request.reasoning_effort == "none":
+        values["enable_thinking"] = False
+    if values := {**values, **(request.chat_template_kwargs or {})}:
+        how["values"] = values
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise ApiError(
+                400, "continue_final_message: the answer is part of the last message, or begins after it; set "
+                "add_generation_prompt to false", "continue_final_message",
+            )  # fmt: skip
+        how["continues"] = True
+    elif request.add_generation_prompt is False:
+        how["generation_prompt"] = False
+    try:
+        if (tools or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)) and _takes_no_tools(session):
+            messages, tools = in_text(messages, tools), []
+        return session.render_chat(messages, tools or None, **how)
+    except OptionError as error:
+        raise _quoting(error, "messages", "the chat template does not take them") from None
+
+
+def _takes_no_tools(session: DecodeSession) -> bool:
+    """True if the chat template knows no tools; a form of calls that cannot be read is refused where they are used."""
+    try:
+        return form_of(session) is GENERIC
+    except (OptionError, PromptError):
+        return False
+
+
+def _called(call: ToolCall, at: int) -> dict[str, Any]:
+    """A call as chat templates take it. Its arguments stay as they are spelled; none are an object of none."""
+    text = call.function.arguments.strip() or "{}"
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"messages[{at}].tool_calls: the arguments of a call have to be a JSON object", "messages")
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": text}}
+
+
+_PARTS = {"text": "text", "refusal": "refusal"}
+"""By type of contents: the field with the text."""
+
+
+def _text(message: Message, at: int) -> str:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [p.get(_PARTS.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(texts):
+        raise ApiError(400, f"messages[{at}].content: supported are text, and parts of type text", "messages")
+    return "".join(strings)
+
+
+def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:
+    if request.echo and request.logprobs is not None:
+        raise ApiError(400, "echo: tokens of the prompt have no logprobs; leave one of the two out", "echo")
+    several = _several(request.prompt)
+    tokens = [_ids(session, prompt) for prompt in several]
+    texts = [""] * len(tokens)
+    if request.echo:
+        if session.tokenizer is None:
+            raise ApiError(400, "echo needs a tokenizer, and there is none; use return_token_ids", "echo")
+        texts = [p if isinstance(p, str) else str(session.tokenizer.decode(p)) for p in several]
+    return tokens, texts, request.max_tokens or _MOST_COMPLETION
+
+
+def _several(prompt: Any) -> list[Any]:
+    """The prompts of a request, of which one is allowed to come without a list."""
+    return prompt if isinstance(prompt, list) and prompt and not _is_ids(prompt) else [prompt]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def _ids(session: DecodeSession, prompt: Any) -> list[int]:
+    if _is_ids(prompt):
+        return list(prompt)
+    if not isinstance(prompt, str):
+        raise ApiError(400, "prompt: give a text, a list of token ids, or a list of these", "prompt")
+    if session.tokenizer is None:
+        raise ApiError(400, "prompt is text, and there is no tokenizer; give token ids", "prompt", "no_tokenizer")
+    return [int(token) for token in session.tokenizer.encode(prompt)]
+
+
+def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
+    if not prompt:
+        raise ApiError(400, "the prompt is empty; it needs at least one token", "prompt")
+    wrong = next((token for token in prompt if not 0 <= token < session.vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"token id {wrong} is out of range; the model has 0 to {session.vocab - 1}", "prompt")
+    capacity = session.cache.capacity
+    if capacity is not None and len(prompt) > capacity:
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt)} tokens, and the model takes {capacity} with the answer; give a shorter one",
+            "prompt",
+            "context_length_exceeded",
+        )
+
+
+def _config(
+    session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
+) -> GenerationConfig:
+    """The session's own settings, then what the model's makers say of sampling, then the request's."""
+    own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
+    asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    sampling = own | asked
+    temperature = sampling["temperature"]
+    settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": temperature > 0}
+    if temperature > 0:  # greedy decoding has none of these
+        settings |= {
+            **{name: sampling.get(name) for name in ("temperature", "top_k", "min_p")},
+            "top_p": max(sampling["top_p"], _LEAST),
+            "seed": None if request.seed == -1 else request.seed,
+        }
+    settings |= {name: sampling[name] for name in _PENALTIES if name in sampling}
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if stops:
+        if session.tokenizer is None:
+            raise ApiError(400, "stop needs a tokenizer, and there is none", "stop", "no_tokenizer")
+        if len(stops) > 16 or not all(0 < len(stop) <= 1000 for stop in stops):
+            raise ApiError(400, "stop: give at most 16 texts of 1 to 1000 characters", "stop")
+        settings["stop_strings"] = stops
+    if request.logit_bias:
+        settings["sequence_bias"] = _biases(session, request.logit_bias)
+    if uses is not None:
+        settings["grammar"] = uses.grammar
+    for field in ("response_format", "structured_outputs"):
+        if field == "structured_outputs" or uses is None or not uses.required:  # the format is of a text, not of calls
+            _add_grammar(session, request, field, settings)
+    if request.ignore_eos:
+        if "grammar" in settings:
+            raise ApiError(400, "ignore_eos: a grammar or tools say where the text ends; leave it out", "ignore_eos")
+        settings |= {"eos_token_id": (), "forced_eos_token_id": None}
+    most = request.logprobs if isinstance(request, CompletionRequest) else request.top_logprobs
+    if isinstance(request, ChatRequest) and not request.logprobs:
+        if most:
+            raise ApiError(400, "top_logprobs: they come with logprobs; set these to true", "top_logprobs")
+    elif isinstance(request, ChatRequest) or most is not None:
+        settings |= {"output_logprobs": True, "top_logprobs": most or 0}
+    try:
+        return changed(session.config, settings)
+    except OptionError as error:
+        raise _quoting(error, None, "a setting is not possible") from None
+
+
+def _quoting(error: OptionError, param: str | None, why: str, message: str | None = None) -> ApiError:
+    """A refusal whose words may quote what the client sent, which no log shows."""
+    return ApiError(400, message or str(error), param, logged=f"{param}: {why}" if param else why)
+
+
+def _add_grammar(
+    session: DecodeSession, request: CompletionRequest | ChatRequest, field: str, settings: dict[str, Any]
+) -> None:
+    asked = getattr(request, field)
+    try:
+        grammar = None if asked is None else grammar_of(session, asked)
+    except OptionError as error:
+        raise _quoting(error, field, "no grammar can be made of it", f"{field}: {error}") from None
+    if grammar is None:
+        return
+    if "grammar" in settings:
+        raise ApiError(400, f"{field}: the answer has to be something else already; leave one of the two out", field)
+    settings["grammar"] = grammar
+
+
+def _biases(session: DecodeSession, biases: dict[str, float]) -> dict[int | tuple[int, ...], float]:
+    for token in biases:
+        if not re.fullmatch(r"[0-9]{1,9}", token) or int(token) >= session.vocab:
+            raise ApiError(
+                400, f"logit_bias: {token[:40]!r} is no token id; the model has 0 to {session.vocab - 1}", "logit_bias"
+            )
+    return dict(session.config.sequence_bias) | {int(token): bias for token, bias in biases.items()}

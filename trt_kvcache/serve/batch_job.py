@@ -1,0 +1,481 @@
+"""Batch jobs: a file of requests, computed by a serving core, into a file of answers in the same order."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import msgspec
+from blake3 import blake3
+
+from trt_kvcache.errors import OptionError, OutputError, TrtKvCacheError
+from trt_kvcache.files import atomic_file, check_output, open_regular
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.serve.answers import Answer, TokenNames, whole_answer
+from trt_kvcache.serve.api_requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    as_api,
+    find_adapter,
+    prepare,
+    read_request,
+)
+from trt_kvcache.serve.core import ServingCore
+
+_MOST = 1024
+"""Sequences that one row may ask for."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """The answer to a row.
+
+    Attributes:
+        number, digest: of the `Row`.
+        status: of HTTP; 200: it has an answer.
+        line: of the output, JSON.
+    """
+
+    number: int
+    digest: bytes
+    status: int
+    line: bytes
+
+
+class RowRunner:
+    """Answers rows with a session, as the server answers requests.
+
+    Args:
+        session: stays open; no other code may use it meanwhile.
+        name: of the model.
+
+    Attributes:
+        model: digest of everything that decides the answers, apart from the rows.
+    """
+
+    def __init__(self, session: DecodeSession, name: str) -> None:
+        self._session, self._name = session, name
+        self._names = TokenNames(session.tokenizer)
+        options = session.plan.options
+        caches = f"{session.cache.capacity} {options.cache_dtype} {options.cache_ranges}"
+        identity = f"{session.identity()} {caches} {session.tokenizer is None} {session.config!r} {session.sampling}"
+        if session.adapters:
+            identity += f" {session.adapters.digests}"
+        self.model = blake3(identity.encode()).hexdigest()
+        self._ahead = 2 * session.max_batch
+        self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)
+
+    def close(self) -> None:
+        """End what still runs."""
+        self._core.close()
+
+    async def answers(self, rows: Iterable[Row]) -> AsyncGenerator[Answered, None]:
+        """Answer rows; those that end first come first. Errors of a row are its answer.
+
+        Raises:
+            TrtKvCacheError: the session itself failed.
+        """
+        running: set[asyncio.Task[Answered]] = set()
+        ended: set[asyncio.Task[Answered]] = set()
+        try:
+            for row in rows:
+                running.add(asyncio.create_task(self._answer(row)))
+                while len(running) >= self._ahead:
+                    ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in sorted(ended, key=lambda task: task.exception() is not None):  # no answer is lost
+                        yield task.result()
+            for last in asyncio.as_completed(list(running)):
+                yield await last
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, *ended, return_exceptions=True)  # else asyncio complains of their errors
+
+    async def _answer(self, row: Row) -> Answered:
+        try:
+            status, body = 200, await self._body(row)
+        except TrtKvCacheError as error:
+            refusal = as_api(error)
+            if refusal.status >= 500 and error.sequence is None:  # no fault of this row
+                raise
+            status, body = refusal.status, refusal.body
+        key = msgspec.Raw(row.key.encode())
+        line: dict[str, Any] = {"id": f"batch_req_{row.number}", "custom_id": key} if row.openai else {"id": key}
+        line["response"] = {"status_code": status, "request_id": f"req_{row.number}", "body": body}
+        return Answered(row.number, row.digest, status, msgspec.json.encode(line | {"error": None}))
+
+    async def _body(self, row: Row) -> dict[str, Any]:
+        if row.error:
+            raise ApiError(400, f"row {row.number}: {row.error}", code="invalid_row")
+        request: ChatRequest | CompletionRequest
+        request = read_request(row.body, ChatRequest) if row.url == CHATS else read_request(row.body, CompletionRequest)
+        adapter = find_adapter(request.model, self._name, self._session.adapters)
+        asked = await asyncio.to_thread(prepare, self._session, request, _MOST, adapter)
+        answer = Answer(asked, adapter or self._name, self._names)
+        return await whole_answer(self._core.events(asked.works, asked.config), answer)
+
+
+@dataclass(frozen=True)
+class BatchDone:
+    """A job that is complete.
+
+    Attributes:
+        rows: in the file.
+        reused: of which an earlier run had the answers.
+        errors: rows whose answer is an error.
+    """
+
+    rows: int
+    reused: int
+    errors: int
+
+
+def run_batch(
+    file: Path,
+    output: Path,
+    defaults: dict[str, Any],
+    compute: Callable[[Iterator[Row], Callable[[str, Answered], None]], None],
+    progress: Callable[[int, int], None],
+) -> BatchDone:
+    """Compute the rows of a file that have no answer yet, and write all answers in the order of the rows.
+
+    Finished rows are kept in a `Journal` beside the output until the output is written. A job that was killed continues
+    from it.
+
+    Args:
+        file: see `read_rows`.
+        output: see `write_lines`; it must not exist.
+        defaults: see `read_rows`.
+        compute: takes the rows to compute; it calls back with the digest of the model, and with each answer.
+        progress: called with the rows that are answered, and all rows.
+
+    Raises:
+        OptionError: the file cannot be read, has no row, or changes meanwhile.
+        OutputError: the output exists, or it or the journal cannot be written.
+    """
+    real = check_output(output)
+    _check_new(real)
+    total = sum(1 for _ in read_rows(file, defaults))
+    if not total:
+        raise OptionError(f'{file} has no row; give lines such as {{"id": 1, "prompt": "Hello"}}')
+    with Journal(real) as journal:
+        reused = answered = sum(journal.find(row) is not None for row in read_rows(file, defaults))
+        progress(answered, total)
+
+        def take(model: str, answer: Answered) -> None:
+            nonlocal answered
+            journal.claim(model)
+            journal.put(answer.number, answer.digest, answer.status, answer.line)
+            answered += 1
+            progress(answered, total)
+
+        if answered < total:
+            compute((row for row in read_rows(file, defaults) if journal.find(row) is None), take)
+        else:  # one again, to learn whether this model made the answers
+            compute(islice(read_rows(file, defaults), 1), lambda model, _: journal.claim(model))
+        errors = 0
+
+        def lines() -> Iterator[bytes]:
+            nonlocal errors
+            for row in read_rows(file, defaults):
+                if (answer := journal.find(row)) is None:
+                    raise OptionError(f"{file} has changed meanwhile; the same command computes the rows that are new")
+                errors += answer[0] != 200
+                yield answer[1]
+
+        _check_new(real)  # the job may have taken hours
+        write_lines(real, lines())
+        journal.clear()
+    return BatchDone(total, reused, errors)
+
+
+def _check_new(output: Path) -> None:
+    if output.exists():
+        raise OutputError(f"{output} exists, and a batch writes over nothing; move it away, or give another -o")
+
+
+class Journal:
+    """The answers so far, each written to disk as it comes. No other process may have the file open meanwhile.
+
+    Args:
+        output: of the job; the file has its name, and ``.journal``.
+
+    Attributes:
+        path: of the file.
+
+    Raises:
+        OutputError: it cannot be made or read, or another process has it; so does every method, where the disk is full.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.path = output.with_name(output.name + ".journal")
+        with self._one_line():
+            self._db = sqlite3.connect(self.path, timeout=0, isolation_level=None)
+        try:
+            with self._one_line():
+                # Without shared memory, which network file systems lack; and locked until the end.
+                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._db.execute("CREATE TABLE IF NOT EXISTS made (model TEXT)")
+                columns = "number INTEGER PRIMARY KEY, digest BLOB, status INTEGER, line BLOB"
+                self._db.execute(f"CREATE TABLE IF NOT EXISTS rows ({columns})")
+        except OutputError:
+            self._db.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._one_line(), closing(self._db):
+            empty = self._is_empty()
+        if empty:
+            self.path.unlink(missing_ok=True)
+
+    def _is_empty(self) -> bool:
+        return self._db.execute("SELECT 1 FROM rows").fetchone() is None
+
+    @contextmanager
+    def _one_line(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if "locked" in str(error):
+                raise OutputError(f"{self.path}: another process writes it; let that end, or give another -o") from None
+            if "not a database" in str(error):
+                raise OutputError(f"{self.path}: no journal of a batch; remove it") from None
+            raise OutputError(
+                f"{self.path}: cannot be written: {error}; what is in it stays, and the same command goes on from there"
+            ) from None
+
+    def claim(self, model: str) -> None:
+        """Say what makes the answers.
+
+        Raises:
+            OutputError: something else made those that are there.
+        """
+        with self._one_line():
+            record = self._db.execute("SELECT model FROM made").fetchone()
+            if record is None and self._is_empty():
+                self._db.execute("INSERT INTO made VALUES (?)", (model,))
+                return
+        if record != (model,):
+            raise OutputError(
+                f"{self.path} holds answers of another model, capacity, type of caches, generation config or adapters; "
+                "give that one, or remove the file to begin again"
+            )
+
+    def put(self, number: int, digest: bytes, status: int, line: bytes) -> None:
+        """Keep an answer; once this returns, no kill of the process loses it."""
+        with self._one_line():
+            self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (number, digest, status, line))
+
+    def find(self, row: Row) -> tuple[int, bytes] | None:
+        """Return the status and the line of a row's answer; None if the journal has no answer for it."""
+        with self._one_line():
+            record: tuple[int, bytes] | None = self._db.execute(
+                "SELECT status, line FROM rows WHERE number = ? AND digest = ?", (row.number, row.digest)
+            ).fetchone()
+        return record
+
+    def clear(self) -> None:
+        """Forget all answers; a journal without one is removed once it is closed."""
+        with self._one_line():
+            self._db.execute("DELETE FROM rows")
+
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+_LARGEST = 4 << 20
+"""Bytes of a line, as of a body that the server takes."""
+_OPENAI = {"custom_id", "method", "url", "body"}
+_BATCH = 1000
+"""Rows of a Parquet file at a time."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row as read. It may be invalid.
+
+    Attributes:
+        number: line or row in the file, from 1.
+        key: its id as JSON; ``null`` if it has no readable id.
+        openai: the row has OpenAI's form, and its answer will have it.
+        url: of the request.
+        body: the request as JSON, with the defaults and a seed that follows from the key.
+        error: why the row is invalid; empty if it is valid.
+    """
+
+    number: int
+    key: str = "null"
+    openai: bool = False
+    url: str = ""
+    body: bytes = b""
+    error: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of everything that the answer depends on, except the model."""
+        return blake3(msgspec.msgpack.encode(self)).digest(16)
+
+
+def read_rows(file: Path, defaults: dict[str, Any]) -> Iterator[Row]:
+    """Read the rows of a file, one after another. Empty lines count for nothing.
+
+    Args:
+        file: JSONL; Parquet where its name ends with ``.parquet``.
+        defaults: fields of the requests that do not have them.
+
+    Raises:
+        OptionError: the file cannot be read.
+    """
+    seen: set[bytes] = set()
+    for number, line in _parquet_lines(file) if file.suffix.lower() == ".parquet" else _lines(file):
+        row = _row(number, line, defaults)
+        name = blake3(row.key.encode()).digest(16)
+        if row.key != "null" and name in seen:
+            row = Row(number, row.key, row.openai, error="an earlier row has the same id; give each row one of its own")
+        seen.add(name)
+        yield row
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        with open_regular(file) as stream:
+            while line := stream.readline(_LARGEST + 2):
+                number += 1
+                end = line
+                while not end.endswith(b"\n") and (end := stream.readline(_LARGEST)):
+                    pass
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # as some editors on Windows write
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise OptionError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _parquet_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The rows of a Parquet file as lines of JSON, in which a null is no field."""
+    arrow, parquet = _arrow(file)
+    number = 0
+    try:
+        with open_regular(file) as stream:
+            for batch in parquet.ParquetFile(stream).iter_batches(_BATCH):
+                for fields in batch.to_pylist():
+                    number += 1
+                    if isinstance(body := fields.get("body"), str):
+                        fields["body"] = msgspec.Raw(body.encode())
+                    yield number, msgspec.json.encode(_without_nulls(fields))
+    except (OSError, TypeError, arrow.ArrowException) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise OptionError(f"{file} cannot be read: {why}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _arrow(file: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise OptionError(f"{file} needs pyarrow: pip install 'trt-kvcache[batch]'; or give JSONL") from None
+    return pyarrow, pyarrow.parquet
+
+
+def _row(number: int, line: bytes, defaults: dict[str, Any]) -> Row:
+    if len(line) > _LARGEST + 1:
+        return Row(number, error=f"the row has more than {_LARGEST} bytes; give a shorter prompt")
+    try:
+        fields = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        return Row(number, error=f"the row is no JSON that can be read: {error}")
+    if not isinstance(fields, dict):
+        return Row(number, error="the row has to be a JSON object")
+    openai = "custom_id" in fields
+    key = fields.get("custom_id") if openai else fields.pop("id", None)
+    if type(key) is not str and (openai or type(key) is not int):
+        return Row(number, openai=openai, error="the row needs an id: custom_id in OpenAI's form, else id")
+    name = msgspec.json.encode(key).decode()
+    if openai:
+        body, url = fields.get("body"), fields.get("url")
+        if unknown := sorted(fields.keys() - _OPENAI):
+            return Row(number, name, True, error=f"unknown field {unknown[0]!r} beside custom_id, method, url and body")
+        if not isinstance(body, dict) or fields.get("method") != "POST" or url not in (COMPLETIONS, CHATS):
+            return Row(number, name, True, error=f"method has to be POST, url {COMPLETIONS} or {CHATS}, body an object")
+    else:
+        body, url = fields, CHATS if "messages" in fields else COMPLETIONS
+    body = defaults | body
+    if body.pop("stream", None):
+        return Row(number, name, openai, error="stream: a batch has no streams; leave it out")
+    if body.get("seed") is None:  # the same wherever and whenever the row is computed
+        body["seed"] = int.from_bytes(blake3(name.encode()).digest(7))
+    return Row(number, name, openai, url, msgspec.json.encode(body))
+
+
+def write_lines(output: Path, lines: Iterable[bytes]) -> None:
+    """Write the answers, which appear whole or not at all.
+
+    Args:
+        output: JSONL; a table ``id, status_code, text, body`` where its name ends with ``.parquet``.
+        lines: of `trt_kvcache.serve.batch_job.Answered`.
+
+    Raises:
+        OptionError: pyarrow is missing.
+        OutputError: it cannot be written.
+    """
+    with atomic_file(output) as file:
+        if output.suffix.lower() != ".parquet":
+            file.writelines(line + b"\n" for line in lines)
+            return
+        with _table(output, file) as add:
+            for line in lines:
+                add(msgspec.json.decode(line))
+
+
+@contextmanager
+def _table(output: Path, file: BinaryIO) -> Iterator[Any]:
+    arrow, parquet = _arrow(output)
+    schema = arrow.schema(
+        {
+            "id": arrow.string(),
+            "status_code": arrow.int32(),
+            "text": arrow.list_(arrow.string()),
+            "body": arrow.string(),
+        }
+    )
+    rows: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        writer.write_batch(arrow.RecordBatch.from_pylist(rows, schema))
+        rows.clear()
+
+    def add(line: dict[str, Any]) -> None:
+        key, response = line.get("custom_id", line["id"]), line["response"]
+        choices = response["body"].get("choices")
+        texts = [c["text"] if "text" in c else c["message"]["content"] for c in choices] if choices else None
+        rows.append({
+            "id": key if key is None else str(key), "status_code": response["status_code"], "text": texts,
+            "body": msgspec.json.encode(response["body"]).decode(),
+        })  # fmt: skip
+        if len(rows) == _BATCH:
+            flush()
+
+    try:
+        with parquet.ParquetWriter(file, schema) as writer:
+            yield add
+            flush()
+    except arrow.ArrowException as error:
+        raise OutputError(f"{output}: cannot be written: {' '.join(str(error).split())}") from None
