@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
-    from trt_kvcache.compare.report import VerifyOptions
+    from trt_kvcache.compare.verify_report import VerifyOptions
     from trt_kvcache.engine.build import build_engine
     from trt_kvcache.engine.doctor import diagnose
     from trt_kvcache.engine.inspect import inspect_engine
@@ -56,7 +56,7 @@ _HOME_OF = {
     "Manifest": "trt_kvcache.engine.manifest",
     "PlanOptions": "trt_kvcache.importer.plan",
     "TrtKvCacheError": "trt_kvcache.errors",
-    "VerifyOptions": "trt_kvcache.compare.report",
+    "VerifyOptions": "trt_kvcache.compare.verify_report",
     "build_engine": "trt_kvcache.engine.build",
     "calibrate_caches": "trt_kvcache.runtime.calibration",
     "diagnose": "trt_kvcache.engine.doctor",

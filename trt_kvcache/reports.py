@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trt_kvcache.compare.report import (
+from trt_kvcache.compare.verify_report import (
     Quality,
     Station,
     VerifyReport,

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from trt_kvcache.cli.app import app
 from trt_kvcache.compare import twin
 from trt_kvcache.compare.checkpoint import save_logits
-from trt_kvcache.compare.exported import Exported
+from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.export import run as exporting
 from trt_kvcache.export import twins

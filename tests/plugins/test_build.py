@@ -17,7 +17,7 @@ from real_bindings import NEWEST, ask
 
 from trt_kvcache.engine.builder import _with_refusals
 from trt_kvcache.engine.doctor import find_gpus
-from trt_kvcache.engine.network import check_network
+from trt_kvcache.engine.network_checks import check_network
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.protocol import Job
 from trt_kvcache.errors import BackendError, BuildError

@@ -254,8 +254,8 @@ class _Outside:
         length = length or self._length
         step = Step(length, tuple(starts), tuple(s + length for s in starts))
         rng = np.random.default_rng(seed)
-        constants = draw_constants(self._plan, self._batch, 0, twin=True)
-        inputs = StepInputs(self._plan, self._limits, constants, rng, twin=True, unknown=UNKNOWN)
+        constants = draw_constants(self._plan, self._batch, 0)
+        inputs = StepInputs(self._plan, self._limits, constants, rng, unknown=UNKNOWN)
         feeds: Feeds = inputs.shared(step)
         feeds |= span_inputs(self._plan, step, "full")
         caches = {

@@ -36,18 +36,17 @@ class StepInputs:
         limits: of token ids and positions.
         named: values of inputs by name, used before any role.
         rng: of tokens, masks and unexplained inputs.
-        twin: bfloat16 becomes float32.
         unknown: size of unexplained axes; None: refuse models with such axes.
         rings: True if windows became rings: valid lengths count all tokens, which the original holds.
         plain: masks hide later tokens only, as in a session.
     """
 
     def __init__(
-        self, plan: CachePlan, limits: IndexLimits, named: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
+        self, plan: CachePlan, limits: IndexLimits, named: Mapping[str, Array], rng: np.random.Generator, *,
         unknown: int | None = None, rings: bool = False, plain: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._limits, self._named, self._rng = plan, limits, named, rng
-        self._twin, self._unknown, self._rings, self._plain = twin, unknown, rings, plain
+        self._unknown, self._rings, self._plain = unknown, rings, plain
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._adapters: dict[str, Array] = {}
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
@@ -64,7 +63,7 @@ class StepInputs:
         shape = tuple(
             dim if isinstance(dim, int) else self._size(tensor, axis, sizes) for axis, dim in enumerate(tensor.shape)
         )
-        dtype = numpy_dtype(tensor.dtype, twin=self._twin)
+        dtype = numpy_dtype(tensor.dtype)
         if tensor.name in self._named:
             return self._slice_values(tensor, shape).astype(dtype)
         starts, after = np.array(step.starts), np.array(step.valid)
@@ -165,16 +164,13 @@ class StepInputs:
         return np.where(token, bias, -np.inf).astype(dtype)
 
 
-def draw_constants(
-    plan: CachePlan, batch: int, seed: int, *, twin: bool, length: int = ENCODER_TOKENS
-) -> dict[str, Array]:
+def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCODER_TOKENS) -> dict[str, Array]:
     """Draw values for constants: inputs that the caller gives once, such as an encoder's output and its mask.
 
     Args:
         plan: of the model.
         batch: rows.
         seed: of the values.
-        twin: bfloat16 becomes float32.
         length: of an encoder's output, if it is open.
     """
     rng = np.random.default_rng([seed, len(plan.tensors)])
@@ -185,7 +181,7 @@ def draw_constants(
             continue
         dims = zip(tensor.shape, tensor.axes, strict=True)
         shape = tuple(d if isinstance(d, int) else batch if axis == "batch" else length for d, axis in dims)
-        dtype = numpy_dtype(tensor.dtype, twin=twin)
+        dtype = numpy_dtype(tensor.dtype)
         values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
         if dtype.kind != "f" and values.ndim:
             values[..., 0] = 1  # a mask over what an encoder has read hides some of it, never all

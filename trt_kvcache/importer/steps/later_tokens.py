@@ -88,8 +88,8 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
     for step, others in ((step, others) for step in _STEPS for others in ({}, ones)):
         try:
             rng = np.random.default_rng(0)
-            values = draw_constants(plan, 1, 0, twin=True) | others
-            inputs = StepInputs(plan, index_limits(model, plan), values, rng, twin=True, unknown=_LONGEST, plain=True)
+            values = draw_constants(plan, 1, 0) | others
+            inputs = StepInputs(plan, index_limits(model, plan), values, rng, unknown=_LONGEST, plain=True)
             feeds = inputs.shared(step)
             for value in part.graph.input:
                 if value.name in caches:
