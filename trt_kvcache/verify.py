@@ -29,7 +29,7 @@ from trt_kvcache.compare.float32_copy import NARROW, Float32Copies
 from trt_kvcache.compare.network_comparison import LIMIT
 from trt_kvcache.compare.proof_recording import chooses_experts
 from trt_kvcache.compare.quantized import with_numbers, with_quantized_rows
-from trt_kvcache.compare.rewritten_model import Float32Session, Rewritten
+from trt_kvcache.compare.rewritten_model import Float32Session, Rewritten, output_of
 from trt_kvcache.compare.rounding import UNITS, rounding_dtype, with_rounding
 from trt_kvcache.compare.text_inputs import TextInputs, check_values, load_inputs, token_table
 from trt_kvcache.compare.verify_report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
@@ -356,7 +356,7 @@ class _Verification:
             for name in sorted(inside)
             if (pair := _of_text(wanted[name], reference.batch, had[name], place)) is not None
         }
-        return f"; {text}" if (text := first_layer(model.graph.node, differs)) else ""
+        return f"; {text}" if (text := first_layer(model.graph.node, differs, [output_of(self.imported.plan)])) else ""
 
     @cached_property
     def rounded(self) -> Decode:

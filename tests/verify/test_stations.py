@@ -288,10 +288,10 @@ def test_a_name_with_other_contents_is_no_fault() -> None:
         helper.make_graph([helper.make_node(o, [i], [y], name=f"/{y}") for o, i, y in nodes], "g", [], [])
     )
     differs = {"mask": True, "layer0": False, "layer1": False, "layer2": False}
-    assert first_layer(model.graph.node, differs) == ""
-    said = first_layer(model.graph.node, differs | {"layer1": True, "layer2": True})
+    assert first_layer(model.graph.node, differs, ["layer2"]) == ""
+    said = first_layer(model.graph.node, differs | {"layer1": True, "layer2": True}, ["layer2"])
     assert said == "the first layer that differs is '/layer1' (Exp), which gives 'layer1'"
-    assert first_layer(model.graph.node, {}) == ""
+    assert first_layer(model.graph.node, {}, ["layer2"]) == ""
 
 
 def test_external_weights_in_a_read_only_folder(tmp_path: Path) -> None:

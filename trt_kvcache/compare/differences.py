@@ -123,36 +123,29 @@ class Layer(Protocol):
         """Names of the tensors that it gives."""
 
 
-def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool]) -> str:
-    """Describe the first layer that gives a tensor which differs.
+def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
+    """Describe the first layer from which an unbroken chain of differing tensors leads to an output.
 
     Two models may give one name to different contents, such as masks of two forms, or the results of TopK in another
-    order. Both may be right. Then tensors computed from them agree; tensors computed from a wrong one do not.
+    order. Both may be right. Then tensors computed from them agree, and the chain is broken.
 
     Args:
         layers: all layers, each after those that it reads.
         differs: for each compared tensor, whether it differs.
+        outputs: the outputs of interest.
 
     Returns:
-        A part of a message; empty if no tensor differs from which only differing ones are computed.
+        A part of a message; empty if no compared tensor is in such a chain.
     """
-    # for each tensor: differing tensors that it depends on, with no compared tensor in between
-    suspects: dict[str, frozenset[str]] = {}
-    right: set[str] = set()
-    wrong: dict[str, Layer] = {}
-    for layer in layers:
-        before = frozenset[str]().union(*(suspects.get(name, ()) for name in layer.input))
-        for name in layer.output:
-            known = differs.get(name)
-            suspects[name] = before if known is None else frozenset([name] if known else [])
-            if known:
-                wrong[name] = layer
-            elif known is False:
-                right |= before
-    for name, layer in wrong.items():
-        if name not in right:
-            return f"the first layer that differs is '{layer.name}' ({layer.op_type}), which gives '{name}'"
-    return ""
+    leads = {name for name in outputs if differs.get(name) is not False}
+    found = ""
+    for layer in reversed([*layers]):
+        for name in leads.intersection(layer.output):
+            if differs.get(name):
+                found = f"the first layer that differs is '{layer.name}' ({layer.op_type}), which gives '{name}'"
+        if not leads.isdisjoint(layer.output):
+            leads.update(name for name in layer.input if name and differs.get(name) is not False)
+    return found
 
 
 def with_inner_outputs(model: ModelProto, names: Collection[str]) -> ModelProto:

@@ -224,7 +224,8 @@ class NetworkWatch:
                     differs[name] = share_between(wanted[name], values, self._garbage) > LIMIT
 
         self._network.run(feeds, watch)
-        return first_layer(self._network.nodes, differs) or "no layer before it differs"
+        outputs = [o.name for o in self._model.graph.output]
+        return first_layer(self._network.nodes, differs, outputs) or "no layer before it differs"
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:

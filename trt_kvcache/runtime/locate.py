@@ -117,7 +117,7 @@ class _ComparedRunner:
         for name in self._names:
             pairs = zip(outputs[name], self._runner.read_output(name).astype(np.float32), strict=True)
             differs[name] = not all(share_of(one, other).within(self._allowed) for one, other in pairs)
-        if found := first_layer(self._model.graph.node, differs):
+        if found := first_layer(self._model.graph.node, differs, [o.name for o in self._model.graph.output]):
             right = list(differs.values()).index(True)
             self.finding = f"{found}, at step {self._steps}; {right} layers before it agree with ONNX Runtime"
         self._steps += 1

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.check.independence import compare_batches
+from trt_kvcache.importer.check.mixing import find_mixing
 from trt_kvcache.importer.check.narrow import bytes_read, drawn, has_caches, narrowed
 from trt_kvcache.importer.check.pair import pair_models
 from trt_kvcache.importer.check.process import Verdict
@@ -59,7 +59,7 @@ def check_models(
         wrong = {v.name for v in verdicts if v.answer != "equal"}
         first = first or verdicts
         if not wrong:
-            outside = compare_batches(pair, regions, limits, lambda model: _loaded(model, weights, folder))
+            outside = find_mixing(pair, regions, limits, lambda model: _loaded(model, weights, folder))
             return verdicts if outside is None else [*verdicts, outside]
         # One name may stand for other contents in the rewritten graph, such as a view of a cache. What is further on
         # decides: the regions of joins that differ are joined with those that read them.
