@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.differences import Share
-from trt_kvcache.importer.steps.contents import CacheTensor
+from trt_kvcache.importer.steps.cache_contents import CacheTensor
 
 __all__ = ["FORMAT", "LOGITS", "Bounds", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof",
            "numbers_of_cache"]  # fmt: skip

@@ -28,20 +28,20 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.compare import sequence_axis, token
-from trt_kvcache.importer.check.pair import ModelPair
-from trt_kvcache.importer.check.process import Verdict
+from trt_kvcache.importer.check.check_process import Verdict
+from trt_kvcache.importer.check.models import ModelPair
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.shapes import UNKNOWN, Term
+from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN, Term
+from trt_kvcache.importer.check.tolerances import sequence_axis, token
 from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import int_attribute, is_op, names_read, part_of
-from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find_caches, find_states
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
-from trt_kvcache.importer.steps.step import Step, read_limits
+from trt_kvcache.importer.steps.step_inputs import StepInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.step_limits import Step, read_limits
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

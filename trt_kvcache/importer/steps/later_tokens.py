@@ -21,11 +21,11 @@ from trt_kvcache.importer.plan import CachePlan, MaskGeometry, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import copied, names_read, part_of, replace_field
 from trt_kvcache.importer.simplify import drop_dead
-from trt_kvcache.importer.steps.contents import drawn_contents, find_caches
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.cache_contents import drawn_contents, find_caches
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, open_session
-from trt_kvcache.importer.steps.step import Step
+from trt_kvcache.importer.steps.step_inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.compare import joined, last, sequence_axis, take
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
-from trt_kvcache.importer.check.shapes import UNKNOWN
+from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN
+from trt_kvcache.importer.check.tolerances import joined, last, sequence_axis, take
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.steps.contents import (
+from trt_kvcache.importer.steps.cache_contents import (
     CacheTensor,
     as_text,
     drawn_contents,
@@ -27,11 +27,11 @@ from trt_kvcache.importer.steps.contents import (
     numpy_dtype,
     ring_window,
 )
-from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
-from trt_kvcache.importer.steps.original import OriginalInterface
+from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
-from trt_kvcache.importer.steps.step import Step
+from trt_kvcache.importer.steps.step_inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -49,7 +49,7 @@ class StuckError(RunError):
     """The original's part runs, and the rewritten one does not."""
 
 
-class Sides:
+class RegionRuns:
     """Both sides of a region, in one type.
 
     Attributes:

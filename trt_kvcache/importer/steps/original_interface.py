@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
-from trt_kvcache.importer.steps.contents import find_caches, numpy_dtype, size_of
-from trt_kvcache.importer.steps.inputs import arrange
-from trt_kvcache.importer.steps.step import rows_together
+from trt_kvcache.importer.steps.cache_contents import find_caches, numpy_dtype, size_of
+from trt_kvcache.importer.steps.step_inputs import arrange
+from trt_kvcache.importer.steps.step_limits import rows_together
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

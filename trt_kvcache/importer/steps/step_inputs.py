@@ -13,8 +13,8 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.steps.contents import numpy_dtype
-from trt_kvcache.importer.steps.step import Step
+from trt_kvcache.importer.steps.cache_contents import numpy_dtype
+from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 
