@@ -27,7 +27,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, cpu, plan_model, rewrite_model, verify_model
 from trt_kvcache.cli.prompts import read_prompts
-from trt_kvcache.compare import inputs as verify_inputs
+from trt_kvcache.compare import text_inputs as verify_inputs
 from trt_kvcache.compare.text_inputs import load_inputs
 from trt_kvcache.engine.generation import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
