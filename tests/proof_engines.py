@@ -10,7 +10,8 @@ import onnx
 from runtime.engines import edit, write_engine
 from runtime.fake_tensorrt import MAGIC
 
-from trt_kvcache.compare.proof import Bounds, Proof, encode_proof
+from trt_kvcache.compare.bounds import Bounds
+from trt_kvcache.compare.proof import Proof, encode_proof
 from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.engine.manifest import Manifest, load_manifest, proof_path
 from trt_kvcache.files import identify

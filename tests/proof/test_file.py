@@ -15,7 +15,8 @@ from decoders import DecoderConfig, write_decoder
 from proof_engines import write_proved
 from safetensors.numpy import load, save
 
-from trt_kvcache.compare.proof import FORMAT, Bounds, Proof, decode_proof, encode_proof
+from trt_kvcache.compare.bounds import Bounds
+from trt_kvcache.compare.proof import FORMAT, Proof, decode_proof, encode_proof
 from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.engine.manifest import load_manifest, proof_path
 from trt_kvcache.errors import ManifestError, TrtKvCacheError

@@ -14,8 +14,9 @@ from onnx import helper
 from stored import MODELS
 
 from trt_kvcache.compare import proof_recording, rounding
+from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.compare.decode import DRAWN
-from trt_kvcache.compare.proof import Bounds, Proof
+from trt_kvcache.compare.proof import Proof
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions

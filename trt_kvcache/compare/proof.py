@@ -27,7 +27,7 @@ from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.differences import Share
 from trt_kvcache.importer.steps.cache_contents import CacheTensor
 
-__all__ = ["FORMAT", "LOGITS", "Bounds", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof",
+__all__ = ["FORMAT", "LOGITS", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof",
            "numbers_of_cache"]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -37,25 +37,6 @@ LOGITS = "logits"
 """Used for the logits, where caches have their names."""
 
 _MOST = 1 << 31  # bound of tokens, rows and other counts
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The largest sizes that an engine was built for, which its proof must respect.
-
-    Attributes:
-        batch: most sequences in a step.
-        chunk: most tokens of a sequence in a step.
-        logits: most positions of a row with logits in a step; None: all.
-        positions: most positions of a sequence; None: no limit.
-        encoder: an encoder's output length that the engine accepts, if the model leaves it open.
-    """
-
-    batch: int
-    chunk: int
-    logits: int | None = None
-    positions: int | None = None
-    encoder: int = 6
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
 
+from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.compare.decode import Decode, Piece, compare, plan_pieces
 from trt_kvcache.compare.differences import Share, share_of
 from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.compare.float32_copy import Float32Copies
-from trt_kvcache.compare.proof import LOGITS, Bounds, Facts, Proof, draws_digest, numbers_of_cache
+from trt_kvcache.compare.proof import LOGITS, Facts, Proof, draws_digest, numbers_of_cache
 from trt_kvcache.compare.rewritten_model import Feeds, Float32Session, Rewritten
 from trt_kvcache.compare.rounding import MEASURED, UNITS, allowed, rounding_dtype, uneven, with_rounding
 from trt_kvcache.compare.text_inputs import TextInputs, token_table

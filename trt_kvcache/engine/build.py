@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from trt_kvcache import __version__
 from trt_kvcache.arguments import as_options, shown
-from trt_kvcache.compare.proof import Bounds
+from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from trt_kvcache.compare.proof import Bounds
+from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.files.flipped import Flipped
