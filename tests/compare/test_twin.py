@@ -95,6 +95,7 @@ def test_sizes_that_a_configuration_leaves_out_become_small_too() -> None:
             {"q_lora_rank": 48, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
             | {"v_head_dim": 32, "qk_head_dim": 48, "hidden_size": 128},
         ),
+        ({"query_pre_attn_scalar": 128, "head_dim": 128}, {"query_pre_attn_scalar": 32, "head_dim": 32}),
         ({"query_pre_attn_scalar": 168, "logit_scale": 0.0625}, {"query_pre_attn_scalar": 168, "logit_scale": 0.0625}),
     ],
     ids=str,
