@@ -205,7 +205,8 @@ def replay(runner: Runner, proof: Proof) -> Replay:
     """
     try:
         return _Replay(runner, proof).run()
-    except (IndexError, KeyError, ValueError) as error:  # from NumPy: arrays are missing, or have other sizes
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+        # From NumPy: arrays are missing, or have other sizes.
         raise ManifestError(f"{_UNFIT}: {' '.join(str(error).split())}; build the engine again") from error
 
 
