@@ -131,6 +131,13 @@ def test_a_text_rests_and_others_begin_anew(tmp_path: Path) -> None:
     np.testing.assert_array_equal(step(runner, [first[7:], second[7:]]), [rows[7:] for rows in together])
 
 
+def test_caches_that_grow_take_no_room_for_the_capacity(tmp_path: Path) -> None:
+    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
+    runner = Exported(tmp_path, plan_model(tmp_path, PlanOptions(capacity=1 << 22, beyond_length=True)))
+    runner.start(3)
+    assert sum(values.nbytes for text in runner._texts for values in text.values()) == 0
+
+
 def test_what_it_cannot_decode(tmp_path: Path) -> None:
     write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, sequence=4))
     runner = Exported(tmp_path, plan_model(tmp_path))

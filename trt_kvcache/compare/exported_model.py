@@ -24,7 +24,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.plan import CachePlan, OriginalTensor, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
 from trt_kvcache.importer.steps.original_interface import OriginalInterface
@@ -133,13 +133,17 @@ class Exported:
         return np.stack(texts).astype(np.float32)
 
     def _empty(self) -> Feeds:
-        """Caches and states without tokens, in the original's form: growing ones are cut to their tokens later."""
+        """Caches and states without tokens, in the original's form."""
         states = {s.past for s in self._plan.states}
+        growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
         empty = {}
         for past, cache in self._caches.items():
+            shape = list(cache.logical_shape(self.batch))
+            if past in growing and cache.update is not None:
+                shape[cache.update.sequence_axis] = 0
             number = 0.0 if past in states else self.garbage if "float" in cache.role.dtype else min(self.garbage, 100)
             if past in self._types:
-                empty[past] = np.full(cache.logical_shape(self.batch), number, self._types[past])
+                empty[past] = np.full(shape, number, self._types[past])
         return empty
 
     def _run(self, text: int, tokens: Array) -> Array:
