@@ -17,7 +17,7 @@ from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.steps.step_inputs import draw_constants
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants
 from trt_kvcache.runtime.session import DecodeSession
 
 CAPACITY = 64

@@ -56,6 +56,8 @@ def test_sizes_that_a_configuration_leaves_out_become_small_too() -> None:
         ({"num_key_value_heads": 1}, {"num_key_value_heads": 1}),
         ({"head_dim": 256}, {"head_dim": 32, "hidden_size": 64}),  # narrower than its heads
         ({"head_dim": 64}, {"head_dim": 32, "hidden_size": 256}),
+        ({"head_dim": 256, "query_pre_attn_scalar": 256}, {"query_pre_attn_scalar": 32}),  # else scores differ
+        ({"head_dim": 128, "query_pre_attn_scalar": 144}, {"query_pre_attn_scalar": 144}),
         ({"partial_rotary_factor": 0.25}, {"hidden_size": 256}),  # heads of 64, of which 16 numbers are rotated
         ({"sliding_window": 4096}, {"sliding_window": 6}),
         ({"sliding_window": 131072}, {"sliding_window": 256}),  # reached by no text
@@ -95,7 +97,6 @@ def test_sizes_that_a_configuration_leaves_out_become_small_too() -> None:
             {"q_lora_rank": 48, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
             | {"v_head_dim": 32, "qk_head_dim": 48, "hidden_size": 128},
         ),
-        ({"query_pre_attn_scalar": 128, "head_dim": 128}, {"query_pre_attn_scalar": 32, "head_dim": 32}),
         ({"query_pre_attn_scalar": 168, "logit_scale": 0.0625}, {"query_pre_attn_scalar": 168, "logit_scale": 0.0625}),
     ],
     ids=str,

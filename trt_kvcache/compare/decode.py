@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trt_kvcache.compare.differences import share_of_logits
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.steps.step_inputs import SPAN_KINDS
+from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS
 from trt_kvcache.importer.steps.step_limits import Limits
 
 __all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces"]
@@ -37,7 +37,7 @@ class Piece:
     Attributes:
         length: new tokens of each text.
         rows: indices of the texts: the first ones of the batch, each with its own number of tokens before.
-        span: one of `trt_kvcache.importer.steps.step_inputs.SPAN_KINDS`, if the step chooses the rows that are read.
+        span: one of `trt_kvcache.importer.steps.drawn_inputs.SPAN_KINDS`, if the step chooses the rows that are read.
         kept: number of last positions whose logits are computed, if the step chooses it; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
         skip: tokens of each text that are skipped before this step: their cache rows are copies of earlier rows.

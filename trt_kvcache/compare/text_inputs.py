@@ -16,7 +16,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.steps.step_inputs import StepInputs, arrange, draw_constants, span_inputs
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, arrange, draw_constants, span_inputs
 from trt_kvcache.importer.steps.step_limits import Step
 from trt_kvcache.machine import free_memory
 
@@ -66,7 +66,7 @@ class TextInputs:
         step = Step(piece.length, tuple(starts), tuple(start + piece.length for start in starts))
         apart = {n for n, v in self._values.items() if "batch" in self._inputs[n].axes and len(v) > 1}
         values = {n: v[rows] if n in apart else v for n, v in self._values.items() if n in self._inputs}
-        inputs = StepInputs(plan, self._limits, values, self._rng, rings=self._rings, plain=True)
+        inputs = DrawnInputs(plan, self._limits, values, self._rng, rings=self._rings, plain=True)
         feeds = inputs.shared(step) | span_inputs(plan, step, piece.span, piece.kept)
         if tokens is None:
             return feeds

@@ -46,7 +46,6 @@ _COUNT = re.compile(r"^(num_hidden|n|num|decoder|num_decoder)_layers?$|^num_bloc
 _HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|embedding_dim|emb_dim)$")
 _HEAD = re.compile(r"(^|_)(n|num)_(\w+_)?heads?(_kv)?$|attention_heads$|^num_query_groups$|^multi_query_group_num$")
 _HEAD_SIZE = re.compile(r"head_dim$|head_size$|headdim$|d_head$|dim_head$|^kv_channels$|^d_kv$|^rotary_dim$|_dim_head$")
-_SCALAR = re.compile(r"attn_scalar$")
 _SIZE = re.compile(r"(size|dim|width|rank|inner|embd|d_state|dff|d_ff|dim_ff|d_ssm)$|hidden_size_per_layer_input$")
 _LENGTH = re.compile(
     r"max_position_embeddings$|n_positions$|n_ctx$|max_seq_len$|seq_length$|max_length$|context_length$"
@@ -71,16 +70,16 @@ class Sizes:
     """Facts of a configuration, and the small numbers for the twin.
 
     Attributes:
-        layers, heads, hidden, positions, vocabulary: sizes of the checkpoint.
+        layers, heads, size, hidden, positions, vocabulary: sizes of the checkpoint; `size` is that of a head.
         width, head: small sizes of hidden states and heads, as shares of the checkpoint's.
         kept: numbers of the layers that stay; a number may occur twice.
         length: number of positions of the twin.
         ids: the small number of each special token.
-        size: size of a head of the checkpoint.
     """
 
     layers: int
     heads: int
+    size: int
     hidden: int
     positions: int
     vocabulary: int
@@ -89,7 +88,6 @@ class Sizes:
     kept: tuple[int, ...]
     length: int
     ids: dict[int, int]
-    size: int
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Sizes:
@@ -120,10 +118,10 @@ class Sizes:
         grows = "dynamic" in (rope.get("rope_type"), rope.get("type"))
         ids = sorted({v for k, value in config.items() if k.endswith("token_id") for v in _listed(value) if _counts(v)})
         return Sizes(
-            layers, heads, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
+            layers, heads, size, hidden, positions, next((v for k, v in config.items() if k == "vocab_size"), 0) or 1,
             min(1.0, wide / hidden), head, tuple(_kept_layers(config, layers)),
             THRESHOLD if grows else max(POSITIONS, THRESHOLD * min(times, 64)),
-            {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)}, size,
+            {v: v if v < 3 else VOCABULARY - 1 - i % 20 for i, v in enumerate(ids)},
         )  # fmt: skip
 
     def small(self, name: str, value: Any) -> Any:
@@ -175,8 +173,7 @@ class Sizes:
             return (
                 few if value == self.heads else 2 * few if value > self.heads else 1 if value == 1 else max(1, few // 2)
             )
-        # The divisor of scores is the size of a head in most checkpoints, and some exporters read only the latter.
-        if _HEAD_SIZE.search(name) or (_SCALAR.search(name) and value == self.size):
+        if _HEAD_SIZE.search(name) or (value == self.size and name.endswith("scalar")):
             return max(1, round(value * self.head))
         if _CHOSEN.search(name) or _SHARED.search(name) or _GROUPS.search(name):
             return min(value, 2)

@@ -22,7 +22,7 @@ from trt_kvcache.compare.text_inputs import token_table
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.steps.step_inputs import draw_constants
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.inputs import linear_capacity

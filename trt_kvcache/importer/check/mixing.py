@@ -38,9 +38,9 @@ from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import int_attribute, is_op, names_read, part_of
 from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
-from trt_kvcache.importer.steps.step_inputs import StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.step_limits import Step, read_limits
 
 Array = npt.NDArray[Any]
@@ -265,7 +265,7 @@ class _Outside:
         length = length or self._length
         step = Step(length, tuple(starts), tuple(s + length for s in starts))
         constants = draw_constants(self._plan, self._batch, 0)
-        inputs = StepInputs(self._plan, self._limits, constants, np.random.default_rng(seed), unknown=UNKNOWN)
+        inputs = DrawnInputs(self._plan, self._limits, constants, np.random.default_rng(seed), unknown=UNKNOWN)
         feeds: Feeds = inputs.shared(step) | span_inputs(self._plan, step, "full")
         caches = {
             c.role.name: c for c in (*find_caches(self._plan), *find_states(self._plan)) if c.role.name in self._fed

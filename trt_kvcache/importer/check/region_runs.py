@@ -27,10 +27,10 @@ from trt_kvcache.importer.steps.cache_contents import (
     numpy_dtype,
     ring_window,
 )
+from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
-from trt_kvcache.importer.steps.step_inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
@@ -163,7 +163,7 @@ class RegionRuns:
         """Make all inputs of a step: graph inputs, boundaries by index, and caches in the original's form."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
-        inputs = StepInputs(
+        inputs = DrawnInputs(
             self.plan, self._limits, draw_constants(self.plan, batch, _SEED), rng,
             unknown=UNKNOWN, rings=self._has_rings(step),
         )  # fmt: skip

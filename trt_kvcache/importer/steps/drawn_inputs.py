@@ -28,8 +28,8 @@ SPAN_KINDS = ("tight", "bucketed", "full")
 _FAINT = -20.0  # a float mask's bias for hidden tokens: exp(-20) is nothing, and finite
 
 
-class StepInputs:
-    """Fills the inputs of one step.
+class DrawnInputs:
+    """Draws values for the inputs of one step.
 
     Args:
         plan: of the model.
