@@ -199,18 +199,17 @@ class Float32Session:
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = open_in_time(for_session(model, folder, options), options)
-        self.inputs = frozenset(i.name for i in self._session.get_inputs())
+        self._inputs = frozenset(i.name for i in self._session.get_inputs())
         self._outputs = [o.name for o in self._session.get_outputs()]
 
-    def run(self, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> Feeds:
-        """Return the outputs by name, all or the named ones; feeds without an input are ignored.
+    def run(self, feeds: Mapping[str, Array]) -> Feeds:
+        """Return the outputs by name; feeds without an input are ignored.
 
         Raises:
             RunError: the step cannot run.
         """
-        names = self._outputs if names is None else [*names]
-        values = run_in_time(self._session, names, {n: v for n, v in feeds.items() if n in self.inputs})
-        return dict(zip(names, values, strict=True))
+        values = run_in_time(self._session, self._outputs, {n: v for n, v in feeds.items() if n in self._inputs})
+        return dict(zip(self._outputs, values, strict=True))
 
 
 def _wide(values: Array) -> Array:
