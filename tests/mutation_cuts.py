@@ -23,10 +23,10 @@ from onnx import helper
 
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model, pipeline
-from trt_kvcache.importer.check import models
+from trt_kvcache.importer.check import checker
 from trt_kvcache.importer.check import region as cutting
-from trt_kvcache.importer.check.graph import Graph
-from trt_kvcache.importer.check.pair import pair_models
+from trt_kvcache.importer.check.hashed_graph import Graph
+from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.prepare import Prepared
 from trt_kvcache.importer.rewritten import misfit
@@ -53,7 +53,7 @@ class Pair:
         if why := misfit(rewritten, plan):
             return why
         try:
-            verdicts = models.check_models(self.prepared.reference, rewritten, plan, self.prepared.weights, folder)
+            verdicts = checker.check_models(self.prepared.reference, rewritten, plan, self.prepared.weights, folder)
         except (TrtKvCacheError, IndexError) as error:  # IndexError: an axis that a tensor has not; no ONNX
             return str(error)
         return next((f"{v.name}: {v.why}" for v in verdicts if v.answer != "equal"), "")
@@ -161,7 +161,7 @@ class Miscut:
         Mutator(self.hides, self._random.randrange(1 << 30), (kind,)).mutate()
 
     def _change(self, change: Callable[[Regions], Regions]) -> list[Fault]:
-        return [(models, "find_regions", lambda given: change(_find(given)))]
+        return [(checker, "find_regions", lambda given: change(_find(given)))]
 
     def _unproven(self) -> list[Fault]:
         """A join that is taken for equal."""

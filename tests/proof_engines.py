@@ -12,7 +12,7 @@ from runtime.fake_tensorrt import MAGIC
 
 from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.compare.proof import Proof, encode_proof
-from trt_kvcache.compare.record import record_proof
+from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.engine.manifest import Manifest, load_manifest, proof_path
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model

@@ -31,9 +31,10 @@ import onnx
 from decoders import DecoderConfig, write_decoder
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.compare.float32_copy import float32_copy
 from trt_kvcache.compare.proof import Proof
-from trt_kvcache.compare.record import Bounds, record_proof
+from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.compare.rounding import UNITS, with_rounding
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model

@@ -27,8 +27,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, cpu, plan_model, rewrite_model, verify_model
 from trt_kvcache.cli.prompts import read_prompts
-from trt_kvcache.compare import inputs as verify_inputs
-from trt_kvcache.compare.inputs import load_inputs
+from trt_kvcache.compare import text_inputs as verify_inputs
+from trt_kvcache.compare.text_inputs import load_inputs
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.engine.token_settings import settings_beside
 from trt_kvcache.errors import (
@@ -40,6 +40,8 @@ from trt_kvcache.errors import (
     UnsupportedModelError,
 )
 from trt_kvcache.files import is_inside, read_file
+from trt_kvcache.importer import pipeline
+from trt_kvcache.importer.check import Checked
 from trt_kvcache.importer.files import save, stripped
 from trt_kvcache.importer.files.stripped import unpacked
 from trt_kvcache.importer.interface.config import load_patterns
@@ -182,6 +184,9 @@ def test_tensors_of_any_size_are_one_line(tmp_path: Path, command: list[str]) ->
 def test_verify_gives_up_a_step_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _hostile(tmp_path, endless)
     monkeypatch.setattr(cpu, "SECONDS", 1.0)
+    with pytest.raises(UnsupportedModelError, match="took more than 2 s; the comparison may use 2 s"):
+        verify_model(path, PlanOptions(check_seconds=2))
+    monkeypatch.setattr(pipeline, "check_rewrite", lambda *_, **__: Checked())
     with pytest.raises(UnsupportedModelError, match="more than 1 s to open or for one step: it never ends"):
         verify_model(path)
 

@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
-    from trt_kvcache.compare.report import VerifyOptions
+    from trt_kvcache.compare.verify_report import VerifyOptions
     from trt_kvcache.engine.build_options import BuildOptions
     from trt_kvcache.engine.diagnosis import diagnose
     from trt_kvcache.engine.engine_build import build_engine
@@ -55,7 +55,7 @@ _HOME_OF = {
     "Manifest": "trt_kvcache.engine.manifest",
     "PlanOptions": "trt_kvcache.importer.plan",
     "TrtKvCacheError": "trt_kvcache.errors",
-    "VerifyOptions": "trt_kvcache.compare.report",
+    "VerifyOptions": "trt_kvcache.compare.verify_report",
     "build_engine": "trt_kvcache.engine.engine_build",
     "calibrate_caches": "trt_kvcache.runtime.calibration",
     "diagnose": "trt_kvcache.engine.diagnosis",

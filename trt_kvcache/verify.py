@@ -19,35 +19,33 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto
 
 from trt_kvcache.arguments import as_options
-from trt_kvcache.compare.decode import Decode, Difference, Piece, Runner, compare, plan_pieces
-from trt_kvcache.compare.exported import Exported, ExportedTexts
-from trt_kvcache.compare.first_layer import first_layer, inner_names, marked
+from trt_kvcache.compare.decode import Decode, Difference, Runner, compare, plan_pieces
+from trt_kvcache.compare.differences import GARBAGE, first_layer, share_between, with_inner_outputs
+from trt_kvcache.compare.exported_model import Exported, ring_rows
 from trt_kvcache.compare.float32_copy import NARROW, Float32Copies
-from trt_kvcache.compare.inputs import check_values, load_inputs
-from trt_kvcache.compare.proof import token_table
+from trt_kvcache.compare.network_comparison import LIMIT
+from trt_kvcache.compare.proof_recording import chooses_experts
 from trt_kvcache.compare.quantized import with_numbers, with_quantized_rows
-from trt_kvcache.compare.record import chooses_experts, one_row_each
-from trt_kvcache.compare.report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
-from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession, output_of
-from trt_kvcache.compare.rounding import UNITS, with_rounding
+from trt_kvcache.compare.rewritten_model import Float32Session, Rewritten, output_of
+from trt_kvcache.compare.rounding import UNITS, rounding_dtype, with_rounding
+from trt_kvcache.compare.text_inputs import TextInputs, check_values, load_inputs, token_table
+from trt_kvcache.compare.verify_report import STATIONS, Quality, Station, VerifyOptions, VerifyReport
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
-from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.importer.rewritten import check_same_interface, recorded_options
-from trt_kvcache.importer.steps.contents import fixed_rows, original_rows
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants
 from trt_kvcache.importer.steps.element_types import all_types
-from trt_kvcache.importer.steps.inputs import draw_constants
-from trt_kvcache.importer.steps.step import read_limits
+from trt_kvcache.importer.steps.step_limits import read_limits
 from trt_kvcache.machine import bounded_memory
 from trt_kvcache.progress import phase
 
@@ -72,6 +70,7 @@ _SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage to try, the largest fi
 _NETWORK, _LARGE_NETWORK = 6, 4
 _LARGE = 100 << 20  # bytes of weights that make a model large: each run reads all of them
 _LAYER = 1e-4  # allowed difference of a tensor inside of a model, as a share of its largest number
+_ROUNDED_ROWS = "the rewritten model with rounded rows"
 _LAST = 4  # last positions of a step whose logits are compared
 
 
@@ -185,6 +184,9 @@ class _Verification:
     scratch: Path
     written: bool
     notes: list[str] = field(default_factory=list)
+    quality: Quality | None = None
+    garbage: float = GARBAGE
+    title: str = ""
 
     def run(self) -> VerifyReport:
         plan = self.imported.plan
@@ -192,26 +194,20 @@ class _Verification:
             why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
             raise OptionError(f"no cache of the model {why}: there is no decode to verify")
         reference = self._exported()
-        wanted = [name for name in STATIONS if self._wanted(name)]
-        titles = [f"station {at} of {len(wanted) + 1}: {n}" for at, n in enumerate(("exported", *wanted), 1)]
-        for _ in self._counted(titles[0], self.decode.run(reference)):
-            pass
+        asked = self.verify.station or [n for n in STATIONS if n != "quantized" or self.quantized is not None]
+        wanted = [name for name in STATIONS if name in asked]
+        self.title = f"station 1 of {len(wanted) + 1}: exported"
+        self.decode.wanted = [*self._counted(self.decode.steps(reference))]
         self.garbage = self._hidden(reference)
         stations = []
-        for self.title, name in zip(titles[1:], wanted, strict=True):
+        for number, name in enumerate(wanted, 2):
+            self.title = f"station {number} of {len(wanted) + 1}: {name}"
             stations.append(self._run(name))
         return VerifyReport(
             str(self.imported.source.path), all(s.passed for s in stations), self.decode.rows,
             sum(p.length * len(p.rows) for p in self.decode.pieces), plan.options.capacity, reference.name,
             tuple(stations), tuple(self.notes), self.quality,
         )  # fmt: skip
-
-    def _wanted(self, name: str) -> bool:
-        return name in self.verify.station if self.verify.station else name != "quantized" or self.quantized is not None
-
-    quality: Quality | None = None
-    garbage: float = GARBAGE
-    title: str = ""
 
     def _run(self, name: str) -> Station:
         """Run a station; if it cannot run here, its note says why, and it does not fail."""
@@ -221,41 +217,30 @@ class _Verification:
         except (RunError, TrtKvCacheError) as error:
             if name == "rewritten":
                 raise UnsupportedModelError(f"{self.imported.source.path}: the rewritten model: {error}") from None
-            return Station(name, note=f"not compared: {error}")
+            return _not_compared(name, str(error))
 
     # --- the decode, and its inputs
 
     @cached_property
     def decode(self) -> Decode:
-        plan = self.imported.plan
+        plan, imported = self.imported.plan, self.imported
         limits = read_limits(plan, self.verify.batch)
-        ends = [n for n in (limits.linear, *self.rings, *self.limits.positions.values()) if n is not None]
-        limits = replace(limits, linear=min(ends, default=None), ragged=one_row_each(plan, limits))
-        pieces = plan_pieces(
-            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.prefill_in_one_step, full=not self.large
-        )
+        ends = [limits.linear, *ring_rows(imported.source, plan), *self.limits.positions.values()]
+        limits = replace(limits, linear=min((n for n in ends if n is not None), default=None))
+        pieces = plan_pieces(limits, plan, self.verify.chunks, self.verify.tokens, full=not self.large)
         if not pieces:
             raise OptionError("the caches of this model hold no step of this size; give shorter --chunks")
         tokens = plan.tensor(Role.TOKENS)
         has_ids = tokens is not None and not tokens.embedded
-        vocabulary = (
-            min(self.limits.tokens.values(), default=2) if has_ids else len(self.table) if self.table is not None else 2
-        )
+        rows = 2 if self.table is None else len(self.table)
+        vocabulary = min(self.limits.tokens.values(), default=2) if has_ids else rows
         goes_on = has_ids and plan.tensor(Role.LOGITS, "output") is not None
         return Decode(pieces, limits.batch, vocabulary, self.verify.seed, goes_on=goes_on)
 
     @cached_property
     def dtype(self) -> str:
         """The narrowest floating-point type in which the model as exported computes."""
-        types = all_types(self.imported.source.proto)
-        return "bfloat16" if TensorProto.BFLOAT16 in types else "float16" if TensorProto.FLOAT16 in types else "float32"
-
-    @cached_property
-    def rings(self) -> tuple[int, ...]:
-        """Rows of the caches that are whole in the model as exported, and rings in the rewritten model."""
-        plan, fixed = self.imported.plan, fixed_rows(self.imported.plan, self.imported.source.proto.graph.input)
-        rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
-        return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
+        return rounding_dtype(self.imported.source.proto)
 
     @cached_property
     def large(self) -> bool:
@@ -263,11 +248,13 @@ class _Verification:
         return sum(byte_size(t) or 0 for t in iter_tensors(self.imported.source.proto)) > _LARGE
 
     @cached_property
-    def limits(self) -> Any:
+    def limits(self) -> IndexLimits:
+        """Limits of token ids and positions."""
         return index_limits(self.imported.model, self.imported.plan)
 
     @cached_property
     def table(self) -> Array | None:
+        """Embeddings that replace tokens."""
         return token_table(self.imported.plan, self.verify.seed)
 
     @cached_property
@@ -275,36 +262,27 @@ class _Verification:
         """Values of inputs that do not follow from the text: the same at all stations."""
         plan, values = self.imported.plan, load_inputs(self.verify.inputs)
         check_values(values, plan)
-        drawn = draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed, twin=True)
-        return drawn | values
+        return draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed) | values
 
-    def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> ExportedTexts:
-        plan = self.imported.plan
-        exported = Exported(
-            self.imported.source, plan, wide=True, given=self.given, table=self.table, edit=edit, copies=self.copies
-        )
-        exported.last = _LAST
-        return ExportedTexts(exported)
-
-    def _hidden(self, reference: ExportedTexts) -> float:
+    def _hidden(self, reference: Exported) -> float:
         """Return the largest garbage, in caches of a fixed length, that does not change the model as exported."""
         original = self.imported.plan.original
         if original and not any(t.role is OriginalRole.FIXED_CACHE for t in original):
             return GARBAGE  # caches that grow have no rows without a token
         first = replace(self.decode, pieces=self.decode.pieces[:2])
         for garbage in _SMALLER:
-            reference.exported.garbage = garbage
-            if [*compare(first, reference, _FLOOR)][-1].passed:
+            reference.garbage = garbage
+            if compare(first, first.steps(reference), _FLOOR).passed:
                 return garbage
         self.notes.append("the model as exported reads cache rows that were never written: garbage there is left out")
         return 0.0
 
-    def _counted(self, title: str, pieces: Iterator[Any]) -> Iterator[Any]:
-        total = len(self.decode.pieces)
-        with phase(title, total) as advance:
-            for piece in pieces:
+    def _counted(self, steps: Iterator[Array], title: str = "") -> Iterator[Array]:
+        """Yield the logits of each step, and show their number as progress."""
+        with phase(title or self.title, len(self.decode.pieces)) as advance:
+            for logits in steps:
                 advance()
-                yield piece
+                yield logits
 
     # --- models in float32
 
@@ -324,58 +302,61 @@ class _Verification:
         self.notes += [note for note in notes if note not in self.notes]
         return self.copies.copy(model, folder or self.imported.source.path.parent, types=types)
 
-    def _runner(self, plan: CachePlan, model: ModelProto, folder: Path) -> Rewritten:
-        session = WideSession(model, folder)
-        name = f"ONNX Runtime {ort.__version__}, float32"
-        given = {n: v.astype(np.float32) if v.dtype.kind == "f" else v for n, v in self.given.items()}
-        rings = bool(self.rings)
-        return Rewritten(plan, self.limits, session.run, name, given, self.table, self.garbage, rings=rings)
+    def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> Exported:
+        imported, seed = self.imported, self.verify.seed
+        return Exported(
+            imported.source, imported.plan, self.given, self.table, seed, last=_LAST, edit=edit, copies=self.copies
+        )
+
+    def _rewritten_runner(self, plan: CachePlan, model: ModelProto, folder: Path) -> Rewritten:
+        rings, seed = bool(ring_rows(self.imported.source, self.imported.plan)), self.verify.seed
+        inputs = TextInputs(plan, self.limits, self.given, self.table, rings=rings, seed=seed)
+        return Rewritten(plan, inputs, Float32Session(model, folder).run, garbage=self.garbage)
 
     def _measured(self, unit: float) -> float:
         """Return the largest effect of rounding on the logits of the model as exported, on the same texts."""
         runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
-        found = [*self._counted("what rounding makes", compare(self.decode, runner, np.inf))]
-        return float(found[-1].largest)
+        steps = self._counted(self.decode.steps(runner), "what rounding makes")
+        return compare(self.decode, steps, np.inf).largest
 
     # --- stations
 
     def _rewritten(self) -> Station:
-        runner = self._runner(self.imported.plan, *self.wide)
+        runner = self._rewritten_runner(self.imported.plan, *self.wide)
+        against = "the model as exported"
         return self._compared(
-            "rewritten", runner, self.decode, _FLOORS[self.dtype], _WIDE, "the model as exported", self._first_layer
-        )
+            "rewritten", runner, self.decode, _FLOORS[self.dtype], _WIDE, against, self._first_layer
+        )  # fmt: skip
 
     def _first_layer(self, found: Difference) -> str:
         """Find the first layer of the rewritten model that differs, in the piece and the text that differ."""
-        assert found.piece is not None
-        assert found.row is not None
         model, folder = self.wide
-        inside, taken, row = {*inner_names(model)}, list[str](), found.row
-
-        def edit(original: ModelProto) -> ModelProto:
-            taken.extend(name for name in inner_names(original) if name in inside)
-            return marked(original, taken)
-
+        names = {name for node in model.graph.node for name in node.output}
         wanted, had = dict[str, Array](), dict[str, Array]()
         try:
-            reference = self._exported(edit)
-            runner = self._runner(self.imported.plan, marked(model, taken), folder)
-            reference.exported.also = tuple(taken)
-            kept = (*taken, output_of(self.imported.plan))  # caches hold garbage, each model its own
-            reference.exported.watch = lambda _, outputs: wanted.update({n: outputs[n] for n in kept if n in outputs})
+            reference = self._exported(lambda original: with_inner_outputs(original, names))
+            reference.watch = lambda _, outputs: wanted.update(outputs)
+            # Caches hold garbage, each model its own.
+            inside = names.intersection(reference.outputs).difference(c.present for c in self.imported.plan.caches)
+            runner = self._rewritten_runner(self.imported.plan, with_inner_outputs(model, inside), folder)
             runner.watch = lambda _, outputs: had.update(outputs)
             reference.start(self.decode.rows)
             runner.start(self.decode.rows)
             pieces = self.decode.pieces[: found.piece + 1]
             for piece, tokens in zip(pieces, self.decode.tokens, strict=False):
                 runner.step(piece, tokens)
-                if row in piece.rows:
-                    at = piece.rows.index(row)
-                    reference.step(replace(piece, rows=(row,)), tokens[at : at + 1])
+                if found.row in piece.rows:
+                    at = piece.rows.index(found.row)
+                    reference.step(replace(piece, rows=(found.row,)), tokens[at : at + 1])
         except (RunError, TrtKvCacheError, MemoryError):
             return ""  # the inner tensors of a model may be larger than the model
-        place = pieces[-1].rows.index(row), len(pieces[-1].rows)
-        return first_layer(model, wanted, had, place, reference.exported.batch, max(_LAYER, found.allowed))
+        place, allowed = (pieces[-1].rows.index(found.row), len(pieces[-1].rows)), max(_LAYER, found.allowed)
+        differs = {
+            name: share_between(*pair) > allowed
+            for name in sorted(inside)
+            if (pair := _of_text(wanted[name], reference.batch, had[name], place)) is not None
+        }
+        return f"; {text}" if (text := first_layer(model.graph.node, differs, [output_of(self.imported.plan)])) else ""
 
     @cached_property
     def rounded(self) -> Decode:
@@ -383,31 +364,28 @@ class _Verification:
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
-        runner = self._runner(self.imported.plan, rounding, folder)
-        decode = replace(self.decode, tokens=self.decode.tokens, wanted=[])
-        runner.start(decode.rows)
-        decode.wanted += [runner.step(p, t) for p, t in zip(decode.pieces, decode.tokens, strict=True)]
-        return decode
+        runner = self._rewritten_runner(self.imported.plan, rounding, folder)
+        return replace(self.decode, wanted=[*self.decode.steps(runner)])
 
     @cached_property
     def moved(self) -> Difference:
         """How far rows rounded in this way move logits."""
-        return [*compare(self.decode, _Replayed(self.rounded), np.inf)][-1]
+        return compare(self.decode, self.rounded.wanted, np.inf)
 
     def _quantized(self) -> Station:
         if self.quantized is None:
-            return Station("quantized", note="not compared: caches are not quantized (--cache-dtype)")
+            return _not_compared("quantized", "caches are not quantized (--cache-dtype)")
         kind, decode, moved = self.quantized.plan.options.cache_dtype, self.rounded, self.moved
         assert kind is not None
         count = sum(w.shape[1] * len(p.rows) for p, w in zip(decode.pieces, decode.wanted, strict=True))
         self.quality = Quality(kind.value, count, moved.agreement, moved.typical, moved.largest)
         plan, numbers = with_numbers(self.quantized.plan, self.quantized.model)
-        runner = self._runner(plan, *self._widened(numbers, self.folder))
-        station = self._compared("quantized", runner, decode, _FLOOR, _WIDE, "the rewritten model with rounded rows")
+        runner = self._rewritten_runner(plan, *self._widened(numbers, self.folder))
+        station = self._compared("quantized", runner, decode, _FLOOR, _WIDE, _ROUNDED_ROWS)
         if station.passed or station.difference is None:
             return station
         # A number in the middle between two codes may become either one: few positions change, and little.
-        found = [*compare(decode, runner, _FLOOR, stop=False)][-1]
+        found = compare(decode, decode.steps(runner), _FLOOR, stop=False)
         if found.typical <= 10 * _FLOOR and found.largest <= moved.largest:
             return replace(station, passed=True, failure="", allowed=moved.largest,
                            note="some numbers lie between two codes, which rounding decides")  # fmt: skip
@@ -417,43 +395,36 @@ class _Verification:
         from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
         from trt_kvcache.runtime.replay import SessionSteps
 
-        plan = self.imported.plan
-        options = plan.options if self.quantized is None else self.quantized.plan.options
         if self.written:
-            return Station("session", note="not compared: a session runs the model, not a file of its rewritten form")
-        runner = OnnxRuntimeRunner(
-            self.imported.source.path, options, max_batch=self.decode.rows,
-            max_chunk=max(p.length for p in self.decode.pieces),
-        )  # fmt: skip
+            return _not_compared("session", "a session runs the model, not a file of its rewritten form")
+        options = (self.quantized or self.imported).plan.options
+        chunk = max(p.length for p in self.decode.pieces)
+        runner = OnnxRuntimeRunner(self.imported.source.path, options, max_batch=self.decode.rows, max_chunk=chunk)
         try:
             half = self.dtype == "float16"  # bfloat16 runs in float32
             floor, unit = (_UNITS * UNITS["float16"], 2 * UNITS["float16"]) if half else (_FLOORS[self.dtype], _WIDE)
-            session = SessionSteps(runner, self.given, self.table)
-            if self.quantized is None:
-                return self._compared("session", session, self.decode, floor, unit, "the model as exported")
-            floor = max(floor, self.moved.largest)  # a number between two codes may become either one
-            return self._compared(
-                "session", session, self.rounded, floor, unit, "the rewritten model with rounded rows"
-            )
+            session, decode = SessionSteps(runner, self.given, self.table), self.decode
+            against = "the model as exported"
+            if self.quantized is not None:  # a number between two codes may become either one
+                floor, decode, against = max(floor, self.moved.largest), self.rounded, _ROUNDED_ROWS
+            return self._compared("session", session, decode, floor, unit, against)
         finally:
             runner.close()
 
     def _network(self) -> Station:
         from trt_kvcache.engine.parsing import compare_parsed
 
-        imported = self.imported if self.quantized is None else self.quantized
         if self.written:
-            return Station("network", note="not compared: TensorRT builds a model, not a file of its rewritten form")
+            return _not_compared("network", "TensorRT builds a model, not a file of its rewritten form")
         with phase(self.title):
             texts = self.decode.tokens[: _LARGE_NETWORK if self.large else _NETWORK]
-            values = texts if self.table is None else [self.table[tokens] for tokens in texts]
-            title, result = compare_parsed(imported, self.decode.pieces[: len(texts)], values, self.garbage)
-        ran_on = f"the network of {title}, NumPy"
+            pieces, imported = self.decode.pieces[: len(texts)], self.quantized or self.imported
+            title, result = compare_parsed(imported, pieces, texts, self.garbage, self.verify.seed)
         if result.note:
-            return Station("network", note=f"not compared: {result.note}")
+            return _not_compared("network", result.note)
         return Station(
-            "network", ran_on, "the rewritten model", result.steps, _finite(result.difference), result.allowed,
-            passed=not result.finding, failure=result.finding,
+            "network", f"the network of {title}, NumPy", "the rewritten model", result.steps,
+            _finite(result.difference), LIMIT, passed=not result.finding, failure=result.finding,
         )  # fmt: skip
 
     def _compared(
@@ -462,25 +433,25 @@ class _Verification:
     ) -> Station:  # fmt: skip
         """Compare a station with `decode`; rounding is measured only if there is a difference to explain."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
-        found = self._last(compare(decode, runner, floor if given is None else given, stop=not outliers))
+
+        def compared(allowed: float) -> tuple[Difference, bool]:
+            found = compare(decode, self._counted(decode.steps(runner)), allowed, stop=not outliers)
+            chosen = outliers > 0 and found.beyond <= outliers and bool(np.isfinite(found.largest))
+            return found, found.passed or chosen
+
+        found, passed = compared(floor if given is None else given)
         note = ""
-        if given is None and not _passes(found, outliers):
+        if given is None and not passed:
             allowed = max(floor, _TIMES * self._measured(unit))
             if allowed > _SHOWS:
                 note = f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size: it shows no small fault"
-            found = self._last(compare(decode, runner, allowed, stop=not outliers))
-        passed = _passes(found, outliers)
+            found, passed = compared(allowed)
         return Station(
             name, runner.name, against, found.pieces, _finite(found.largest), found.allowed, found.agreement, passed,
             "" if passed else self._where(found) + where(found), note,
         )  # fmt: skip
 
-    def _last(self, pieces: Iterator[Difference]) -> Difference:
-        found: list[Difference] = [*self._counted(self.title, pieces)]
-        return found[-1]
-
     def _where(self, found: Difference) -> str:
-        assert found.piece is not None
         piece = self.decode.pieces[found.piece]
         by = "are not finite, or of another size" if np.isinf(found.largest) else f"differ by {found.largest:.2g}"
         return (
@@ -490,25 +461,28 @@ class _Verification:
         )
 
 
-def _passes(found: Difference, outliers: float) -> bool:
-    return found.passed or (outliers > 0 and found.beyond <= outliers and np.isfinite(found.largest))
+def _not_compared(station: str, why: str) -> Station:
+    return Station(station, note=f"not compared: {why}")
 
 
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-class _Replayed:
-    """A runner that returns stored logits."""
+def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
+    """Return the parts of two tensors that belong to one text; None if they cannot be compared.
 
-    name = ""
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode, self._at = decode, 0
-
-    def start(self, rows: int) -> None:
-        self._at = 0
-
-    def step(self, piece: Piece, tokens: Array) -> Array:
-        self._at += 1
-        return self._decode.wanted[self._at - 1]
+    Args:
+        values: of the model as exported, which holds `batch` times the text.
+        batch: see `values`.
+        others: of the rewritten model.
+        place: index of the text in the rewritten model's step, and the number of texts there.
+    """
+    at, rows = place
+    if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:
+        return None
+    if len(values) % batch == 0 and len(others) % rows == 0:  # [rows, ...], or [rows * tokens, ...]
+        one, other = values[: len(values) // batch], np.array_split(others, rows)[at]
+        if one.size and one.shape == other.shape:
+            return one, other
+    return (values, others) if values.size and values.shape == others.shape else None

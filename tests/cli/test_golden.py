@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import trt_kvcache
 from trt_kvcache.cli.app import app
-from trt_kvcache.compare.report import Quality, Station, VerifyReport
+from trt_kvcache.compare.verify_report import Quality, Station, VerifyReport
 from trt_kvcache.engine import backend
 from trt_kvcache.engine.diagnosis import BackendStatus, Diagnosis, PackageStatus, RouteStatus
 from trt_kvcache.engine.inspection import EngineReport

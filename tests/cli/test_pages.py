@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.pages import bench_page, inspect_page, plan_page, verify_page
-from trt_kvcache.compare.report import Station, VerifyReport
+from trt_kvcache.compare.verify_report import Station, VerifyReport
 from trt_kvcache.engine.inspection import EngineReport
 from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import (

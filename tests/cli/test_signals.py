@@ -47,7 +47,7 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, helper
 from trt_kvcache.cli.signals import end_by_unwinding
-from trt_kvcache.compare.rewritten import WideSession
+from trt_kvcache.compare.rewritten_model import Float32Session
 
 value = helper.make_tensor_value_info
 turns = helper.make_tensor("turns", TensorProto.INT64, [], [1 << 60])
@@ -62,7 +62,7 @@ graph = helper.make_graph(
     [value("a", TensorProto.FLOAT, [])], [value("b", TensorProto.FLOAT, [])], [turns, on],
 )
 model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-session = WideSession(model, Path.cwd())
+session = Float32Session(model, Path.cwd())
 feeds = {"a": np.array(1, np.float32)}
 end_by_unwinding()
 try:
@@ -138,8 +138,8 @@ BUILD = ["build", "MODEL", "-o", "OUT/model.engine"]
 MOMENTS = [
     (VERIFY, "trt_kvcache.importer.pipeline:load_source", "before"),
     (VERIFY, "trt_kvcache.compare.float32_copy:copied", "after"),
-    (VERIFY, "trt_kvcache.compare.exported:Exported.step", "after"),
-    (VERIFY, "trt_kvcache.compare.rewritten:WideSession.run", "before"),
+    (VERIFY, "trt_kvcache.compare.exported_model:Exported.step", "after"),
+    (VERIFY, "trt_kvcache.compare.rewritten_model:Float32Session.run", "before"),
     (VERIFY, "trt_kvcache.engine.parsing:compare_parsed", "before"),
     (REWRITE, "trt_kvcache.importer.files.save:_copy", "before"),
     (REWRITE, "trt_kvcache.importer.files.save:_copy", "after"),

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.compare.decode import Piece
-from trt_kvcache.compare.network import Network, Node
-from trt_kvcache.compare.parsed import LIMIT, NetworkComparison, compare_network
+from trt_kvcache.compare.network_comparison import LIMIT, NetworkComparison, compare_network
+from trt_kvcache.compare.numpy_network import Network, Node
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.files.signed_weights import for_tensorrt
 from trt_kvcache.importer.plan import PlanOptions
@@ -81,24 +81,24 @@ def _edits(
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Edits that a layer allows, by what they do."""
     layer = node.layer
-    word = str(getattr(layer, "op", None) or (layer.type if node.kind == "ACTIVATION" else "")).rsplit(".", 1)[-1]
-    if (node.kind == "ELEMENTWISE" and word in _SWAPPED) or node.kind == "MATRIX_MULTIPLY":
+    word = str(getattr(layer, "op", None) or (layer.type if node.op_type == "ACTIVATION" else "")).rsplit(".", 1)[-1]
+    if (node.op_type == "ELEMENTWISE" and word in _SWAPPED) or node.op_type == "MATRIX_MULTIPLY":
         one, other = layer.get_input(0), layer.get_input(1)
         yield "operands", lambda: (layer.set_input(0, other), layer.set_input(1, one))
-    if node.kind in ("ELEMENTWISE", "UNARY", "REDUCE", "ACTIVATION") and _OTHER.get(word):
-        field = "type" if node.kind == "ACTIVATION" else "op"
+    if node.op_type in ("ELEMENTWISE", "UNARY", "REDUCE", "ACTIVATION") and _OTHER.get(word):
+        field = "type" if node.op_type == "ACTIVATION" else "op"
         kind = {"ELEMENTWISE": "ElementWiseOperation", "UNARY": "UnaryOperation", "REDUCE": "ReduceOperation"}
-        members = getattr(TRT, kind.get(node.kind, "ActivationType"))
+        members = getattr(TRT, kind.get(node.op_type, "ActivationType"))
         yield "operation", lambda: setattr(layer, field, getattr(members, _OTHER[word]))
-    if node.kind == "REDUCE":
+    if node.op_type == "REDUCE":
         yield "axes", lambda: setattr(layer, "axes", layer.axes >> 1 or 2)
-    if node.kind == "SELECT":
+    if node.op_type == "SELECT":
         one, other = layer.get_input(1), layer.get_input(2)
         yield "branches", lambda: (layer.set_input(1, other), layer.set_input(2, one))
-    if node.kind == "CONCATENATION" and layer.num_inputs == 2:
+    if node.op_type == "CONCATENATION" and layer.num_inputs == 2:
         one, other = layer.get_input(0), layer.get_input(1)
         yield "order", lambda: (layer.set_input(0, other), layer.set_input(1, one))
-    if node.kind == "CONSTANT" and node.dtypes[0] in ("FLOAT", "HALF"):
+    if node.op_type == "CONSTANT" and node.dtypes[0] in ("FLOAT", "HALF"):
         values = np.array(layer.weights)
         if values.size:
             changed = values.copy()
@@ -111,26 +111,26 @@ def _edits(
                 word = "one number"
             keep.append(changed)
             yield f"constant, {word}", lambda: _constant(layer, changed)
-    if node.kind == "CONSTANT" and node.dtypes[0] == "INT64" and tuple(layer.shape) == ():
+    if node.op_type == "CONSTANT" and node.dtypes[0] == "INT64" and tuple(layer.shape) == ():
         moved = np.array(layer.weights) + 1
         keep.append(moved)
         yield "index", lambda: _constant(layer, moved)
-    if node.kind == "SLICE" and layer.num_inputs == 1:
+    if node.op_type == "SLICE" and layer.num_inputs == 1:
         start, shape = list(layer.start), list(layer.shape)
         axis = next((i for i, s in enumerate(start) if s == 0 and shape[i] < layer.get_input(0).shape[i]), None)
         if axis is not None:
             yield "start", lambda: setattr(layer, "start", [s + (i == axis) for i, s in enumerate(start)])
-    if node.kind == "SHUFFLE":
+    if node.op_type == "SHUFFLE":
         order = tuple(layer.second_transpose)
         if len(layer.get_output(0).shape) == 4 and order[:4] == (0, 2, 1, 3):
             yield "transpose", lambda: setattr(layer, "second_transpose", TRT.Permutation([0, 1, 2, 3]))
-    if node.kind == "ATTENTION_INPUT":
+    if node.op_type == "ATTENTION_INPUT":
         attention = layer.attention
         if attention.mask is None:
             yield "causal", lambda: setattr(attention, "causal_kind", TRT.CausalMaskKind.UPPER_LEFT)
         keys, values = layer.get_input(1), layer.get_input(2)
         yield "keys and values", lambda: (attention.set_input(1, values), attention.set_input(2, keys))
-    if node.kind == "KV_CACHE_UPDATE":
+    if node.op_type == "KV_CACHE_UPDATE":
         others = [
             other
             for other in (network.get_layer(i) for i in range(network.num_layers))
@@ -139,9 +139,9 @@ def _edits(
         if others:
             other = others[rng.integers(len(others))].get_input(1)
             yield "another update", lambda: layer.set_input(1, other)
-    if node.kind == "CUMULATIVE":
+    if node.op_type == "CUMULATIVE":
         yield "exclusive", lambda: setattr(layer, "exclusive", not layer.exclusive)
-    if node.kind == "GATHER" and layer.get_input(0).shape[0] == layer.get_input(0).shape[-1]:
+    if node.op_type == "GATHER" and layer.get_input(0).shape[0] == layer.get_input(0).shape[-1]:
         yield "axis", lambda: setattr(layer, "axis", len(layer.get_input(0).shape) - 1 - layer.axis)
 
 
@@ -169,10 +169,10 @@ def plant(imported: ImportedModel, content: bytes, seed: int) -> Fault | None:
     exact = parsed(imported, content)
     broken = parsed(imported, content)
     nodes = Network(broken.network, TRT).nodes
-    kinds = sorted({n.kind for n in nodes})
+    kinds = sorted({n.op_type for n in nodes})
     for _ in range(50):
         kind = kinds[rng.integers(len(kinds))]
-        among = [n for n in nodes if n.kind == kind]
+        among = [n for n in nodes if n.op_type == kind]
         node = among[rng.integers(len(among))]
         edits = list(_edits(node, rng, broken.network, keep))
         if edits:
@@ -194,14 +194,16 @@ def plant(imported: ImportedModel, content: bytes, seed: int) -> Fault | None:
 
 def _changes(exact: Parsed, broken: Parsed) -> bool:
     """Compare two networks with each other, without the model."""
-    from trt_kvcache.compare.parsed import share_between
-    from trt_kvcache.compare.rewritten import Rewritten
+    from trt_kvcache.compare.differences import share_between
+    from trt_kvcache.compare.rewritten_model import Rewritten
+    from trt_kvcache.compare.text_inputs import TextInputs
     from trt_kvcache.importer.planning.index_limits import index_limits
-    from trt_kvcache.importer.steps.step import read_limits
+    from trt_kvcache.importer.steps.step_limits import read_limits
 
     imported = exact.imported
     limits = read_limits(imported.plan, 2)
-    steps = Rewritten(imported.plan, index_limits(imported.model, imported.plan), seed=7)
+    inputs = TextInputs(imported.plan, index_limits(imported.model, imported.plan), seed=7)
+    steps = Rewritten(imported.plan, inputs, seed=7)
     steps.start(limits.batch)
     left, right = Network(exact.network, TRT), Network(broken.network, TRT)
     for length in (4, 1, 3, 1):
@@ -219,12 +221,14 @@ def _named(finding: str, node: Node, broken: Parsed) -> bool:
     known = {name for n in broken.imported.model.graph.node for name in n.output}
     reached: set[str] = set()
     for other in Network(broken.network, TRT).nodes:
-        half = other.kind == "ATTENTION_OUTPUT" and other.name.removesuffix("Output") == node.name.removesuffix("Input")
-        if other.name == node.name or half or reached & {*other.inputs}:
+        half = other.op_type == "ATTENTION_OUTPUT" and other.name.removesuffix("Output") == node.name.removesuffix(
+            "Input"
+        )
+        if other.name == node.name or half or reached & {*other.input}:
             if f"'{other.name}' (" in finding:
                 return True
-            if not known & {*other.outputs}:
-                reached |= {*other.outputs}
+            if not known & {*other.output}:
+                reached |= {*other.output}
     return False
 
 

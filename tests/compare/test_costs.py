@@ -41,18 +41,18 @@ class _Traffic:
 
     def read(self) -> int:
         """Bytes that all layers but updates read, and those that take parts of a tensor."""
-        nodes = [n for n in self.network.nodes if n.kind not in ("KV_CACHE_UPDATE", *_PARTS)]
+        nodes = [n for n in self.network.nodes if n.op_type not in ("KV_CACHE_UPDATE", *_PARTS)]
         sizes = self.given | self.written
-        return sum(sizes[name] for node in nodes for name in node.inputs if name is not None)
+        return sum(sizes[name] for node in nodes for name in node.input if name is not None)
 
     def taken(self, kind: str) -> dict[str, int]:
         """Bytes that their readers take of what layers of a kind give, by its name: the most that one takes."""
-        given = {n.outputs[0]: 0 for n in self.network.nodes if n.kind == kind}
+        given = {n.output[0]: 0 for n in self.network.nodes if n.op_type == kind}
         for node in self.network.nodes:
-            if (name := node.inputs[0] if node.inputs else None) in given and node.kind in _PARTS:
-                given[name] = max(given[name], self.written[node.outputs[0]])
+            if (name := node.input[0] if node.input else None) in given and node.op_type in _PARTS:
+                given[name] = max(given[name], self.written[node.output[0]])
                 continue
-            for name in {*node.inputs} & given.keys():
+            for name in {*node.input} & given.keys():
                 given[name] = self.written[name]
         return given
 
@@ -63,8 +63,9 @@ def _traffic(name: str, capacity: int) -> _Traffic:
     from compare.network_faults import TRT, parsed, read
 
     from trt_kvcache.compare.decode import Piece
-    from trt_kvcache.compare.network import Network, Node
-    from trt_kvcache.compare.rewritten import Rewritten
+    from trt_kvcache.compare.numpy_network import Network, Node
+    from trt_kvcache.compare.rewritten_model import Rewritten
+    from trt_kvcache.compare.text_inputs import TextInputs
     from trt_kvcache.importer.planning.index_limits import index_limits
 
     imported, content = read(MODELS / name / "model.onnx", capacity)
@@ -72,10 +73,10 @@ def _traffic(name: str, capacity: int) -> _Traffic:
     network, written = Network(made.network, TRT), dict[str, int]()
 
     def watch(node: Node, results: Sequence[np.ndarray]) -> None:
-        for output, values, dtype in zip(node.outputs, results, node.dtypes, strict=True):
+        for output, values, dtype in zip(node.output, results, node.dtypes, strict=True):
             written[output] = values.size * _BITS[dtype] // 8
 
-    steps = Rewritten(imported.plan, index_limits(imported.model, imported.plan))
+    steps = Rewritten(imported.plan, TextInputs(imported.plan, index_limits(imported.model, imported.plan)))
     steps.start(1)
     steps.ends[0] = TOKENS - 1
     feeds = steps.feeds(Piece(1, (0,)))
@@ -88,9 +89,9 @@ def _traffic(name: str, capacity: int) -> _Traffic:
 def test_nothing_but_the_updates_grows_with_the_capacity(name: str) -> None:
     """As many rows are in use: layers read and write as many bytes, whatever the caches could hold."""
     small, large = _traffic(name, 4096), _traffic(name, 131072)
-    updates = {n.outputs[0] for n in small.network.nodes if n.kind == "KV_CACHE_UPDATE"}
+    updates = {n.output[0] for n in small.network.nodes if n.op_type == "KV_CACHE_UPDATE"}
     assert len(updates) == sum(cache.in_place for cache in small.plan.caches) > 0
-    assert [n.outputs for n in small.network.nodes] == [n.outputs for n in large.network.nodes]
+    assert [n.output for n in small.network.nodes] == [n.output for n in large.network.nodes]
     constants = small.taken("CONSTANT")
     assert constants == large.taken("CONSTANT")  # a table of all rows is no cost, of which those in use are taken
     assert {n for n, size in large.written.items() if size != small.written[n]} - constants.keys() == updates

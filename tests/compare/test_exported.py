@@ -12,11 +12,12 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import FORMS, make_foreign
 from stored import MODELS
 
-from trt_kvcache.compare.exported import Exported
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.steps.inputs import draw_constants
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants
 from trt_kvcache.runtime.session import DecodeSession
 
 CAPACITY = 64
@@ -36,11 +37,18 @@ def _grows(path: Path) -> bool:
     return not any(d.dim_value == CAPACITY for d in past.type.tensor_type.shape.dim)
 
 
-def decoded(runner: Exported, cuts: list[int], texts: list[list[int]]) -> list[npt.NDArray[np.float64]]:
-    runner.start(texts)
+def step(runner: Exported, pieces: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+    """The logits of the next tokens of each text, of which some may rest."""
+    return [
+        runner.step(Piece(len(tokens), (row,)), np.array([tokens]))[0] for row, tokens in enumerate(pieces) if tokens
+    ]
+
+
+def decoded(runner: Exported, cuts: list[int], texts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+    runner.start(len(texts))
     steps, at = [], 0
     for cut in cuts:
-        steps.append(runner.step([text[at : at + cut] for text in texts]))
+        steps.append(step(runner, [text[at : at + cut] for text in texts]))
         at += cut
     return [np.concatenate(rows) for rows in zip(*steps, strict=True)]
 
@@ -52,12 +60,12 @@ def texts_of(runner: Exported) -> list[list[int]]:
 
 def check_cuts(path: Path, plan: CachePlan, **more: object) -> None:
     """One step of all tokens, which reads no cache, gives what single steps give, which read little else."""
-    runner = Exported(path, plan, wide=True, **more)  # type: ignore[arg-type]
+    runner = Exported(path, plan, **more)  # type: ignore[arg-type]
     texts = texts_of(runner)
     singly = decoded(runner, [1] * LENGTH, texts)
     cut = decoded(runner, [7, 4, 1], texts)
     for one, other in zip(singly, cut, strict=True):
-        assert (one.dtype, len(one)) == (np.float64, LENGTH)
+        assert (one.dtype, len(one)) == (np.float32, LENGTH)
         assert np.abs(one).max() > 0
         np.testing.assert_allclose(one[-1], other[-1], rtol=0, atol=1e-5 * np.abs(one).max())
         if len(other) == LENGTH:
@@ -69,7 +77,7 @@ def check_cuts(path: Path, plan: CachePlan, **more: object) -> None:
 @pytest.mark.parametrize("model", STORED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_stored_exports_decode(model: Path) -> None:
     plan = planned(model)
-    given = draw_constants(plan, 1, 0, twin=True)
+    given = draw_constants(plan, 1, 0)
     check_cuts(model, plan, given=given)
 
 
@@ -117,17 +125,20 @@ def test_a_text_rests_and_others_begin_anew(tmp_path: Path) -> None:
     runner = Exported(tmp_path, planned(tmp_path))
     first, second = texts_of(runner)
     together = decoded(runner, [7, 5], [first, second])
-    runner.start([first, second])
-    assert [rows.shape for rows in runner.step([first[:7], []])] == [(7, 256), (0, 256)]
-    runner.step([[], second[:7]])
-    np.testing.assert_array_equal(runner.step([first[7:], second[7:]]), [rows[7:] for rows in together])
+    runner.start(2)
+    step(runner, [first[:7], []])
+    step(runner, [[], second[:7]])
+    np.testing.assert_array_equal(step(runner, [first[7:], second[7:]]), [rows[7:] for rows in together])
+
+
+def test_caches_that_grow_take_no_room_for_the_capacity(tmp_path: Path) -> None:
+    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
+    runner = Exported(tmp_path, plan_model(tmp_path, PlanOptions(capacity=1 << 22, beyond_length=True)))
+    runner.start(3)
+    assert sum(values.nbytes for text in runner._texts for values in text.values()) == 0
 
 
 def test_what_it_cannot_decode(tmp_path: Path) -> None:
-    model = MODELS / "optimum" / "t5"
-    plan = planned(model)
-    with pytest.raises(UnsupportedModelError, match=r"nothing says what input '.*encoder.*' \[.*give its"):
-        decoded(Exported(model, plan), [1], [[3]])
     write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, sequence=4))
     runner = Exported(tmp_path, plan_model(tmp_path))
     with pytest.raises(UnsupportedModelError, match="it takes 4 tokens in each step, and got 6"):

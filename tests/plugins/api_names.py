@@ -21,7 +21,7 @@ OBJECTS = {
     "trt_kvcache/engine/builder.py": {
         "builder": "Builder", "parser": "OnnxParser", "error": "ParserError", "config": "IBuilderConfig",
     },
-    "trt_kvcache/engine/network.py": {"network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor"},
+    "trt_kvcache/engine/network_checks.py": {"network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor"},
     "trt_kvcache/engine/callbacks.py": {},
     "trt_kvcache/engine/inspection.py": {"engine": "ICudaEngine", "runtime": "Runtime"},
     "trt_kvcache/engine/diagnosis.py": {},

@@ -26,7 +26,7 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.cli.manifest_view import manifest_lines
 from trt_kvcache.compare.proof import draws_digest
 from trt_kvcache.decoding import GpuOptions
-from trt_kvcache.engine import marked
+from trt_kvcache.engine import debug_outputs
 from trt_kvcache.engine.build_process import Done, Job
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, VerificationError
@@ -331,7 +331,7 @@ def fused_apart(model: onnx.ModelProto) -> None:
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[onnx.ModelProto], None]], None]:
-    """Lets `build_marked` write engines of the fake TensorRT with this fault."""
+    """Lets `build_with_outputs` write engines of the fake TensorRT with this fault."""
 
     def with_fault(fault: Callable[[onnx.ModelProto], None]) -> None:
         def run(job: Job, content: Callable[[], bytes]) -> tuple[Done, tuple[str, ...]]:
@@ -346,7 +346,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[onnx.ModelProt
             made = identify(path)
             return Done(VERSIONS["tensorrt-rtx"], made.size, made.blake3), ()
 
-        monkeypatch.setattr(marked, "run_worker", run)
+        monkeypatch.setattr(debug_outputs, "run_worker", run)
 
     return with_fault
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 
 from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.compare.proof import FORMAT, Proof, decode_proof, encode_proof
-from trt_kvcache.compare.record import record_proof
+from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.engine.manifest import load_manifest, proof_path
 from trt_kvcache.errors import ManifestError, TrtKvCacheError
 from trt_kvcache.importer import import_model

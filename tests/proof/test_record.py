@@ -13,7 +13,7 @@ from decoders import DecoderConfig, write_decoder
 from onnx import helper
 from stored import MODELS
 
-from trt_kvcache.compare import record, tolerance
+from trt_kvcache.compare import proof_recording, rounding
 from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.compare.decode import DRAWN
 from trt_kvcache.compare.proof import Proof
@@ -27,7 +27,7 @@ from trt_kvcache.runtime.runner import StepBatch
 
 
 def _recorded(path: Path, options: PlanOptions | None = None) -> Proof:
-    return record.record_proof(import_model(path, options or PlanOptions()), Bounds(3, 8, 4))
+    return proof_recording.record_proof(import_model(path, options or PlanOptions()), Bounds(3, 8, 4))
 
 
 def test_a_model_continues_its_own_text(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_rewritten_model_that_is_another_one_gets_no_proof(name: str) -> None:
     """The model as exported decodes the beginning, too."""
     options = PlanOptions() if "static" in name else PlanOptions(capacity=40)
     imported = import_model(MODELS / name / "model.onnx", options)
-    record.record_proof(imported, Bounds(4, 8))
+    proof_recording.record_proof(imported, Bounds(4, 8))
     product = next(n for n in reversed(imported.model.graph.node) if n.op_type in ("Attention", "Softmax"))
     with_fault = imported.model.graph.node.add()
     with_fault.CopyFrom(helper.make_node("Neg", [product.output[0]], ["moved"]))
@@ -66,25 +66,27 @@ def test_a_rewritten_model_that_is_another_one_gets_no_proof(name: str) -> None:
     with pytest.raises(
         UnsupportedModelError, match="does not give the logits of the model as exported: they differ by"
     ):
-        record.record_proof(imported, Bounds(4, 8))
+        proof_recording.record_proof(imported, Bounds(4, 8))
 
 
 def test_steps_that_are_asked_for(tmp_path: Path) -> None:
     imported = import_model(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=4096)))
-    usual = record.record_proof(imported, Bounds(3, 64, 4)).facts.pieces
+    usual = proof_recording.record_proof(imported, Bounds(3, 64, 4)).facts.pieces
     for count in (1, 5, len(usual) + 8):
-        assert len(record.record_proof(imported, Bounds(3, 64, 4), steps=count).facts.pieces) == count
-    assert record.record_proof(imported, Bounds(3, 64, 4), steps=5).facts.pieces == usual[:5], "the first ones stay"
+        assert len(proof_recording.record_proof(imported, Bounds(3, 64, 4), steps=count).facts.pieces) == count
+    assert proof_recording.record_proof(imported, Bounds(3, 64, 4), steps=5).facts.pieces == usual[:5], (
+        "the first ones stay"
+    )
     assert 10 < len(usual) < 40
 
 
 def test_a_slow_machine_records_what_there_is_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported = import_model(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64)))
     with pytest.raises(OptionError, match="5 steps on the CPU take about 0 s here, more than 0; proof=5 records them"):
-        record.record_proof(imported, Bounds(3, 8, 4), seconds=0)
+        proof_recording.record_proof(imported, Bounds(3, 8, 4), seconds=0)
     clock = iter(range(10_000))
-    monkeypatch.setattr(record.time, "monotonic", lambda: next(clock))
-    proof = record.record_proof(imported, Bounds(3, 8, 4), seconds=6)
+    monkeypatch.setattr(proof_recording.time, "monotonic", lambda: next(clock))
+    proof = proof_recording.record_proof(imported, Bounds(3, 8, 4), seconds=6)
     assert len(proof.facts.pieces) == 7
     runner = OnnxRuntimeRunner(imported.source.path, max_batch=4, max_chunk=8)
     assert replay(runner, proof).passed
@@ -112,8 +114,8 @@ def test_where_rounding_decides_the_logits_the_rest_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
-    monkeypatch.setattr(tolerance, "_SHOWS", 1e-9)
-    monkeypatch.setattr(tolerance, "_FAINT", 0.0)
+    monkeypatch.setattr(rounding, "_SHOWS", 1e-9)
+    monkeypatch.setattr(rounding, "_FAINT", 0.0)
     proof = _recorded(path)
     assert proof.facts.note.startswith("rounding decides the logits of this model: ")
     assert "\n" not in proof.facts.note

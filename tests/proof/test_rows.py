@@ -12,8 +12,9 @@ from decoders import DecoderConfig, write_decoder
 from proof_engines import recorded
 
 from trt_kvcache.compare.decode import DRAWN
+from trt_kvcache.compare.differences import Share
 from trt_kvcache.compare.proof import Proof
-from trt_kvcache.compare.tolerance import Share, _usual, uneven
+from trt_kvcache.compare.rounding import _usual, uneven
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.replay import Replay, replay
 from trt_kvcache.runtime.runner import StepBatch

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper
 
-from trt_kvcache.compare.report import VerifyOptions, VerifyReport
+from trt_kvcache.compare.verify_report import VerifyOptions, VerifyReport
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.verify import verify_import
 

@@ -17,7 +17,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from plain_graphs import plain_model
 
 from trt_kvcache import build_engine
-from trt_kvcache.compare.report import VerifyOptions, VerifyReport
+from trt_kvcache.compare.verify_report import VerifyOptions, VerifyReport
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import CacheLayout, PlanOptions

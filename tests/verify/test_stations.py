@@ -22,9 +22,9 @@ from plain_graphs import plain_model
 from stored import MODELS
 from verify import mistakes as m
 
-from trt_kvcache.compare.first_layer import first_layer
-from trt_kvcache.compare.report import VerifyOptions, VerifyReport
-from trt_kvcache.compare.rewritten import output_of
+from trt_kvcache.compare.differences import first_layer
+from trt_kvcache.compare.rewritten_model import output_of
+from trt_kvcache.compare.verify_report import VerifyOptions, VerifyReport
 from trt_kvcache.errors import OptionError, UnsupportedModelError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import CacheDtype, PlanOptions, UpdateMode
@@ -287,16 +287,11 @@ def test_a_name_with_other_contents_is_no_fault() -> None:
     model = helper.make_model(
         helper.make_graph([helper.make_node(o, [i], [y], name=f"/{y}") for o, i, y in nodes], "g", [], [])
     )
-    right = {
-        name: np.full((1, 3, 2), number, np.float32)
-        for number, name in enumerate(["mask", "layer0", "layer1", "layer2"])
-    }
-    wrong = {name: np.concatenate([values, values + 1]) for name, values in right.items()}
-    wrong["layer0"][1] = right["layer0"]
-    assert first_layer(model, right, wrong, (0, 2), 1, 1e-4) == ""
-    said = first_layer(model, right, wrong, (1, 2), 1, 1e-4)
-    assert said == "; the first layer that differs is '/layer1' (Exp), which gives 'layer1'"
-    assert first_layer(model, right, {"layer1": wrong["layer1"][:, :2]}, (1, 2), 1, 1e-4) == ""
+    differs = {"mask": True, "layer0": False, "layer1": False, "layer2": False}
+    assert first_layer(model.graph.node, differs, ["layer2"]) == ""
+    said = first_layer(model.graph.node, differs | {"layer1": True, "layer2": True}, ["layer2"])
+    assert said == "the first layer that differs is '/layer1' (Exp), which gives 'layer1'"
+    assert first_layer(model.graph.node, {}, ["layer2"]) == ""
 
 
 def test_external_weights_in_a_read_only_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
 
-from trt_kvcache.compare.report import VerifyReport
+from trt_kvcache.compare.verify_report import VerifyReport
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import rewrite_model
 from trt_kvcache.importer.steps.sessions import ReferenceSession

@@ -19,7 +19,7 @@ from trt_kvcache.page import Html, Point, chart, page, table, tag
 
 if TYPE_CHECKING:
     from trt_kvcache.cli.summary import Lines
-    from trt_kvcache.compare.report import VerifyReport
+    from trt_kvcache.compare.verify_report import VerifyReport
     from trt_kvcache.engine.inspection import EngineReport
     from trt_kvcache.runtime.measure import BenchReport, Timing
 

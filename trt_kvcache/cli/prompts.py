@@ -310,7 +310,7 @@ def read_arrays(file: Path) -> dict[str, Array]:
     Raises:
         OptionError: it cannot be read.
     """
-    from trt_kvcache.compare.inputs import load_inputs
+    from trt_kvcache.compare.text_inputs import load_inputs
 
     return load_inputs(str(file))
 

@@ -9,12 +9,12 @@ import typer
 
 from trt_kvcache.cli.flags import Flags, flags_of
 from trt_kvcache.cli.options import HtmlOption, JsonOption, ModelArgument, PlanFlags
-from trt_kvcache.compare.report import VerifyOptions
+from trt_kvcache.compare.verify_report import VerifyOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trt_kvcache.compare.report import VerifyReport
+    from trt_kvcache.compare.verify_report import VerifyReport
     from trt_kvcache.importer.plan import PlanOptions
 
 

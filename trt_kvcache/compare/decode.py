@@ -1,9 +1,8 @@
-"""A decode in pieces, and the comparison of several runners' results of it. It knows no particular runner."""
+"""A decode in pieces, and the comparison of a runner's results with a reference's. It knows no particular runner."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
@@ -12,11 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.steps.inputs import SPAN_KINDS
-from trt_kvcache.importer.steps.step import Limits
+from trt_kvcache.compare.differences import share_of_logits
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS
+from trt_kvcache.importer.steps.step_limits import Limits
 
-__all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces", "share_of_logits"]
+__all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces"]
 
 Array = npt.NDArray[Any]
 
@@ -25,10 +25,9 @@ _REACH = 600  # most tokens of a text for the sake of a later place
 _CHUNKS = 48  # most steps on the way to a place
 _AFTER = 5  # tokens of the first step after skipped ones
 _SINGLES = 3  # single tokens around each place
+_SEEDS = 5  # random tokens at the start of each text
 DRAWN = "drawn"
 """The name of the part before which caches hold random numbers."""
-
-_SEEDS = 5  # random tokens at the start of each text
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Piece:
     Attributes:
         length: new tokens of each text.
         rows: indices of the texts: the first ones of the batch, each with its own number of tokens before.
-        span: one of `trt_kvcache.importer.steps.inputs.SPAN_KINDS`, if the step chooses the rows that are read.
+        span: one of `trt_kvcache.importer.steps.drawn_inputs.SPAN_KINDS`, if the step chooses the rows that are read.
         kept: number of last positions whose logits are computed, if the step chooses it; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
         skip: tokens of each text that are skipped before this step: their cache rows are copies of earlier rows.
@@ -90,8 +89,8 @@ class Decode:
         vocabulary: token ids are 0 to ``vocabulary - 1``.
         seed: seed of the random tokens at the start of each text.
         goes_on: texts continue with the reference's own tokens; else all tokens are random.
-        tokens: tokens of each piece ``[R, length]``, after the reference has run.
-        wanted: logits of each piece, after the reference has run.
+        tokens: tokens of each piece ``[R, length]``, once a runner has decoded it.
+        wanted: the reference's logits of each piece.
     """
 
     pieces: tuple[Piece, ...]
@@ -102,27 +101,28 @@ class Decode:
     tokens: list[Array] = field(default_factory=list)
     wanted: list[Array] = field(default_factory=list)
 
-    def run(self, reference: Runner) -> Iterator[int]:
-        """Decode with the reference, which chooses the tokens; yield the number of finished pieces.
+    def steps(self, runner: Runner) -> Iterator[Array]:
+        """Decode with a runner; yield the logits of each piece. The first runner chooses the tokens.
 
         A text continues greedily, but without repeating a pair of tokens: otherwise a model may repeat itself for ever.
         """
         rng = np.random.default_rng(self.seed)
         texts: list[list[int]] = [[] for _ in range(self.rows)]
-        ahead: list[list[int]] = [[] for _ in range(self.rows)]
-        reference.start(self.rows)
-        for piece in self.pieces:
-            tokens = rng.integers(0, self.vocabulary, (len(piece.rows), piece.length))
-            for at, row in enumerate(piece.rows):
-                if len(texts[row]) >= _SEEDS and ahead[row]:
-                    tokens[at, 0] = ahead[row][0]
-                texts[row] += tokens[at].tolist()
-            logits = reference.step(piece, tokens)
-            for at, row in enumerate(piece.rows):
-                ahead[row] = [_next(texts[row], logits[at, -1])] if self.goes_on else []
-            self.tokens.append(tokens)
-            self.wanted.append(logits)
-            yield len(self.wanted)
+        ahead: dict[int, int] = {}
+        runner.start(self.rows)
+        for number, piece in enumerate(self.pieces):
+            if number == len(self.tokens):
+                tokens = rng.integers(0, self.vocabulary, (len(piece.rows), piece.length))
+                for at, row in enumerate(piece.rows):
+                    if len(texts[row]) >= _SEEDS and row in ahead:
+                        tokens[at, 0] = ahead[row]
+                self.tokens.append(tokens)
+            logits = runner.step(piece, self.tokens[number])
+            chooses = self.goes_on and number + 1 == len(self.tokens)
+            for at, row in enumerate(piece.rows if chooses else ()):
+                texts[row] += self.tokens[number][at].tolist()
+                ahead[row] = _next(texts[row], logits[at, -1])
+            yield logits
 
 
 def _next(text: Sequence[int], logits: Array) -> int:
@@ -136,26 +136,24 @@ class Difference:
     """The results of one runner, compared with the reference.
 
     Attributes:
-        largest: largest difference of a logit, as a share of the largest logit of its position; infinite if one is
-            finite and the other is not.
+        largest: largest difference of a logit; see `trt_kvcache.compare.differences.share_of_logits`.
         allowed: the largest difference that rounding explains.
         pieces: number of compared pieces.
-        typical: median over positions of the length of the difference, as a share of the logits' length around their
-            mean.
+        typical: median length of the difference over positions.
         agreement: share of positions with the same best token.
         beyond: share of positions that differ by more than is allowed.
-        piece, row, position: place of the largest difference; None: there is no difference.
+        piece, row, position: place of the largest difference.
     """
 
     largest: float
     allowed: float
     pieces: int
-    typical: float = 0.0
-    agreement: float = 1.0
-    beyond: float = 0.0
-    piece: int | None = None
-    row: int | None = None
-    position: int | None = None
+    typical: float
+    agreement: float
+    beyond: float
+    piece: int
+    row: int
+    position: int
 
     @property
     def passed(self) -> bool:
@@ -163,66 +161,47 @@ class Difference:
         return self.largest <= self.allowed
 
 
-def compare(decode: Decode, runner: Runner, allowed: float, *, stop: bool = True) -> Iterator[Difference]:
-    """Decode with a runner and compare it with the reference; yield the difference of all pieces so far.
+def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: bool = True) -> Difference:
+    """Compare the logits of a runner with the reference's.
 
     Args:
         decode: a decode that the reference has run.
-        runner: see `Runner`.
+        results: logits of each piece.
         allowed: see `Difference`.
         stop: stop at the first piece that differs by more.
     """
-    runner.start(decode.rows)
-    worst, shares, same, beyond = Difference(0.0, allowed, 0), list[float](), list[bool](), list[bool]()
+    largest, place, pieces = -1.0, (0, 0, 0), 0
+    shares, same, beyond = list[float](), list[bool](), list[bool]()
     starts = [0] * decode.rows
-    for at, (piece, tokens, wanted) in enumerate(zip(decode.pieces, decode.tokens, decode.wanted, strict=False)):
-        logits = runner.step(piece, tokens)
+    for pieces, (piece, wanted, logits) in enumerate(zip(decode.pieces, decode.wanted, results, strict=False), 1):
         count = min(wanted.shape[1], logits.shape[1])
         one, other = wanted[:, wanted.shape[1] - count :], logits[:, logits.shape[1] - count :]
-        largest, typical = share_of_logits(one, other)
+        far, typical = share_of_logits(one, other)
         shares += typical.reshape(-1).tolist()
-        beyond += (largest > allowed).reshape(-1).tolist()
+        beyond += (far > allowed).reshape(-1).tolist()
         same += (one.argmax(-1) == other.argmax(-1)).reshape(-1).tolist()
-        place = np.unravel_index(int(largest.argmax()), largest.shape)
-        if largest[place] > worst.largest or worst.piece is None:
-            row = piece.rows[place[0]]
-            position = starts[row] + piece.length - count + int(place[1])
-            worst = Difference(float(largest[place]), allowed, 0, piece=at, row=row, position=position)
-        for row in piece.rows:
-            starts[row] += piece.length
-        yield Difference(
-            worst.largest, allowed, at + 1, float(np.median(shares)), float(np.mean(same)), float(np.mean(beyond)),
-            worst.piece, worst.row, worst.position,
-        )  # fmt: skip
-        if stop and worst.largest > allowed:
-            return
+        row, position = np.unravel_index(int(far.argmax()), far.shape)
+        if far[row, position] > largest:
+            largest = float(far[row, position])
+            text = piece.rows[int(row)]
+            place = pieces - 1, text, starts[text] + piece.length - count + int(position)
+        for text in piece.rows:
+            starts[text] += piece.length
+        if stop and largest > allowed:
+            break
+    return Difference(
+        largest, allowed, pieces, float(np.median(shares)), float(np.mean(same)), float(np.mean(beyond)), *place
+    )
 
 
-def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
-    """Return how far logits are apart, for each position: see `Difference.largest` and `Difference.typical`.
-
-    Args:
-        wanted: logits of the reference, ``[..., V]``.
-        had: the other logits; infinitely far if the shape, such as the vocabulary, differs.
-    """
-    if wanted.shape != had.shape:
-        everywhere = np.full(wanted.shape[:-1], math.inf)
-        return everywhere, everywhere
-    one, other = wanted.astype(np.float64), had.astype(np.float64)
-    known = np.isfinite(one)
-    with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
-        error = np.where(known, other - np.where(known, one, 0), 0)
-        centered = np.where(known, one - np.where(known, one, 0).mean(-1, keepdims=True), 0)
-        far = np.abs(error).max(-1)
-        largest = np.where(far == 0, 0.0, far / np.abs(np.where(known, one, 0)).max(-1))
-        typical = np.linalg.norm(error, axis=-1) / np.linalg.norm(centered, axis=-1)
-        typical = np.nan_to_num(typical, posinf=np.inf)
-    alike = (known == np.isfinite(other)).all(-1)
-    return np.where(alike & ~np.isnan(largest), largest, np.inf), np.where(alike, typical, np.inf)
+def one_row_each(plan: CachePlan, limits: Limits) -> bool:
+    """True if rows of a batch may start at different places; masks and positions then have a row for each, too."""
+    shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
+    return limits.ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
 
 
 def plan_pieces(
-    limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, whole: bool = False, full: bool = True,
+    limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, full: bool = True,
     places: Mapping[int, str] = MappingProxyType({}), chunk: int = 64, far: bool = False, drawn: bool = False,
 ) -> tuple[Piece, ...]:  # fmt: skip
     """Return the pieces of a decode: texts that begin one after the other, chunks, single tokens, and later places.
@@ -235,7 +214,6 @@ def plan_pieces(
         plan: plan of the model.
         chunks: lengths of the chunks of a prompt.
         tokens: number of single tokens after them.
-        whole: a prompt must be one step.
         full: go up to the last row of linear caches.
         places: more places, with their names.
         chunk: most tokens of a step on the way to a place.
@@ -245,7 +223,7 @@ def plan_pieces(
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
-    ragged = limits.ragged and limits.indexed and not limits.fixed_batch
+    ragged = one_row_each(plan, limits) and limits.indexed and not limits.fixed_batch
     single, chunk = limits.length or 1, limits.length or min(limits.longest, chunk)
 
     def add(part: str, length: int, rows: tuple[int, ...] = everyone, skip: int = 0, *, drawn: bool = False) -> bool:
@@ -254,11 +232,9 @@ def plan_pieces(
         if limits.indexed and room is not None and max(ends[r] for r in rows) + skip + length > room:
             return False
         if any((ends[r] + skip) % n + length > n for n in limits.no_straddle for r in rows):
-            return (
-                length > 1
-                and limits.length is None
-                and all(add(part, 1, rows, 0 if n else skip, drawn=drawn and not n) for n in range(length))
-            )
+            single_tokens = range(length if length > 1 and limits.length is None else 0)
+            added = [add(part, 1, rows, 0 if n else skip, drawn=drawn and not n) for n in single_tokens]
+            return bool(added) and all(added)
         number = len(pieces)
         kept = None if number % 3 or plan.logits_span is None else 1
         pieces.append(Piece(length, rows, SPAN_KINDS[number % len(SPAN_KINDS)], kept, part, skip, drawn))
@@ -277,14 +253,14 @@ def plan_pieces(
             if not add(part, 1):
                 break
 
-    if whole:  # tokens of a step depend on each other: one step for the prompt, then single tokens
+    if plan.prefill_in_one_step:  # tokens of a step depend on each other: one step for the prompt, then single tokens
         chunks = [max(sum(chunks), 1)]
     elif ragged:
         for row in range(limits.batch - 1):
             add("start", _DISTANCE * single, everyone[: row + 1])
     for length in (*chunks, *[1] * tokens):
         add("start", length)
-    if not limits.indexed or whole:
+    if not limits.indexed or plan.prefill_in_one_step:
         return tuple(pieces)
     windows = dict.fromkeys((m.left_window + 1 for m in plan.masks if m.left_window >= 0), "window")
     found = {**places, **windows, **dict.fromkeys(limits.circular, "wrap")}

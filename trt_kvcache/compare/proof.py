@@ -12,7 +12,7 @@ safetensors; its header has the other facts as JSON:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -24,12 +24,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trt_kvcache.compare.decode import Piece
-from trt_kvcache.compare.tolerance import Share
-from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.steps.contents import CacheTensor
+from trt_kvcache.compare.differences import Share
+from trt_kvcache.importer.steps.cache_contents import CacheTensor
 
-__all__ = ["FORMAT", "LOGITS", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof", "numbers_of_cache",
-           "token_table"]  # fmt: skip
+__all__ = ["FORMAT", "LOGITS", "Facts", "Proof", "decode_proof", "draws_digest", "encode_proof",
+           "numbers_of_cache"]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
@@ -38,7 +37,6 @@ LOGITS = "logits"
 """Used for the logits, where caches have their names."""
 
 _MOST = 1 << 31  # bound of tokens, rows and other counts
-_TABLE, _SIZE = 256, 0.5  # rows of a table of embeddings that replace tokens, and the size of its numbers
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,6 @@ class Facts:
                 ends[row] = found[-1]
         return found
 
-    def starts(self, number: int) -> list[int]:
-        """Return the number of tokens of each text before the step with this number."""
-        done = [*self.pieces[:number], replace(self.pieces[number], length=0)]
-        return [sum(p.skip + p.length for p in done if row in p.rows) for row in range(self.rows)]
-
     @property
     def lasts(self) -> frozenset[int]:
         """The numbers of the pieces that end a part."""
@@ -145,37 +138,20 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
 
 
 def _faults(proof: Proof) -> Iterator[str]:
-    """Yield facts of a proof that are impossible, as text. Readers rely on all other facts."""
-    facts, arrays = proof.facts, proof.arrays
+    """Yield facts of a proof that are impossible, as text. A replay finds what else does not fit the engine."""
+    facts = proof.facts
+    sizes = [(facts.vocab, 1), (facts.seed, 0), (facts.encoder, 1), (facts.garbage, 0), (facts.uneven, 1)]
+    sizes += [(n, least) for p in facts.pieces for n, least in ((p.length, 1), (p.kept or 0, 1), (abs(p.skip), 0))]
+    if not all(least <= number < _MOST for number, least in sizes):
+        yield "one of its numbers is out of range"
     if not facts.pieces or any(p.rows != tuple(range(len(p.rows))) or not p.rows for p in facts.pieces):
         yield "it has no steps, or one that is not of the first texts"
-        return
-    for name, number, least in (("vocab", facts.vocab, 1), ("seed", facts.seed, 0), ("encoder", facts.encoder, 1)):
-        if not least <= number < _MOST:
-            yield f"its {name} is {number}"
-    if not 0 <= facts.garbage < _MOST or not 1 <= facts.uneven < _MOST:
-        yield "its garbage, or what one row may differ by, is no size"
-    for at, piece in enumerate(facts.pieces):
-        if not (1 <= (piece.kept or 0) <= piece.length < _MOST and abs(piece.skip) < _MOST):
-            yield f"step {at} is of no size, or compares more tokens than it has"
-        elif piece.part not in facts.allowed:
-            yield f"nothing says what '{piece.part}' may differ by"
-        elif not arrays[f"{at}/logits"].size or arrays[f"{at}/tokens"].shape != (len(piece.rows), piece.length):
-            yield f"step {at} has no logits, or other tokens than it says"
-    if min(facts.lengths) < 0 or any(p.skip < 0 and not p.drawn for p in facts.pieces):
-        yield "it has texts of less than no tokens"
-    if any(len(p.rows) != facts.rows and p.drawn for p in facts.pieces):
-        yield "random caches are not of all texts"
-    if len({p.part for p in facts.pieces}) != len(facts.lasts):
-        yield "a part comes twice"
+    elif min(facts.lengths) < 0 or any(p.drawn and len(p.rows) != facts.rows for p in facts.pieces):
+        yield "it has texts of less than no tokens, or random caches of some texts"
     if any(not min(s.largest, s.typical) > 0 for shares in facts.allowed.values() for s in shares.values()):
         yield "it allows no difference"
-    for name, array in arrays.items():
-        whole = name.endswith(("/tokens", "/columns"))
-        if array.dtype.kind != ("i" if whole else "f") or array.ndim < 2:
-            yield f"'{name}' is {array.dtype} {list(array.shape)}"
-        elif whole and array.size and not 0 <= array.min() <= array.max() < facts.vocab:
-            yield f"'{name}' names tokens that there are not"
+    if any(array.dtype.kind not in "if" or array.ndim < 2 for array in proof.arrays.values()):
+        yield "one of its arrays has no rows"
 
 
 def draws_digest(seed: int) -> str:
@@ -185,14 +161,6 @@ def draws_digest(seed: int) -> str:
     for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
         digest.update(np.ascontiguousarray(drawn).tobytes())
     return digest.hexdigest()
-
-
-def token_table(plan: CachePlan, seed: int) -> Array | None:
-    """Return embeddings ``[V, H]`` that replace tokens; None if the model takes tokens."""
-    tokens = plan.tensor(Role.TOKENS)
-    if tokens is None or not tokens.embedded:
-        return None
-    return np.random.default_rng(seed).normal(0, _SIZE, (_TABLE, int(tokens.shape[-1]))).astype(np.float32)
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:

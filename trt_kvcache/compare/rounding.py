@@ -1,4 +1,4 @@
-"""Measures rounding: the original model, with results of products and norms rounded as an engine rounds them.
+"""Measures rounding in a model whose results are rounded as an engine rounds them, and what it allows an engine.
 
 An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and in another order than ONNX
 Runtime. Here results are rounded to as many bits as that type has, on a different grid for each node, so that numbers
@@ -12,15 +12,38 @@ with TF32, which has 10 bits, like float16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from trt_kvcache.importer.protos import iter_tensors
+from trt_kvcache.compare.decode import DRAWN
+from trt_kvcache.compare.differences import Share
+from trt_kvcache.importer.plan import CacheDtype
+from trt_kvcache.importer.protos import copied, replace_field
+from trt_kvcache.importer.steps.element_types import all_types
+
+__all__ = ["MEASURED", "UNITS", "allowed", "rounding_dtype", "uneven", "with_rounding"]
 
 UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half the distance between the numbers next to 1, by the type that an engine rounds to: the largest rounding error."""
+
+MEASURED = 2
+"""Rounding is measured with this multiple of an engine's own rounding: its effect may grow faster than in proportion.
+"""
+
+_TIMES = Share(5.0, 2.5)  # factor between the effect of rounding in these rows and the allowed difference
+_LEAST = Share(8.0, 5.0)  # least allowed difference, in units of rounding
+_CODES = Share(2.5, 1.5)  # least allowed difference, in steps of a code: a number may be rounded to a neighbour
+_STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
+"""Number of steps of a code, up to the largest number."""
+
+_MOST_ROWS = 3
+_FAINT = 25.0  # units of rounding that are allowed after random cache contents, if these do not amplify rounding
+_SHOWS = 0.3  # share of an output's scale; a larger allowed difference could not show a fault
+_SPREAD = 4.0  # at most: twice the largest value seen (Gemma 3 in bfloat16)
+Shares = dict[str, dict[str, Share]]
 
 # bits of the type that is rounded
 _BITS: dict[int, int] = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 24, TensorProto.DOUBLE: 53}
@@ -31,17 +54,15 @@ _ROUNDED = frozenset({
 _PREFIX = "trt_kvcache.proof/"
 
 
-def rounding_dtype(model: ModelProto, *, twin: bool) -> str:
-    """Return the type that an engine of a model rounds to."""
-    if twin:
-        return "bfloat16"
-    return "float16" if any(t.data_type == TensorProto.FLOAT16 for t in iter_tensors(model)) else "float32"
+def rounding_dtype(model: ModelProto) -> str:
+    """Return the narrowest floating-point type of a model, to which its engine rounds."""
+    types = all_types(model)
+    return "bfloat16" if TensorProto.BFLOAT16 in types else "float16" if TensorProto.FLOAT16 in types else "float32"
 
 
 def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
     """Return a copy whose numbers are rounded, each by at most `unit` of itself; `unit` is a power of two."""
-    moved = ModelProto()
-    moved.CopyFrom(model)
+    moved = copied(model)
     graph, rng = moved.graph, np.random.default_rng(seed)
     weights = {t.name: t for t in graph.initializer}
     makes = {name: node for node in graph.node for name in node.output}
@@ -65,9 +86,7 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
             names = [f"{exact}/{part}" for part in (one, other)]
             nodes.append(helper.make_node(op, names, [f"{exact}/{result}"], f"{exact}/{result}"))
         nodes.append(helper.make_node("Cast", [f"{exact}/moved"], [name], f"{exact}/back", to=dtype))
-    new_nodes = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
-    del graph.node[:]
-    graph.node.extend(new_nodes)
+    replace_field(graph.node, nodes)
     return moved
 
 
@@ -89,3 +108,57 @@ def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str,
             return None
         name = node.input[1 if node.op_type == "DequantizeLinear" else 0]
     return weights[name]
+
+
+def allowed(
+    rounding: Mapping[str, Mapping[str, Share]], unit: float, rows: int, coded: Collection[str],
+    dtype: CacheDtype | None,
+) -> Shares:  # fmt: skip
+    """Return the differences that an engine may have, by names of part and output; outputs without use are left out.
+
+    An output has no use if its allowed difference is so large that it could not show a fault.
+
+    Args:
+        rounding: the largest difference that rounding made in any row, by names of part and output.
+        unit: unit of rounding.
+        rows: number of rows of the batch that were measured.
+        coded: names of outputs that are codes.
+        dtype: dtype of caches that `build` quantizes.
+    """
+    spread = uneven(rounding)
+    few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # the largest of few samples is smaller
+    # few samples say less about models that amplify rounding: 1.12 times as large (SmolLM2 in float16)
+    few *= 1 + (spread - 1) / 6
+    shares: Shares = {part: {} for part in rounding}
+    for part, outputs in rounding.items():
+        for name, own in outputs.items():
+            least, step = (_CODES, 1 / _STEPS[dtype]) if name in coded else (_LEAST, unit)
+            share = own.most(_usual(rounding, name)).times(_TIMES, few).most(least.times(Share(step, step)))
+            if share.typical <= (_FAINT * unit if part == DRAWN else _SHOWS):
+                shares[part][name] = share
+    return shares
+
+
+def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
+    """Return how much the effect of rounding on an output varies between parts of the model's own text: 1 to 4.
+
+    Some tokens come where a trained model amplifies rounding; another rounding may be amplified elsewhere.
+    """
+    ratios = [1.0]
+    for name in {name for outputs in rounding.values() for name in outputs}:
+        typical = [outputs[name].typical for part, outputs in rounding.items() if name in outputs and part != DRAWN]
+        if min(typical, default=0) and math.isfinite(max(typical)):
+            ratios.append(max(typical) / min(typical))
+    return min(max(ratios), _SPREAD)
+
+
+def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
+    """Return half of the root mean square effect of rounding on an output, over the parts of the model's own text.
+
+    One sample of one part says little: where rounding is amplified, other samples are several times as large. But the
+    full effect would hide faults where rounding is not amplified.
+    """
+    own = [outputs[name] for part, outputs in rounding.items() if name in outputs and part != DRAWN]
+    known = [share for share in own if math.isfinite(share.largest)]
+    squares = np.square([(s.largest, s.typical) for s in known or [Share(0, 0)]])
+    return Share(*map(float, np.sqrt(squares.mean(0)) / 2))

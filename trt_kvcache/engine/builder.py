@@ -43,11 +43,10 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     """Do the job, from importing TensorRT to the engine on disk."""
     send(Stage(STAGES[0]))
     trt = import_tensorrt(job.target)
-    from trt_kvcache.compare.parsed import compare_network
+    from trt_kvcache.compare.network_comparison import compare_network
     from trt_kvcache.compare.proof import encode_proof
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
-    from trt_kvcache.engine.network import check_network
-    from trt_kvcache.engine.record import Recorded, record
+    from trt_kvcache.engine.network_checks import Recorded, check_network, record
     from trt_kvcache.importer.patch import patch_network
 
     logger, monitor = make_listeners(trt, send, job.build.log)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from trt_kvcache.child import Caller, Child, ChildError, serve
 from trt_kvcache.compare.decode import Piece
-from trt_kvcache.compare.parsed import NetworkComparison, compare_as_exported, compare_network
-from trt_kvcache.compare.rewritten import GARBAGE
+from trt_kvcache.compare.differences import GARBAGE
+from trt_kvcache.compare.network_comparison import NetworkComparison, compare_as_exported, compare_network
 from trt_kvcache.engine.backend import PACKAGES, Backend, installed_version
 from trt_kvcache.engine.builder import flipped_weights, import_tensorrt, parse, parser_message
 from trt_kvcache.errors import BackendError, BuildError
@@ -41,8 +41,8 @@ class Request:
         model: absolute path of the source model.
         plan: plan of the model that is parsed.
         pieces: pieces to decode; empty: a few default ones.
-        width: width of embeddings that replace tokens; 0: tokens are ids.
-        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
+        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        seed: seed of garbage, and of embeddings.
         as_exported: the model is parsed as it was exported.
     """
 
@@ -52,8 +52,8 @@ class Request:
     plan: CachePlan
     flipped: tuple[Flipped, ...] = ()
     pieces: tuple[Piece, ...] = ()
-    width: int = 0
     garbage: float = GARBAGE
+    seed: int = 0
     as_exported: bool = False
 
 
@@ -67,15 +67,17 @@ class Answer(msgspec.Struct):
 
 
 def compare_parsed(
-    imported: ImportedModel, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (), garbage: float = GARBAGE
-) -> tuple[str, NetworkComparison]:
+    imported: ImportedModel, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (), garbage: float = GARBAGE,
+    seed: int = 0,
+) -> tuple[str, NetworkComparison]:  # fmt: skip
     """Parse a rewritten model, and compare the network with it.
 
     Args:
         imported: the model; its plan names the target.
         pieces: pieces to decode; empty: a few default ones.
-        tokens: tokens of the pieces: int64 ``[R, length]``, or float32 embeddings ``[R, length, H]``.
-        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
+        tokens: tokens of the pieces, int64 ``[R, length]``.
+        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        seed: seed of garbage, and of embeddings.
 
     Returns:
         The parser's name and version, and the result.
@@ -91,11 +93,10 @@ def compare_parsed(
     model, path = copied(imported.model), imported.source.path
     backend = _backend(imported.plan.options.target)
     flipped = for_tensorrt(model, path.parent)
-    width = tokens[0].shape[-1] if tokens and tokens[0].ndim > 2 else 0
     request = Request(
-        backend.target, backend.title, str(path), imported.plan, tuple(flipped), tuple(pieces), width, garbage
-    )  # fmt: skip
-    flat = b"".join(np.ascontiguousarray(t, np.float32 if width else np.int64).tobytes() for t in tokens)
+        backend.target, backend.title, str(path), imported.plan, tuple(flipped), tuple(pieces), garbage, seed
+    )
+    flat = b"".join(np.ascontiguousarray(t, np.int64).tobytes() for t in tokens)
     return backend.title, _ask(request, [serialize_model(model), flat])
 
 
@@ -143,14 +144,13 @@ def _parse(request: Request, parts: list[bytes], _: Caller) -> Answer:
     if request.as_exported:
         result = compare_as_exported(network, trt, Path(request.model), request.plan)
     else:
-        flat, texts = np.frombuffer(tokens, np.float32 if request.width else np.int64), []
+        ids, texts = np.frombuffer(tokens, np.int64), []
         for piece in request.pieces if tokens else ():
-            shape = (len(piece.rows), piece.length, *([request.width] if request.width else ()))
-            size = int(np.prod(shape))
-            texts.append(flat[:size].reshape(shape))
-            flat = flat[size:]
+            size = len(piece.rows) * piece.length
+            texts.append(ids[:size].reshape(len(piece.rows), -1))
+            ids = ids[size:]
         result = compare_network(
-            network, trt, content, folder, request.plan, weights, request.pieces, texts, request.garbage
+            network, trt, content, folder, request.plan, weights, request.pieces, texts, request.garbage, request.seed
         )
     finite = result.difference if np.isfinite(result.difference) else None
     return Answer(result.steps, finite, result.finding, result.note)

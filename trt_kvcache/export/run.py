@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,18 +242,13 @@ class _Job:
         self._capacity = capacity
         self._size = sum(file.stat().st_size for file in checkpoint.glob("*") if file.is_file())
         self._seconds = 60.0 * (_MINUTES[0] + _MINUTES[1] * self._size / 1e9)
-        self._running: set[subprocess.Popen[str]] = set()
-        self._trials: set[subprocess.Popen[str]] = set()  # of these, exporters that run on the twin
 
     def __enter__(self) -> _Job:
         self._temporary = tempfile.TemporaryDirectory(dir=self._folder, prefix="twin-", ignore_cleanup_errors=True)
         self._twin = Twin(self._checkpoint, Path(self._temporary.name), self._run, self._capacity)
-        self._beside = ThreadPoolExecutor(1)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(self._running)
-        self._beside.shutdown(cancel_futures=True)
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
@@ -297,67 +291,41 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Fill a folder by an exporter, which at the same time is compared with transformers on the twin.
+        """Compare an exporter with transformers on the twin, then fill a folder by it.
 
         Raises:
             UnsupportedModelError: it fails, or writes another model.
         """
-        judged = self._judge(name)
-        if free_memory() < 2 * self._size + _ROOM:
-            judged.result()  # one after the other
-
-        def started(child: subprocess.Popen[str]) -> None:
-            judged.add_done_callback(lambda done: child.kill() if _is_wrong(done) else None)
-
-        try:
-            self._run_exporter(name, self._checkpoint, self._folder / name, self._seconds, started)
-        except UnsupportedModelError:
-            if not _is_wrong(judged):
-                self._end(self._trials)
-                raise
-        with phase(f"comparing {name} with transformers"):
-            verdict = judged.result()
-        if verdict.is_right is None:
-            self._told(f"{name}'s model is not compared with the checkpoint: {verdict.said}")
+        verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)
             raise UnsupportedModelError(
                 f"it writes another model than the checkpoint: {verdict.said}; "
                 + (f"it leaves out {' or '.join(left)}" if left else "no single setting accounts for it")
             )
+        self._run_exporter(name, self._checkpoint, self._folder / name, self._seconds)
+        if verdict.is_right is None:
+            self._told(f"{name}'s model is not compared with the checkpoint: {verdict.said}")
 
-    def _judge(self, name: str) -> Future[Verdict]:
+    def _judge(self, name: str) -> Verdict:
         def export(checkpoint: Path, folder: Path, seconds: float) -> None:
-            self._run_exporter(name, checkpoint, folder, seconds, self._trials.add)
+            self._run_exporter(name, checkpoint, folder, seconds)
 
-        return self._beside.submit(self._twin.judge, name, export)
+        with phase(f"comparing {name} with transformers on a small twin"):
+            return self._twin.judge(name, export)
 
     def _run(
-        self, words: Sequence[str], seconds: float, title: str = "comparing with transformers",
-        started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
+        self, words: Sequence[str], seconds: float, title: str = "comparing with transformers"
     ) -> tuple[int, str]:  # fmt: skip
         """Run words of the exporters' interpreter."""
+        return run_command([self._python, *words], title, seconds)
 
-        def begun(child: subprocess.Popen[str]) -> None:
-            self._running.add(child)
-            started(child)
-
-        return run_command([self._python, *words], title, seconds, begun)
-
-    @staticmethod
-    def _end(children: set[subprocess.Popen[str]]) -> None:
-        for child in list(children):
-            child.kill()
-
-    def _run_exporter(
-        self, name: str, checkpoint: Path, folder: Path, seconds: float,
-        started: Callable[[subprocess.Popen[str]], object],
-    ) -> None:  # fmt: skip
+    def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
         """Run an exporter, and tell what it warns of; of the twin, it warns of the same."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._python, *command])}")
-        for line in fill(checkpoint, folder, lambda: self._run(command, seconds, f"exporting with {name}", started)):
+        for line in fill(checkpoint, folder, lambda: self._run(command, seconds, f"exporting with {name}")):
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
@@ -388,7 +356,7 @@ class _Job:
         """Other exporters that fit, and are right about the twin."""
         others = [other for other in _chosen("auto", self._dtype, self._python, int4=self._int4) if other != name]
         with phase("trying other exporters on a small twin"):
-            verdicts = {other: self._judge(other).result() for other in others}
+            verdicts = {other: self._judge(other) for other in others}
         return [other for other, verdict in verdicts.items() if verdict.is_right]
 
     def _failed(self, failures: Sequence[str], right: Sequence[str] = ()) -> UnsupportedModelError:
@@ -432,10 +400,7 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
         yield Path(temporary)
 
 
-def run_command(
-    words: Sequence[str], title: str, seconds: float | None = None,
-    started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
-) -> tuple[int, str]:  # fmt: skip
+def run_command(words: Sequence[str], title: str, seconds: float | None = None) -> tuple[int, str]:
     """Run a command, whose last line on stdout is the phase that it is in; return its exit code and its stderr."""
     late = threading.Event()
 
@@ -450,7 +415,6 @@ def run_command(
             words, stdout=subprocess.PIPE, stderr=said, env=_environment(), encoding="utf-8", errors="replace"
         ) as child,
     ):
-        started(child)
         timer = threading.Timer(seconds or 0, end)
         try:
             if seconds is not None:
@@ -469,10 +433,6 @@ def run_command(
             timer.cancel()
         said.seek(0)
         return code, f"it took more than {seconds or 0:.0f} s, and was ended" if late.is_set() else said.read()
-
-
-def _is_wrong(judged: Future[Verdict]) -> bool:
-    return judged.done() and not judged.cancelled() and judged.exception() is None and judged.result().is_right is False
 
 
 def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[str]:

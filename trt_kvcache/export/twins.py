@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from trt_kvcache.compare import checkpoint as checkpoint_script
 from trt_kvcache.compare import twin as twin_script
-from trt_kvcache.compare.exported import Exported
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.errors import TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.files import read_object
@@ -104,7 +105,7 @@ class Twin:
         try:
             asked = json.loads((self._folder / "decode.json").read_text(encoding="utf-8"))
             texts, cuts = (asked[part][self._first :] for part in ("texts", "cuts"))
-            logits = decode_exported(Exported(made, plan, wide=True), texts, cuts)
+            logits = decode_exported(Exported(made, plan), texts, cuts)
         except UnsupportedModelError as error:
             return Verdict(False, f"of a small twin it writes a model that does not decode: {error.message}")
         wrong = difference(logits, _read_logits(self._folder / "logits.npz")[self._first :])
@@ -140,7 +141,7 @@ def judge_weights(
         run: as of `Twin`.
         seconds: for transformers.
     """
-    runner = Exported(model, plan, wide=True)
+    runner = Exported(model, plan)
     rng = np.random.default_rng(0)
     asked = {"texts": [rng.integers(0, runner.vocabulary or 100, 12).tolist()], "cuts": [[7, 3, 1, 1]]}
     (folder / "tokens.json").write_text(json.dumps(asked), encoding="utf-8")
@@ -153,15 +154,16 @@ def judge_weights(
 
 
 def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Array]:
-    """The logits of each text, ``[S, V]``, float64, decoded in steps, of which some texts have fewer."""
-    runner.start(texts)
-    rows: list[list[Array]] = [[] for _ in texts]
-    for number in range(max(map(len, cuts))):
-        ends = [(sum(steps[:number]), sum(steps[: number + 1])) for steps in cuts]
-        pieces = [text[a:b] for text, (a, b) in zip(texts, ends, strict=True)]
-        for text, logits in zip(rows, runner.step(pieces), strict=True):
-            text.append(logits)
-    return [np.concatenate([logits for logits in text if len(logits)]) for text in rows]
+    """The logits of each text, ``[S, V]``, decoded in steps."""
+    runner.start(len(texts))
+    logits = []
+    for number, (text, steps) in enumerate(zip(texts, cuts, strict=True)):
+        parts, left = [], list(text)
+        for length in steps:
+            parts.append(runner.step(Piece(length, (number,)), np.array([left[:length]]))[0])
+            left = left[length:]
+        logits.append(np.concatenate(parts))
+    return logits
 
 
 def difference(found: Sequence[Array], wanted: Sequence[Array], tolerance: float = TOLERANCE) -> str | None:

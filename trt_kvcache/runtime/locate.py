@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, ValueInfoProto
+from onnx import ModelProto, ValueInfoProto
 
-from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.differences import Share, first_layer, share_of, with_inner_outputs
 from trt_kvcache.compare.float32_copy import float32_copy
 from trt_kvcache.compare.proof import LOGITS, Proof
-from trt_kvcache.compare.rewritten import WideSession
-from trt_kvcache.compare.tolerance import share_of
+from trt_kvcache.compare.rewritten_model import Float32Session
 from trt_kvcache.cpu import RunError
+from trt_kvcache.engine.debug_outputs import build_with_outputs
 from trt_kvcache.engine.manifest import Manifest, load_manifest
-from trt_kvcache.engine.marked import build_marked, with_outputs
 from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
@@ -55,79 +54,78 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
     from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
     manifest = load_manifest(engine)
-    proof = load_proof(manifest, engine)
-    imported = import_model(model, manifest.plan.options)
-    _check_same(manifest, [imported.source.path, *imported.source.external_files], model)
-    layers = _layers(imported.model, manifest)
-    values = [value for value, _ in layers]
-    with TemporaryDirectory(prefix="trt-kvcache-check-") as name, _reference(imported.model, values, model) as session:
-        marked = build_marked(imported, manifest, values, Path(name))
-        rows, chunk = rows_needed(proof, manifest.plan, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
-        runner = TensorRTRunner(marked, max_batch=rows, max_chunk=chunk, cuda_graphs=False, **(options or {}))
-        try:
-            search = _Search(runner, session, proof, manifest, layers)
-            replay(runner, proof, search)
-        finally:
-            runner.close()
-    return replace(report, layer=search.finding or f"none of the {len(layers)} layers differs where they are outputs: "
-                   "TensorRT goes wrong where it fuses or places them otherwise")  # fmt: skip
-
-
-class _Search:
-    """Compares all layers after each step, until one differs."""
-
-    def __init__(
-        self, runner: Any, session: WideSession, proof: Proof, manifest: Manifest,
-        layers: Sequence[tuple[ValueInfoProto, NodeProto]],
-    ) -> None:  # fmt: skip
-        self._runner, self._session, self._proof, self._layers = runner, session, proof, layers
-        self._inputs = StepInputs(manifest.plan)
-        self._spans = [s.name for s in manifest.plan.spans]
-        self._buffers = carried_buffers(manifest.plan)
-        self._caches: dict[str, Array] = {}
-        self.finding = ""
-
-    def before(self, batch: StepBatch) -> None:
-        """Copy the engine's caches: ONNX Runtime starts from the same."""
-        rows = range(batch.first_row, batch.first_row + batch.rows) if not self.finding else ()
-        for b in self._buffers if rows else ():
-            self._caches[b.past] = np.stack([self._runner.read_row(b.past, row, b.capacity) for row in rows])
-
-    def after(self, piece: Piece, number: int, batch: StepBatch) -> None:
-        """Compare all layers, unless one has differed already."""
-        allowed = self._proof.facts.allowed[piece.part].get(LOGITS)
-        if self.finding or allowed is None:
-            return
-        arrays = [c.arrays for c in batch.constants]
-        constants = {n: np.concatenate([np.asarray(g[n]) for g in arrays]) for n in (arrays[0] if arrays else ())}
-        spans = {name: np.arange(size) for name, size in self._inputs.span_sizes(batch).items()}
-        feeds = self._inputs.arrays(batch) | spans | constants | self._caches
-        wide = {n: v.astype(np.float32) if v.dtype.name in ("float16", "bfloat16") else v for n, v in feeds.items()}
-        outputs = self._session.run(wide)
-        for place, (value, node) in enumerate(self._layers):
-            wanted = outputs[value.name].astype(np.float32)
-            had = self._runner.read_output(value.name).astype(np.float32)
-            for row, (one, other) in enumerate(zip(wanted, had, strict=True)):
-                share = share_of(one, other)
-                if not self.finding and not share.within(allowed):
-                    self.finding = (
-                        f"the first layer that differs from ONNX Runtime: '{node.name}' ({node.op_type}), which gives "
-                        f"'{value.name}', by {share.largest:.2g} of its largest number, at step {number} "
-                        f"('{piece.part}'), row {row}; {place} layers before it agree"
-                    )
-
-
-def _check_same(manifest: Manifest, files: Sequence[Path], model: Path) -> None:
-    if model_identity(manifest.model) != model_identity([identify(path) for path in files]):
+    proof, imported = load_proof(manifest, engine), import_model(model, manifest.plan.options)
+    source = imported.source
+    if model_identity(manifest.model) != model_identity([identify(p) for p in (source.path, *source.external_files)]):
         names = ", ".join(file.name for file in manifest.model)
         raise ManifestError(
             f"{model}: not the model that the engine was built from ({names}), by content; give that one, or build "
             "the engine again"
         )
+    values = _layers(imported.model, manifest)
+    with TemporaryDirectory(prefix="trt-kvcache-check-") as name:
+        folder = Path(name)
+        wide, _ = for_cpu(with_inner_outputs(imported.model, {value.name for value in values}))
+        try:
+            session = Float32Session(*float32_copy(wide, source.path.parent, folder))
+        except RunError as error:
+            raise UnsupportedModelError(f"{model}: ONNX Runtime does not run the rewritten model: {error}") from None
+        debug = build_with_outputs(imported, manifest, values, folder)
+        rows, chunk = rows_needed(proof, manifest.plan, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
+        runner = TensorRTRunner(debug, max_batch=rows, max_chunk=chunk, cuda_graphs=False, **(options or {}))
+        try:
+            compared = _ComparedRunner(runner, session, proof, imported.model, values)
+            replay(compared, proof)
+        finally:
+            runner.close()
+    return replace(report, layer=compared.finding or f"none of the {len(values)} layers differs where they are "
+                   "outputs: TensorRT goes wrong where it fuses or places them otherwise")  # fmt: skip
 
 
-def _layers(model: ModelProto, manifest: Manifest) -> list[tuple[ValueInfoProto, NodeProto]]:
-    """Return the outputs of the layers, in the order of the graph, with the nodes that compute them."""
+class _ComparedRunner:
+    """A runner that compares all layers after each step, until one differs."""
+
+    def __init__(
+        self, runner: Any, session: Float32Session, proof: Proof, model: ModelProto, values: Sequence[ValueInfoProto]
+    ) -> None:
+        self._runner, self._session, self._model = runner, session, model
+        self._names = [value.name for value in values]
+        limits = [own[LOGITS] for own in proof.facts.allowed.values() if LOGITS in own]
+        self._allowed = reduce(Share.most, limits) if limits else None
+        self._inputs, self._steps = StepInputs(runner.plan), 0
+        self.finding = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, batch: StepBatch) -> Array:
+        """See `Runner.step`."""
+        if self.finding or self._allowed is None:
+            return np.asarray(self._runner.step(batch))
+        rows = range(batch.first_row, batch.first_row + batch.rows)
+        buffers = carried_buffers(self._runner.plan)
+        feeds = {b.past: np.stack([self._runner.read_row(b.past, row, b.capacity) for row in rows]) for b in buffers}
+        feeds |= self._inputs.arrays(batch)
+        feeds |= {name: np.arange(size) for name, size in self._inputs.span_sizes(batch).items()}
+        constants = [c.arrays for c in batch.constants]
+        feeds |= {n: np.concatenate([np.asarray(g[n]) for g in constants]) for n in (constants or [{}])[0]}
+        logits: Array = self._runner.step(batch)
+        halves = ("float16", "bfloat16")
+        wide = {n: v.astype(np.float32) if v.dtype.name in halves else v for n, v in feeds.items()}
+        outputs = self._session.run(wide)
+        differs = {}
+        for name in self._names:
+            pairs = zip(outputs[name], self._runner.read_output(name).astype(np.float32), strict=True)
+            differs[name] = not all(share_of(one, other).within(self._allowed) for one, other in pairs)
+        if found := first_layer(self._model.graph.node, differs, [o.name for o in self._model.graph.output]):
+            right = list(differs.values()).index(True)
+            self.finding = f"{found}, at step {self._steps}; {right} layers before it agree with ONNX Runtime"
+        self._steps += 1
+        return logits
+
+
+def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
+    """Return the outputs of the layers, in the order of the graph."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
     layers = []
@@ -137,18 +135,7 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[tuple[ValueInfoProto,
             continue
         kind = value.type.tensor_type
         if kind.elem_type in _FLOATS and len(kind.shape.dim) in (3, 4):
-            layers.append((value, node))
+            layers.append(value)
     if not layers:
         raise UnsupportedModelError("no layer of this model can be looked at: none has a known type and rank")
     return layers
-
-
-@contextmanager
-def _reference(model: ModelProto, values: Sequence[ValueInfoProto], path: Path) -> Iterator[WideSession]:
-    """Open the rewritten model with these outputs in ONNX Runtime, in float32."""
-    marked, _ = for_cpu(with_outputs(model, values))
-    with TemporaryDirectory(prefix="trt-kvcache-check-") as name:
-        try:
-            yield WideSession(*float32_copy(marked, path.parent if path.is_file() else path, Path(name)))
-        except RunError as error:
-            raise UnsupportedModelError(f"{path}: ONNX Runtime does not run the rewritten model: {error}") from None

@@ -7,22 +7,22 @@ caches   after each part: newest rows, compared with the proof; rows that no tok
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.compare.decode import Piece
-from trt_kvcache.compare.proof import LOGITS, Proof, draws_digest, numbers_of_cache, token_table
-from trt_kvcache.compare.rewritten import copy_rows
-from trt_kvcache.compare.tolerance import Share, share_of
+from trt_kvcache.compare.differences import Share, share_of
+from trt_kvcache.compare.proof import LOGITS, Proof, draws_digest, numbers_of_cache
+from trt_kvcache.compare.rewritten_model import TextCaches
+from trt_kvcache.compare.text_inputs import token_table
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.steps.contents import all_contents, find_caches, find_states
-from trt_kvcache.importer.steps.inputs import draw_constants
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.runner import Runner, StepBatch
@@ -30,7 +30,7 @@ from trt_kvcache.runtime.step_inputs import linear_capacity
 from trt_kvcache.runtime.token_inputs import PositionInput
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT
 
-__all__ = ["Difference", "Finding", "Replay", "SessionSteps", "Watch", "replay", "rows_needed"]
+__all__ = ["Difference", "Finding", "Replay", "SessionSteps", "replay", "rows_needed"]
 
 Array = npt.NDArray[Any]
 
@@ -38,60 +38,70 @@ _UNFIT = "the proof does not fit the engine"
 _CHOSEN = 0.25  # largest share of an output's rows that other chosen experts may change
 
 
-class Watch(Protocol):
-    """Is called around each step of a replay."""
+class SessionSteps(TextCaches):
+    """A runner (`trt_kvcache.compare.decode.Runner`) over a session's runner.
 
-    def before(self, batch: StepBatch) -> None:
-        """Called before a step."""
-
-    def after(self, piece: Piece, number: int, batch: StepBatch) -> None:
-        """Called after a step; `number` is the index of the piece."""
-
-
-class SessionSteps:
-    """A runner for comparisons (`trt_kvcache.compare.decode.Runner`) over a session's runner.
-
-    Attributes:
-        ends: tokens of each text so far.
+    A session with fewer rows than texts decodes some of the texts, and returns logits of these.
 
     Args:
         runner: runner of an engine, or of a model on the CPU.
         given: values of the model's constants, by name: with a batch of 1, or a row for each text.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
+        garbage, seed: see `TextCaches`.
         first: row of the caches that holds the first text.
+        spare: rows of the caches without a text, which are filled like the first text.
     """
 
     def __init__(
-        self, runner: Runner, given: Mapping[str, Array] | None = None, table: Array | None = None, first: int = 0
-    ) -> None:
-        self.runner, self.name, self.first = runner, runner.name, first
+        self, runner: Runner, given: Mapping[str, Array] | None = None, table: Array | None = None, *,
+        garbage: float = 0.0, seed: int = 0, first: int = 0, spare: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(runner.plan, garbage, seed)
+        self.runner, self.name, self._first, self._spare = runner, runner.name, first, spare
+        self.buffers = {b.past: b for b in carried_buffers(runner.plan)}
         self._given, self._table = given or {}, table
         self._inputs = ConstantInputs(runner.plan)
         self._planes = PositionInput(runner.plan).planes
-        self.ends = np.zeros(0, np.int64)
 
-    def start(self, rows: int) -> None:
-        """See `Runner.start`."""
-        self.ends = np.zeros(rows, np.int64)
-        for row in range(rows):
-            self.runner.zero_rows(self.first + row, 0, 1 << 40)
+    def row(self, text: int) -> int:
+        """Return the row of the caches that holds a text."""
+        return self._first + text - self.texts.start
+
+    def read(self, name: str, text: int) -> Array:
+        """See `TextCaches.read`."""
+        return self.runner.read_row(name, self.row(text), self.buffers[name].capacity)
+
+    def write(self, name: str, texts: Sequence[int], values: Array) -> None:
+        """See `TextCaches.write`; all texts begin if they have no tokens, and spare rows are filled then, too."""
+        if name not in self.buffers:
+            return
+        spare = self._spare if not self.ends.any() else ()
+        rows = [(self.row(text), v) for text, v in zip(texts, values, strict=True) if text in self.texts]
+        for row, contents in (*rows, *((row, values[0]) for row in spare)):
+            self.runner.write_row(name, row, contents.astype(self.buffers[name].array_dtype))
+
+    def start(self, rows: int, texts: range | None = None) -> None:
+        """See `Runner.start`; `texts` are those that are decoded, all if None."""
+        self.begin(rows, texts)
+        self.fill()
         inputs = self._inputs.tensors
         values = {t.name: self._given[t.name].astype(array_dtype(t.dtype)) for t in inputs if t.name in self._given}
-        self._constants = tuple(
+        self._constants = [
             self._inputs.read({n: v[row : row + 1] if len(v) == rows else v for n, v in values.items()})
             for row in range(rows if values else 0)
-        )
+        ]
 
     def step(self, piece: Piece, tokens: Array) -> Array:
         """See `Runner.step`."""
-        batch = self.batch(piece, tokens)
+        self.skip(piece)
+        rows = [row for row in piece.rows if row in self.texts]
+        batch = self._batch(piece, rows, tokens[[piece.rows.index(row) for row in rows]])
         logits = np.array(self.runner.step(batch), np.float32)
         self.ends[list(piece.rows)] += piece.length
         return logits
 
-    def batch(self, piece: Piece, tokens: Array) -> StepBatch:
-        """Return the step of a piece."""
-        starts, embeds, positions = self.ends[list(piece.rows)], None, None
+    def _batch(self, piece: Piece, rows: Sequence[int], tokens: Array) -> StepBatch:
+        starts, embeds, positions = self.ends[list(rows)], None, None
         if self._table is not None:
             role = self.runner.plan.tensor(Role.TOKENS)
             assert role is not None
@@ -102,8 +112,8 @@ class SessionSteps:
         keep = piece.length if piece.kept is None else piece.kept
         most = self.runner.max_logits
         return StepBatch(
-            self.first + piece.rows[0], tokens.astype(np.int64), starts, keep if most is None else min(keep, most),
-            self._constants[piece.rows[0] : piece.rows[-1] + 1], embeds, positions,
+            self.row(rows[0]), tokens.astype(np.int64), starts, keep if most is None else min(keep, most),
+            tuple(self._constants[rows[0] : rows[-1] + 1]), embeds, positions,
         )  # fmt: skip
 
 
@@ -182,112 +192,51 @@ def _rows_aligned(plan: CachePlan) -> bool:
     return not any(size % ALIGNMENT for size in sizes)
 
 
-def replay(runner: Runner, proof: Proof, watch: Watch | None = None) -> Replay:
+def replay(runner: Runner, proof: Proof) -> Replay:
     """Run the steps of a proof.
 
     Args:
         runner: runner of the engine with at least `rows_needed` rows; its cache contents are lost.
         proof: proof of the engine.
-        watch: called around each step.
 
     Raises:
         ManifestError: the proof does not fit this engine, or cannot be replayed with this version of NumPy.
         SessionError: a step failed.
     """
     try:
-        return _Replay(runner, proof, watch).run()
-    except (IndexError, KeyError, ValueError) as error:  # from NumPy: arrays are missing, or have other sizes
+        return _Replay(runner, proof).run()
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+        # From NumPy: arrays are missing, or have other sizes.
         raise ManifestError(f"{_UNFIT}: {' '.join(str(error).split())}; build the engine again") from error
 
 
 class _Replay:
-    def __init__(self, runner: Runner, proof: Proof, watch: Watch | None) -> None:
+    def __init__(self, runner: Runner, proof: Proof) -> None:
         facts, plan = proof.facts, runner.plan
         if facts.digest != draws_digest(facts.seed):
             raise ManifestError(
                 f"the proof cannot be replayed with NumPy {np.__version__}, which draws other numbers from a seed than "
                 "the one that it was recorded with: build the engine again, or install that version"
             )
-        self._runner, self._proof, self._facts, self._watch = runner, proof, facts, watch
-        self._buffers = {b.past: b for b in carried_buffers(plan)}
-        self._caches = {c.role.name: c for c in (*find_caches(plan), *find_states(plan))}
-        self._table = token_table(plan, facts.seed)
+        self._runner, self._proof, self._facts = runner, proof, facts
         if why := self._misfit():
             raise ManifestError(f"{_UNFIT}: {why}; build the engine again")
-        self._given = draw_constants(plan, facts.rows, facts.seed, twin=True, length=facts.encoder)
+        given = draw_constants(plan, facts.rows, facts.seed, length=facts.encoder)
         # If the engine cannot take rows together, they run one after the other.
         self._together = facts.rows if _rows_aligned(plan) and facts.rows <= runner.max_batch else 1
-        self._first = int(runner.max_batch > self._together)  # rows in use follow another row, which must not change
-        used = range(self._first, self._first + self._together)
+        first = int(runner.max_batch > self._together)  # rows in use follow another row, which must not change
+        used = range(first, first + self._together)
         self._spare = [r for r in (0, self._together) if r < runner.max_batch and r not in used]
-        self._count, self._turn = 0, 0
+        self._steps = SessionSteps(
+            runner, given, token_table(plan, facts.seed), garbage=facts.garbage, seed=facts.seed, first=first,
+            spare=self._spare,
+        )  # fmt: skip
+        self._count = 0
         self._worst: dict[str, Difference] = {}
         self._findings: dict[str, Finding] = {}
         # by part and output: rows with a difference; for one row: its parts
         self._outside: dict[tuple[str, str], set[object]] = {}
         self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
-
-    def run(self) -> Replay:
-        for first in range(0, self._facts.rows, self._together):
-            self._turn = first
-            self._run_turn(range(first, first + self._together))
-        if self._facts.chooses:
-            self._leave_out_choices()
-        return Replay(self._count, tuple(self._findings.values()), tuple(self._worst.values()))
-
-    def _run_turn(self, rows: range) -> None:
-        """Decode these texts."""
-        given = {n: v[rows.start : rows.stop] if len(v) == self._facts.rows else v for n, v in self._given.items()}
-        steps = SessionSteps(self._runner, given, self._table, self._first)
-        steps.start(len(rows))
-        self._begin(rows, [0] * self._facts.rows)
-        prints, starts, part = dict[tuple[str, int], Array](), steps.ends.copy(), ""
-        for number, piece in enumerate(self._facts.pieces):
-            texts = [row for row in piece.rows if row in rows]
-            local = replace(piece, rows=tuple(row - rows.start for row in texts))
-            if piece.skip and texts:
-                self._skip(steps, local)
-            if piece.drawn:
-                self._begin(rows, self._facts.starts(number))
-            if piece.part != part:
-                if self._findings and not self._facts.chooses:
-                    return
-                part, starts = piece.part, steps.ends.copy()
-                prints = {(n, r): self._prints(b, r) for n, b in self._buffers.items() for r in self._rows(b)}
-            if texts:
-                self._step(steps, number, local, self._proof.arrays[f"{number}/tokens"][texts])
-            if number in self._facts.lasts:
-                for name, buffer in self._buffers.items():
-                    self._compare_cache(number, part, buffer, steps.ends)
-                    for row in self._rows(buffer):
-                        self._compare_untouched(number, part, buffer, row, prints[name, row], starts, steps.ends)
-
-    def _step(self, steps: SessionSteps, number: int, piece: Piece, tokens: Array) -> None:
-        batch = steps.batch(piece, tokens)
-        if self._watch is not None:
-            self._watch.before(batch)
-        logits = steps.step(piece, tokens)
-        self._count += 1
-        if self._watch is not None:
-            self._watch.after(piece, number, batch)
-        if logits.shape[-1] != self._facts.vocab:
-            raise ManifestError(
-                f"the proof was made with a vocabulary of {self._facts.vocab} tokens, and the engine gives logits of "
-                f"{logits.shape[-1]}: it is of another model; build the engine again"
-            )
-        arrays, texts = self._proof.arrays, [row + self._turn for row in piece.rows]
-        wanted = arrays[f"{number}/logits"][texts]
-        had = logits[:, logits.shape[1] - wanted.shape[1] :]
-        if f"{number}/columns" in arrays:
-            had = np.take_along_axis(had, arrays[f"{number}/columns"][texts].astype(np.int64), -1)
-        for row, one, other in zip(texts, wanted, had, strict=True):
-            self._note(LOGITS, number, piece.part, row, share_of(one, other))
-
-    def _leave_out_choices(self) -> None:
-        """Drop findings that chosen experts explain: few rows of an output, in which a near tie went the other way."""
-        for name, (outliers, rows) in self._outliers.items():
-            if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
-                self._findings.pop(name, None)
 
     def _misfit(self) -> str:
         """Return why a proof cannot belong to this engine, as far as the steps tell; empty if it can."""
@@ -297,38 +246,70 @@ class _Replay:
             return f"its steps have up to {facts.chunk} tokens, and the engine takes {runner.max_chunk}"
         if max(facts.lengths) > min(bounds, default=math.inf):
             return f"it has texts of {max(facts.lengths)} tokens, and the engine takes {min(bounds)}"
-        if unknown := {n for shares in facts.allowed.values() for n in shares} - {*self._buffers, LOGITS}:
+        caches = {b.past for b in carried_buffers(runner.plan)}
+        if unknown := {n for shares in facts.allowed.values() for n in shares} - {*caches, LOGITS}:
             return f"it has a cache '{min(unknown)}'"
         return ""
 
-    def _begin(self, rows: range, starts: list[int]) -> None:
-        """Fill the caches with random numbers for `starts` tokens of each text, and with garbage after them."""
-        facts, drawn = self._facts, any(starts)
-        for name, fresh in all_contents(self._caches, facts.seed, starts, facts.garbage, int(drawn)):
-            values = self._caches[name].to_physical(fresh)
-            spare = [] if drawn else [(row, 0) for row in self._spare]
-            for row, text in [*enumerate(rows, self._first), *spare] if name in self._buffers else []:
-                self._runner.write_row(name, row, values[text].astype(self._buffers[name].array_dtype))
+    def run(self) -> Replay:
+        for first in range(0, self._facts.rows, self._together):
+            self._run_texts(range(first, first + self._together))
+        if self._facts.chooses:
+            self._leave_out_choices()
+        return Replay(self._count, tuple(self._findings.values()), tuple(self._worst.values()))
 
-    def _skip(self, steps: SessionSteps, piece: Piece) -> None:
-        """Skip tokens: copy the cache rows of earlier ones."""
-        for name, buffer in self._buffers.items():
-            for row in piece.rows if not buffer.is_state and not piece.drawn else ():
-                values = np.array(self._runner.read_row(name, self._first + row, buffer.capacity))
-                end = int(steps.ends[row])
-                copy_rows(self._caches[name], values, end, end + piece.skip)
-                self._runner.write_row(name, self._first + row, values)
-        steps.ends[list(piece.rows)] += piece.skip
+    def _run_texts(self, texts: range) -> None:
+        """Decode these texts."""
+        steps, part = self._steps, ""
+        steps.start(self._facts.rows, texts)
+        starts, prints = steps.ends.copy(), dict[tuple[str, int], Array]()
+        for number, piece in enumerate(self._facts.pieces):
+            steps.skip(piece)
+            if piece.part != part:
+                if self._findings and not self._facts.chooses:
+                    return
+                part, starts = piece.part, steps.ends.copy()
+                prints = {(n, r): self._prints(b, r) for n, b in steps.buffers.items() for r in self._rows(b, texts)}
+            if rows := [row for row in piece.rows if row in texts]:
+                self._step(number, rows, replace(piece, skip=0, drawn=False))
+            else:
+                steps.ends[list(piece.rows)] += piece.length
+            if number in self._facts.lasts:
+                for name, buffer in steps.buffers.items():
+                    self._compare_cache(number, part, name)
+                    for row in self._rows(buffer, texts):
+                        self._compare_untouched(number, part, buffer, row, prints[name, row], starts)
 
-    def _rows(self, buffer: Carried) -> list[int]:
+    def _step(self, number: int, rows: list[int], piece: Piece) -> None:
+        arrays = self._proof.arrays
+        logits = self._steps.step(piece, arrays[f"{number}/tokens"])
+        self._count += 1
+        if logits.shape[-1] != self._facts.vocab:
+            raise ManifestError(
+                f"the proof was made with a vocabulary of {self._facts.vocab} tokens, and the engine gives logits of "
+                f"{logits.shape[-1]}: it is of another model; build the engine again"
+            )
+        wanted = arrays[f"{number}/logits"][rows]
+        had = logits[:, logits.shape[1] - wanted.shape[1] :]
+        if f"{number}/columns" in arrays:
+            had = np.take_along_axis(had, arrays[f"{number}/columns"][rows].astype(np.int64), -1)
+        for row, one, other in zip(rows, wanted, had, strict=True):
+            self._note(LOGITS, number, piece.part, row, share_of(one, other))
+
+    def _leave_out_choices(self) -> None:
+        """Drop findings that chosen experts explain: few rows of an output, in which a near tie went the other way."""
+        for name, (outliers, rows) in self._outliers.items():
+            if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
+                self._findings.pop(name, None)
+
+    def _rows(self, buffer: Carried, texts: range) -> list[int]:
         """Return rows of the batch in which a cache row may stay unchanged; for state, only rows of other texts."""
-        used = range(self._first, self._first + self._together)
-        return [*self._spare, *(() if buffer.is_state else used)]
+        return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:
         """Return the rows ``[capacity, numbers]`` of a cache."""
         values = self._runner.read_row(buffer.past, row, buffer.capacity)
-        rows = self._caches[buffer.past].physical_rows(values[None])[0]
+        rows = self._steps.tensors[buffer.past].physical_rows(values[None])[0]
         return np.asarray(rows.reshape(buffer.capacity, -1))
 
     def _prints(self, buffer: Carried, row: int) -> Array:
@@ -339,32 +320,31 @@ class _Replay:
         factors = np.random.default_rng(0).integers(0, 1 << 63, bits.shape[1], np.uint64) * np.uint64(2) + np.uint64(1)
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
-    def _compare_cache(self, number: int, part: str, buffer: Carried, ends: Array) -> None:
+    def _compare_cache(self, number: int, part: str, name: str) -> None:
         """Compare the newest rows, as numbers."""
-        if buffer.past not in self._facts.allowed[part]:
-            return
-        wanted = self._proof.arrays[f"{part}/{buffer.past}"]
-        for row, end in enumerate(ends):
-            one = wanted[self._turn + row]
-            values = self._runner.read_row(buffer.past, self._first + row, buffer.capacity)
-            had = numbers_of_cache(self._caches[buffer.past], values, int(end), *one.shape)
-            self._note(buffer.past, number, part, self._turn + row, share_of(one, had))
+        if name in self._facts.allowed[part]:
+            for text in self._steps.texts:
+                wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])
+                values = self._steps.read(name, text)
+                had = numbers_of_cache(self._steps.tensors[name], values, end, *wanted.shape)
+                self._note(name, number, part, text, share_of(wanted, had))
 
     def _compare_untouched(
-        self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array, ends: Array
+        self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array
     ) -> None:
         """Compare the rows of a cache that no token wrote, bit by bit."""
-        changed, text = self._prints(buffer, row) != before, row - self._first
+        changed = self._prints(buffer, row) != before
         if not changed.any():
             return
+        text = row - self._steps.row(0)
         if row not in self._spare:
-            start, end, places = int(starts[text]), int(ends[text]), np.arange(buffer.capacity)
+            start, end, places = int(starts[text]), int(self._steps.ends[text]), np.arange(buffer.capacity)
             # If past and present are two buffers, rows without a token may become zeros.
             changed &= (places < end) | self._cache_rows(buffer, row).any(-1)
             changed[np.arange(max(start, end - buffer.capacity), end) % buffer.capacity] = False
         if changed.any():
             self._worst[buffer.past] = Difference(buffer.past, None, Share(math.inf, math.inf))
-            self._find(buffer.past, number, part, self._turn + text, "changed cache rows that no token went to")
+            self._find(buffer.past, number, part, text, "changed cache rows that no token went to")
 
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
         """Compare a difference with the allowed one. One row of a part, or one part of one row, may differ more."""

@@ -28,11 +28,11 @@ from verify import mistakes as m
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
 from trt_kvcache.importer.check import check_rewrite
-from trt_kvcache.importer.check.graph import Graph as CheckedGraph
-from trt_kvcache.importer.check.pair import pair_models
+from trt_kvcache.importer.check.hashed_graph import Graph as CheckedGraph
+from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.check.region import _integers as integers
 from trt_kvcache.importer.check.region import find_regions
-from trt_kvcache.importer.check.shapes import Kinds
+from trt_kvcache.importer.check.symbolic_shapes import Kinds
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.steps.sessions import ReferenceSession, RunError, open_session
 
@@ -212,7 +212,7 @@ def test_what_another_sequence_adds_is_found(after: Callable[[Build, str], str],
 
 def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: Path) -> None:
     """In the second layer new keys go into the cache of the values, and new values into that of the keys."""
-    from trt_kvcache.importer.check import models
+    from trt_kvcache.importer.check import checker
 
     onnx.save(make_decoder(Decoder(layers=2)), tmp_path / "model.onnx")
     imported = import_model(tmp_path / "model.onnx", PLAN)
@@ -221,7 +221,7 @@ def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: P
     last[0].input[0], last[1].input[0] = last[1].input[0], last[0].input[0]
     flat = pipeline.prepare(imported.source.proto, PLAN)
     for model, answers in ((imported.model, {"equal"}), (wrong, {"equal", "different"})):
-        verdicts = models.check_models(flat.reference, model, imported.plan, flat.weights, tmp_path)
+        verdicts = checker.check_models(flat.reference, model, imported.plan, flat.weights, tmp_path)
         assert {v.answer for v in verdicts} == answers
 
 
@@ -367,15 +367,15 @@ def test_a_question_without_an_answer_is_no_proof(tmp_path: Path) -> None:
 
 def test_attentions_over_one_cache_are_never_taken_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is compared with the first of them; the second one reads it, too."""
-    from trt_kvcache.importer.check import models
+    from trt_kvcache.importer.check import checker
 
     def both(g: Graph, query: str, present: str, lengths: str) -> list[str]:
         other = g.input("query_1", TensorProto.FLOAT, ["B", 2, "S", 8])
         return [g.Attention(q, present, present, "", "", "", lengths, is_causal=1) for q in (query, other)]
 
     imported = planned(over_caches(both), tmp_path)
-    monkeypatch.setattr(models, "_WEIGHTS", -1)
-    verdicts = models.check_models(imported.source.proto, imported.model, imported.plan, {}, tmp_path)
+    monkeypatch.setattr(checker, "_WEIGHTS", -1)
+    verdicts = checker.check_models(imported.source.proto, imported.model, imported.plan, {}, tmp_path)
     assert {v.answer for v in verdicts} == {"undecided"}
     assert len(verdicts) > 1
 
@@ -600,11 +600,11 @@ def endless(graph: Graph, query: str) -> str:
 
 
 def test_the_process_may_die(tmp_path: Path) -> None:
-    from trt_kvcache.importer.check import process
+    from trt_kvcache.importer.check import check_process
 
     onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
     before = plan_model(tmp_path / "model.onnx", PLAN)
-    (child,) = process._current.values()
+    (child,) = check_process._current.values()
     child._process.kill()
     child._process.wait()
     assert plan_model(tmp_path / "model.onnx", PLAN) == before
@@ -620,7 +620,7 @@ def test_a_type_that_there_is_not_is_no_trace() -> None:
 
 def test_a_caller_with_another_limit_ends_no_check(tmp_path: Path) -> None:
     """It starts a process of its own beside the one that answers."""
-    from trt_kvcache.importer.check import process
+    from trt_kvcache.importer.check import check_process
 
     onnx.save(hostile(endless), tmp_path / "endless.onnx")
     onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
@@ -632,7 +632,7 @@ def test_a_caller_with_another_limit_ends_no_check(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         refusal = pool.submit(first)
-        while not process._asking.locked():
+        while not check_process._asking.locked():
             time.sleep(0.01)
         assert plan_model(tmp_path / "model.onnx", replace(PLAN, check_memory=6)).caches
     assert "took more than 3 s" in refusal.result()

@@ -21,10 +21,10 @@ from verify import mistakes as m
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, pipeline, plan_model, rewrite_model
-from trt_kvcache.importer.check import check_rewrite, models
-from trt_kvcache.importer.check.narrow import bytes_read
-from trt_kvcache.importer.check.pair import pair_models
+from trt_kvcache.importer.check import check_rewrite, checker
+from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.check.region import find_regions
+from trt_kvcache.importer.check.shrunk_weights import bytes_read
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
@@ -47,14 +47,14 @@ def unchecked(path: Path) -> ImportedModel:
     return ImportedModel(source, plan, model)
 
 
-def verdicts(imported: ImportedModel, model: onnx.ModelProto, join: str) -> list[models.Verdict]:
+def verdicts(imported: ImportedModel, model: onnx.ModelProto, join: str) -> list[checker.Verdict]:
     """Those of regions that make a tensor."""
     flat, folder = pipeline.prepare(imported.source.proto, PLAN), imported.source.path.parent
     plan = imported.plan
     limits = index_limits(model, plan)
     regions = [r for r in find_regions(pair_models(flat.reference, model, plan)) if join in r.joins]
     with exact_experts():
-        return [models._judge(r, plan, limits, flat.weights, folder, {}, thorough=False) for r in regions]
+        return [checker._judge(r, plan, limits, flat.weights, folder, {}, thorough=False) for r in regions]
 
 
 def of_head(model: onnx.ModelProto, op: str, place: int = 0) -> onnx.NodeProto:

@@ -19,8 +19,8 @@ from onnx import numpy_helper
 from verify import mistakes as m
 
 from trt_kvcache.importer import ImportedModel, import_model, pipeline
-from trt_kvcache.importer.check import models, verdicts
-from trt_kvcache.importer.check import run as running
+from trt_kvcache.importer.check import checker, verdicts
+from trt_kvcache.importer.check import region_comparison as running
 from trt_kvcache.importer.check.verdicts import Verdicts, is_private, keeping, open_verdicts
 from trt_kvcache.importer.plan import PlanOptions
 
@@ -53,7 +53,7 @@ def answers(made: ImportedModel, kept: Verdicts | None, edit: m.Mistake = m.noth
     rewritten = deepcopy(made.model)
     edit(rewritten)
     with keeping(kept):
-        found = models.check_models(flat.reference, rewritten, made.plan, flat.weights, made.source.path.parent)
+        found = checker.check_models(flat.reference, rewritten, made.plan, flat.weights, made.source.path.parent)
     return [verdict.answer for verdict in found]
 
 

@@ -4,19 +4,19 @@ The check finds every part that the two models compute differently, and cuts it 
 ONNX Runtime on random queries, keys and values. Their steps are chosen so that different masks, windows and layouts
 give different numbers.
 
-    graph         digests: tensors that are equal by construction
-    pair          both models, with the inputs that mean the same on both sides
-    shapes        shapes in batch and new tokens
-    region        between boundaries, caches and inputs on one end, joins and presents on the other
-    narrow        regions with large weights: few rows and columns, random numbers
-    schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows
-    sides         both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
-    slim          regions with short heads, for long steps
-    run, compare  both sides over these steps, and where they differ first
-    verdicts      regions that were equal before, in the user's cache folder
-    independence  the rest of the model in two batches that share a sequence
-    models        both models in, verdicts out
-    process       all of this in a process with limits on memory and time (checker)
+    hashed_graph       digests: tensors that are equal by construction
+    symbolic_shapes    shapes in batch and new tokens
+    models             both models, with the inputs that mean the same on both sides
+    region             between boundaries, caches and inputs on one end, joins and presents on the other
+    shrunk_weights     regions with large weights: few rows and columns, random numbers
+    short_heads        regions with short heads, for long steps
+    region_runs        both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
+    region_comparison  the steps of a region, both sides over these steps, and where they differ first
+    tolerances         how far numbers may be apart
+    verdicts           regions that were equal before, in the user's cache folder
+    mixing             the rest of the model: sequences and tokens that depend on each other
+    checker            both models in, verdicts out
+    check_process      all of this in a process with limits on memory and time
 
 Only a verdict of "equal" passes. The check tries lengths close to every number in the graph. It misses a model that is
 wrong at a single length elsewhere. The thorough schedule (`verify --thorough`) also runs after every past up to 4,096.
@@ -32,7 +32,7 @@ import onnx
 
 from trt_kvcache.child import ChildError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.process import check_in_process, start_process
+from trt_kvcache.importer.check.check_process import check_in_process, start_process
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.rewritten import misfit
 
@@ -122,11 +122,6 @@ def check_rewrite(
             "them, or the longest one chooses rotary factors (LongRoPE, dynamic NTK); supported are "
             "sequences that do not depend on each other: export with a batch of 1, or, for such factors, take a "
             "capacity below the length at which they change"
-        )
-    if first.answer == "counted":
-        raise UnsupportedModelError(
-            f"'{first.name}' is not the same for several tokens of a step as for each of them alone, and the masks of "
-            "the model as exported fit several tokens only while nothing is in its caches: export masks over all tokens"
         )
     where = f"around '{first.name}'" + ("" if first.layer is None else f" of layer {first.layer}")
     if first.answer == "different":

@@ -1,149 +1,148 @@
-"""Compare two models: find the regions, and return a verdict for each."""
+"""Pair both models for the check: inputs with the same meaning, types, shapes, and equal interfaces."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import onnx
-from onnx import TensorProto
 
-from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.check.independence import compare_batches
-from trt_kvcache.importer.check.narrow import bytes_read, drawn, has_caches, narrowed
-from trt_kvcache.importer.check.pair import pair_models
-from trt_kvcache.importer.check.process import Verdict
-from trt_kvcache.importer.check.region import Region, find_regions
-from trt_kvcache.importer.check.run import run_region
-from trt_kvcache.importer.files.links import read_data
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
-from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
-from trt_kvcache.importer.protos import copied
-from trt_kvcache.importer.weights import detached, storage
-from trt_kvcache.progress import phase
-
-_ROUNDS = 4
-_RANK = 3  # of what has a batch
-_WEIGHTS = 128 << 20  # bytes of weights in one region; more are not read
-_DRAWN = (1 << 20, 8 << 20)  # of random ones: without need, and where nothing less fits together
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import extensions
+from trt_kvcache.importer.check.hashed_graph import Graph
+from trt_kvcache.importer.check.symbolic_shapes import Kind, Kinds, Term
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
+from trt_kvcache.importer.protos import FLOATS, dtype_name
+from trt_kvcache.importer.steps.original_interface import COUNTED
 
 
-def check_models(
-    original: onnx.ModelProto,
-    rewritten: onnx.ModelProto,
-    plan: CachePlan,
-    weights: Mapping[str, TensorProto],
-    folder: Path,
-    *,
-    thorough: bool = False,
-) -> list[Verdict]:
-    """Return a verdict for every region; `check_rewrite` describes the arguments."""
-    plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
-    pair = pair_models(original, rewritten, plan)
-    limits = index_limits(rewritten, plan)
-    done: dict[str, Verdict] = {}
-    first: list[Verdict] = []
-    for _ in range(_ROUNDS):
-        try:
-            regions = find_regions(pair)
-            verdicts = []
-            with phase("regions", len(regions)) as compared:
-                for region in regions:
-                    verdicts.append(_judge(region, plan, limits, weights, folder, done, thorough=thorough))
-                    compared()
-        except UnsupportedModelError:
-            if not first:
-                raise
-            return first
-        wrong = {v.name for v in verdicts if v.answer != "equal"}
-        first = first or verdicts
-        if not wrong:
-            outside = compare_batches(pair, regions, limits, lambda model: _loaded(model, weights, folder))
-            return verdicts if outside is None else [*verdicts, outside]
-        # One name may stand for other contents in the rewritten graph, such as a view of a cache. What is further on
-        # decides: the regions of joins that differ are joined with those that read them.
-        inner = wrong - set(pair.original.outputs)
-        if inner <= pair.refuted:
-            return first
-        pair.refuted |= inner
-    return first
+@dataclass
+class ModelPair:
+    """Both graphs, with the types and shapes of their tensors."""
+
+    original: Graph
+    rewritten: Graph
+    plan: CachePlan
+    kinds: tuple[Kinds, Kinds]
+    shared: frozenset[str]
+    refuted: set[str] = field(default_factory=set)
+    last_positions: set[str] = field(default_factory=set)
+
+    @property
+    def sides(self) -> tuple[Graph, Graph]:
+        """The original and the rewritten graph."""
+        return self.original, self.rewritten
 
 
-def _judge(
-    region: Region,
-    plan: CachePlan,
-    limits: IndexLimits,
-    weights: Mapping[str, TensorProto],
-    folder: Path,
-    done: dict[str, Verdict],
-    *,
-    thorough: bool,
-) -> Verdict:
-    if region.key not in done:
-        done[region.key] = _compared(region, plan, limits, weights, folder, thorough=thorough)
-    name = next(iter(region.joins), ", ".join(region.presents))
-    return replace(done[region.key], name=name, layer=region.layer)
+def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
+    """Read both models. Only the roles of inputs and outputs are taken from the plan."""
+    sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
+    roles = {t.name: t for t in plan.tensors if t.io == "input"}
+    caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
+    constants = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
+    constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
+
+    def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
+        """The axes of an input. In constants, an unexplained axis has the length of the encoder's text."""
+        return tuple(
+            "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
+        )
+
+    if plan.original:
+        shared = _same(plan) - caches
+        first = {t.name: (t.shape, axes_of(t)) for t in plan.original if t.io == "input"}
+    else:
+        shared = set(sides[0].inputs) & set(sides[1].inputs) - caches
+        first = {name: (t.shape, axes_of(t)) for name, t in roles.items() if name in shared}
+        first |= {c.past: (c.logical_shape, ("batch",)) for c in plan.caches}
+    second = {name: (t.shape, axes_of(t)) for name, t in roles.items()}
+    batch = next((c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)), None)
+    pair = ModelPair(
+        *sides, plan, (Kinds(sides[0].model, first, batch), Kinds(sides[1].model, second, batch)), frozenset(shared)
+    )
+    both = [name for name in sides[0].makes if name in sides[1].makes]
+    if any(all(_is_open(kinds.get(name)) for kinds in pair.kinds) for name in both):
+        for kinds in pair.kinds:
+            kinds.compute()
+    if plan.logits_span is not None:
+        pair.last_positions = sides[1].tainted([plan.logits_span.name])
+    return pair
 
 
-def _with_batch(tensor: TensorRole) -> TensorRole:
-    """Name the first axis batch if an exporter gave it a different symbol than the batch."""
-    counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
-    if tensor.axes[:1] != ("?",) or "batch" in tensor.axes or not (counted or len(tensor.axes) >= _RANK):
-        return tensor
-    return replace(tensor, axes=("batch", *tensor.axes[1:]))
+def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Convert the model to operators that ONNX Runtime supports."""
+    return extensions.for_cpu(extensions.define(model))[0]
 
 
-def _compared(
-    region: Region,
-    plan: CachePlan,
-    limits: IndexLimits,
-    weights: Mapping[str, TensorProto],
-    folder: Path,
-    *,
-    thorough: bool,
-) -> Verdict:
-    """Compare with the model's own weights in regions with caches; elsewhere with random weights and few rows."""
-    own = has_caches(region, plan)
-    first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)
-    readable = bytes_read(region.models) <= _WEIGHTS
-
-    def with_own_weights() -> Verdict:
-        read = tuple(_loaded(model, weights, folder) for model in region.models)
-        return run_region(replace(region, models=(read[0], read[1])), plan, limits, thorough=thorough)
-
-    # A weight that only one side reads may have no effect with its own numbers, but an effect with random ones.
-    if readable and (own or first != second or not first):
-        return with_own_weights()
-    stuck: Verdict | None = None
-    if first and second <= first:
-        for small, its_plan, its_limits in narrowed(region, plan, limits, *((_WEIGHTS, _WEIGHTS) if own else _DRAWN)):
-            verdict = run_region(drawn(small), its_plan, its_limits, thorough=thorough)
-            if verdict.answer in ("equal", "different"):
-                return verdict
-            if verdict.answer == "stuck":
-                stuck = verdict
-    if readable:
-        return with_own_weights()
-    if stuck is not None:  # it is as wide as the original in all other sizes, and does not run
-        return stuck
-    unread = not own and not region.is_end and second <= first
-    return Verdict("", "equal" if unread else "undecided", "it has more weights than can be read")
+def _same(plan: CachePlan) -> set[str]:
+    """Names of inputs that have the same meaning on both sides."""
+    after = {t.name: t for t in plan.tensors if t.io == "input"}
+    return {
+        t.name
+        for t in plan.original
+        if t.io == "input"
+        and t.name in after
+        and after[t.name].role is COUNTED.get(t.role, after[t.name].role)
+        and len(t.shape) == len(after[t.name].shape)
+        and not (
+            t.role is OriginalRole.MASK and t.axes[-1:] != after[t.name].axes[-1:] and t.axes[-1:] != ("capacity",)
+        )
+    }
 
 
-def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> onnx.ModelProto:
-    """A copy of the model with the data of its weights."""
-    copy = copied(model)
-    for tensor in copy.graph.initializer:
-        if (data := detached(tensor, weights)) is not None:
-            name = tensor.name
-            tensor.CopyFrom(data)
-            tensor.name = name
-        try:
-            read_data(tensor, folder)
-        except (OSError, ValueError):
-            raise InvalidModelError(
-                f"{folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
-                "files stay as they are"
-            ) from None
-    return copy
+def check_interface(pair: ModelPair, presents: set[str]) -> None:
+    """Check that both sides have the same outputs, with planned types and shapes. The plan must name removed ones."""
+    original, rewritten = pair.sides
+    gone = [c.old for c in pair.plan.changes if c.io == "output" and not c.new]
+    for name in (name for name in original.outputs if name not in rewritten.outputs):
+        if not any(old.startswith(f"{name} ") for old in gone):
+            raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
+        if _depends_on_text(pair, name):
+            raise UnsupportedModelError(
+                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
+                "that come out again may be gone"
+            )
+    for name in rewritten.outputs:
+        if name not in original.outputs:
+            raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original has not")
+    span = pair.plan.logits_span
+    if span is not None and span.output not in pair.last_positions:
+        raise UnsupportedModelError(f"the rewritten model's output '{span.output}' does not follow '{span.name}'")
+    for name in sorted(presents):
+        if any(name not in graph.makes for graph in pair.sides):
+            raise UnsupportedModelError(f"only one of both models makes the cache '{name}'")
+    for tensor in (t for t in pair.plan.tensors if t.io == "output"):
+        # Inference does not find how many logits a span leaves: then the original's shape counts.
+        known = [k for kinds in reversed(pair.kinds) if (k := kinds.get(tensor.name))]
+        kind = next((k for k in known if k.shape is not None), known[0])
+        if not _is_planned(kind, tensor):
+            raise UnsupportedModelError(
+                f"the rewritten model's output '{tensor.name}' is {kind}, and the plan says {tensor.dtype} "
+                f"[{', '.join(map(str, tensor.shape))}]"
+            )
+
+
+def _depends_on_text(pair: ModelPair, name: str) -> bool:
+    """True if an output of the original is computed from tokens or float inputs, and is no unchanged input."""
+    graph = pair.original
+    inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
+    inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}
+    same, _ = graph.digests({n: n for n in graph.inputs})
+    return name in graph.tainted(inputs, shapes=False) and same.get(name) not in graph.inputs
+
+
+def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
+    """True if the inferred type and shape agree with the plan, as far as they are known."""
+    if kind.elem_type and dtype_name(kind.elem_type) != tensor.dtype:
+        return False
+    if kind.shape is None:
+        return True
+    sizes = {"batch": Term(1, 1, 0), "sequence": Term(1, 0, 1)}
+    wanted = [
+        Term(d, 0, 0) if isinstance(d, int) else sizes.get(a) for d, a in zip(tensor.shape, tensor.axes, strict=True)
+    ]
+    return len(wanted) == len(kind.shape) and all(w in (None, t) for w, t in zip(wanted, kind.shape, strict=True))
+
+
+def _is_open(kind: Kind | None) -> bool:
+    """True for a float type, or an unknown one, without a shape."""
+    return kind is None or (kind.shape is None and kind.elem_type in (0, *FLOATS))

@@ -21,8 +21,8 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from trt_kvcache.importer.check.graph import Graph
-from trt_kvcache.importer.check.shapes import POINTS, terms
+from trt_kvcache.importer.check.hashed_graph import Graph
+from trt_kvcache.importer.check.symbolic_shapes import POINTS, terms
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import FLOATS, copied, part_of
 from trt_kvcache.importer.recognize.records import Cache, RecognizeError

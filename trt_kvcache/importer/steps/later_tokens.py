@@ -21,17 +21,17 @@ from trt_kvcache.importer.plan import CachePlan, MaskGeometry, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import copied, names_read, part_of, replace_field
 from trt_kvcache.importer.simplify import drop_dead
-from trt_kvcache.importer.steps.contents import drawn_contents, find_caches
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.cache_contents import drawn_contents, find_caches
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, draw_constants
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, open_session
-from trt_kvcache.importer.steps.step import Step
+from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 
 _STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
 _LONGEST = 4  # tokens of a step
-_HIDDEN = -15.0  # what is added to hidden scores is at most this; `StepInputs` gives masks of floats with -20
+_HIDDEN = -15.0  # what is added to hidden scores is at most this; `DrawnInputs` gives masks of floats with -20
 _MOST = 1 << 20  # bytes of a constant of a mask; more are weights
 
 
@@ -88,8 +88,8 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
     for step, others in ((step, others) for step in _STEPS for others in ({}, ones)):
         try:
             rng = np.random.default_rng(0)
-            values = draw_constants(plan, 1, 0, twin=True) | others
-            inputs = StepInputs(plan, index_limits(model, plan), values, rng, twin=True, unknown=_LONGEST, plain=True)
+            values = draw_constants(plan, 1, 0) | others
+            inputs = DrawnInputs(plan, index_limits(model, plan), values, rng, unknown=_LONGEST, plain=True)
             feeds = inputs.shared(step)
             for value in part.graph.input:
                 if value.name in caches:

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 from onnx import ModelProto
 
 from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.compare.decode import Decode, Piece, compare, plan_pieces
-from trt_kvcache.compare.exported import Exported, ExportedTexts
+from trt_kvcache.compare.differences import Share, share_of
+from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.compare.float32_copy import Float32Copies
-from trt_kvcache.compare.proof import LOGITS, Facts, Proof, draws_digest, numbers_of_cache, token_table
-from trt_kvcache.compare.rewritten import Feeds, Rewritten, WideSession
-from trt_kvcache.compare.rounding import UNITS, rounding_dtype, with_rounding
-from trt_kvcache.compare.tolerance import MEASURED, Share, allowed, share_of, uneven
+from trt_kvcache.compare.proof import LOGITS, Facts, Proof, draws_digest, numbers_of_cache
+from trt_kvcache.compare.rewritten_model import Feeds, Float32Session, Rewritten
+from trt_kvcache.compare.rounding import MEASURED, UNITS, allowed, rounding_dtype, uneven, with_rounding
+from trt_kvcache.compare.text_inputs import TextInputs, token_table
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
@@ -36,12 +36,10 @@ from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
-from trt_kvcache.importer.steps.contents import find_caches, find_states
-from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.importer.steps.inputs import draw_constants
-from trt_kvcache.importer.steps.step import Limits, read_limits
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants
+from trt_kvcache.importer.steps.step_limits import read_limits
 
-__all__ = ["Bounds", "Watch", "chooses_experts", "record_proof"]
+__all__ = ["Watch", "chooses_experts", "record_proof"]
 
 Array = npt.NDArray[Any]
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
@@ -70,7 +68,7 @@ _TIED = 1e-3  # share of the logits by which the rewritten model may differ from
 def record_proof(
     imported: ImportedModel, bounds: Bounds, *, steps: int | None = None, seconds: float | None = None,
     replaced: Mapping[str, bytes | bytearray] | None = None,
-    watch: Callable[[ModelProto, Path, float], Watch] | None = None,
+    watch: Callable[[ModelProto, Path, float], Watch] = lambda *_: lambda *_: None,
 ) -> Proof:  # fmt: skip
     """Decode a model in ONNX Runtime, and keep the results that its engine must repeat.
 
@@ -90,12 +88,12 @@ def record_proof(
         OutputError: temporary files do not fit onto the disk.
     """
     path = imported.source.path
-    for role, io, what in ((Role.TOKENS, "input", "input"), (Role.LOGITS, "output", "output")):
+    for role, io in ((Role.TOKENS, "input"), (Role.LOGITS, "output")):
         if imported.plan.tensor(role, io) is None:
-            raise UnsupportedModelError(f"no {what} has the role '{role.value}', and a proof is a decode of texts")
+            raise UnsupportedModelError(f"no {io} has the role '{role.value}', and a proof is a decode of texts")
     with TemporaryDirectory(prefix="trt-kvcache-proof-") as name, exact_experts():
         try:
-            return _Recording(imported, bounds, steps, seconds, Float32Copies(Path(name)), replaced).run(watch)
+            return _Recording(imported, bounds, steps, Float32Copies(Path(name)), replaced).run(watch, seconds)
         except RunError as error:
             raise UnsupportedModelError(f"{path}: ONNX Runtime does not run the model: {error}") from None
 
@@ -105,100 +103,95 @@ def chooses_experts(model: ModelProto) -> bool:
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
-@dataclass
-class _Heard:
-    """Results of a decode: logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``."""
-
-    logits: list[Array]
-    rows: dict[str, Array]
-
-
 class _Recording:
     def __init__(
-        self, imported: ImportedModel, bounds: Bounds, steps: int | None, seconds: float | None, copies: Float32Copies,
+        self, imported: ImportedModel, bounds: Bounds, steps: int | None, copies: Float32Copies,
         replaced: Mapping[str, bytes | bytearray] | None,
     ) -> None:  # fmt: skip
         plan, source = imported.plan, imported.source
-        self._imported, self._plan, self._bounds, self._copies, self._seconds = imported, plan, bounds, copies, seconds
-        self._took = 0.0  # seconds in ONNX Runtime
-        model, _ = for_cpu(imported.model)
-        self._model, self._folder = copies.copy(model, source.path.parent, replaced)
-        self._dtype = rounding_dtype(source.proto, twin=has_bfloat16(source.proto))
-        self._limits = index_limits(imported.model, plan)
+        self._imported, self._plan, self._bounds, self._copies = imported, plan, bounds, copies
+        self._model, self._folder = copies.copy(for_cpu(imported.model)[0], source.path.parent, replaced)
+        self._dtype = rounding_dtype(source.proto)
+        self._limits, self._table = index_limits(imported.model, plan), token_table(plan, _SEED)
         vocabulary = min(self._limits.tokens.values(), default=2)
-        self._table = token_table(plan, _SEED)
         rows = read_limits(plan, min(_ROWS, max(bounds.batch, _FEWEST))).batch
         pieces = _pieces(plan, bounds, rows, min(bounds.chunk, max(_LOGITS // vocabulary, 1)), steps)
         if not pieces:
             raise UnsupportedModelError(f"{source.path}: no step of a proof fits the caches of this model")
         rows = max(len(p.rows) for p in pieces)
-        self._given = draw_constants(plan, rows, _SEED, twin=True, length=bounds.encoder)
-        self.decode = Decode(
-            pieces, rows, vocabulary if self._table is None else len(self._table), _SEED, goes_on=self._table is None
-        )
-        self._caches = {c.role.name: c for c in (*find_caches(plan), *find_states(plan)) if c.output is not None}
-        kept = len({p.part for p in pieces}) * rows * _NEWEST * len(self._caches)
-        self._width = int(np.clip(_SAMPLES // (4 * max(kept, 1)), 1, _WIDEST))
+        self._given = draw_constants(plan, rows, _SEED, length=bounds.encoder)
+        count = vocabulary if self._table is None else len(self._table)
+        self.decode = Decode(pieces, rows, count, _SEED, goes_on=self._table is None)
 
-    def run(self, watch: Callable[[ModelProto, Path, float], Watch] | None) -> Proof:
-        runner = self._runner(self._model)
-        if watch is not None:
-            runner.watch = watch(self._model, self._folder, _GARBAGE[self._dtype])
-        exact = self._heard(runner)
+    def run(self, watch: Callable[[ModelProto, Path, float], Watch], seconds: float | None) -> Proof:
+        decode, unit = self.decode, UNITS[self._dtype]
+        seen = watch(self._model, self._folder, _GARBAGE[self._dtype])
+        decode.wanted, rows = self._decoded(self._model, seen, seconds)
         self._tie()
-        unit = UNITS[self._dtype]
-        rounded = self._heard(self._runner(with_rounding(self._model, MEASURED * unit, _SEED + 1)))
-        rounding = _rounding(self.decode.pieces, exact, rounded)
-        return self._proof(exact, rounding, unit)
+        logits, others = self._decoded(with_rounding(self._model, MEASURED * unit, _SEED + 1))
+        rounding: dict[str, dict[str, Share]] = {p.part: {} for p in decode.pieces}
 
-    def _runner(self, model: ModelProto) -> Rewritten:
-        session = WideSession(model, self._folder)
+        def note(part: str, name: str, before: Array, after: Array) -> None:
+            for one, other in zip(before, after, strict=True):
+                # NaN as a logit decides nothing.
+                share = Share(np.inf, np.inf) if np.isnan(one).any() else share_of(one, other)
+                rounding[part][name] = rounding[part].get(name, share).most(share)
+
+        for piece, before, after in zip(decode.pieces, decode.wanted, logits, strict=True):
+            note(piece.part, LOGITS, before, after)
+        for name, values in rows.items():
+            part, cache = name.split("/", 1)
+            note(part, cache, values, others[name])
+        return self._proof(rows, rounding, unit)
+
+    def _decoded(
+        self, model: ModelProto, watch: Watch = lambda *_: None, seconds: float | None = None
+    ) -> tuple[list[Array], dict[str, Array]]:
+        """Decode the texts; the decode ends at the time limit.
+
+        Returns:
+            Logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``.
+        """
+        session, took, decode = Float32Session(model, self._folder), 0.0, self.decode
 
         def run(feeds: Feeds) -> Feeds:
+            nonlocal took
             began = time.monotonic()
             outputs = session.run(feeds)
-            self._took += time.monotonic() - began
+            took += time.monotonic() - began
             return outputs
 
-        return Rewritten(
-            self._plan, self._limits, run, f"ONNX Runtime {ort.__version__}, float32",
-            {n: v.astype(np.float32) if v.dtype.kind == "f" else v for n, v in self._given.items()}, self._table,
-            _GARBAGE[self._dtype],
-        )  # fmt: skip
-
-    def _heard(self, runner: Rewritten) -> _Heard:
-        """Decode the texts. The first decode chooses the tokens, and stops at the time limit."""
-        decode, heard, first = self.decode, _Heard([], {}), not self.decode.tokens
-        steps = decode.run(runner) if first else _again(decode, runner, heard.logits)
-        for count in steps:
+        inputs = TextInputs(self._plan, self._limits, self._given, self._table)
+        runner = Rewritten(self._plan, inputs, run, garbage=_GARBAGE[self._dtype], seed=_SEED)
+        runner.watch = watch
+        logits, rows = list[Array](), dict[str, Array]()
+        for count, values in enumerate(decode.steps(runner), 1):
+            logits.append(values)
             part = decode.pieces[count - 1].part
-            late = first and self._seconds is not None and self._took > self._seconds and count < len(decode.pieces)
-            if late and count < _LEAST:
-                least = _LEAST * self._took / count
-                raise OptionError(
-                    f"{_LEAST} steps on the CPU take about {least:.0f} s here, more than {self._seconds:.0f}; "
-                    f"--proof {_LEAST} records them all the same"
-                )
-            if late:
+            if seconds is not None and took > seconds and count < len(decode.pieces):
+                if count < _LEAST:
+                    raise OptionError(
+                        f"{_LEAST} steps on the CPU take about {_LEAST * took / count:.0f} s here, more than "
+                        f"{seconds:.0f}; --proof {_LEAST} records them all the same"
+                    )
                 decode.pieces = decode.pieces[:count]
             if count == len(decode.pieces) or decode.pieces[count].part != part:
-                heard.rows |= self._rows(runner, part)
-            if late:
+                rows |= {f"{part}/{name}": found for name, found in self._rows(runner, part)}
+            if count == len(decode.pieces):
                 break
-        heard.logits = decode.wanted if first else heard.logits
-        return heard
+        return logits, rows
 
-    def _rows(self, runner: Rewritten, part: str) -> dict[str, Array]:
-        """Return numbers of the newest cache rows after a part."""
-        lengths = [[p.length for p in self.decode.pieces if p.part == part and r in p.rows]
-                   for r in range(self.decode.rows)]  # fmt: skip
-        fewest, found = min(sum(own) for own in lengths), {}
-        for name, cache in self._caches.items():
+    def _rows(self, runner: Rewritten, part: str) -> list[tuple[str, Array]]:
+        """Return numbers of the newest cache rows after a part, by name of the past."""
+        pieces, texts = self.decode.pieces, range(self.decode.rows)
+        fewest = min(sum(p.length for p in pieces if p.part == part and text in p.rows) for text in texts)
+        caches = {name: c for name, c in runner.tensors.items() if c.output is not None}
+        kept = len({p.part for p in pieces}) * len(texts) * _NEWEST * len(caches)
+        width, found = int(np.clip(_SAMPLES // (4 * max(kept, 1)), 1, _WIDEST)), []
+        for name, cache in caches.items():
             count = min(_NEWEST, fewest, *([] if cache.update is None else [cache.update.capacity]))
-            found[f"{part}/{name}"] = np.stack([
-                numbers_of_cache(cache, values, end, count, self._width)
-                for values, end in zip(runner.caches[name], runner.ends, strict=True)
-            ])  # fmt: skip
+            numbers = [numbers_of_cache(cache, runner.read(name, t), int(runner.ends[t]), count, width) for t in texts]
+            found.append((name, np.stack(numbers)))
         return found
 
     def _tie(self) -> None:
@@ -213,26 +206,25 @@ class _Recording:
         first = replace(decode, pieces=tuple(p for p in decode.pieces if p.part == decode.pieces[0].part))
         try:
             exported = Exported(
-                source, self._plan, wide=True, given=self._given, table=self._table, copies=self._copies
-            )
-            exported.last = _POSITIONS
-            found = [*compare(first, ExportedTexts(exported), _TIED)][-1]
+                source, self._plan, self._given, self._table, last=_POSITIONS, copies=self._copies
+            )  # fmt: skip
+            found = compare(first, first.steps(exported), _TIED)
         except UnsupportedModelError:  # it cannot decode with its own caches: the check has compared its parts
             return
         if not found.passed and all(np.isfinite(w).all() for w in decode.wanted):
-            assert found.piece is not None
             raise UnsupportedModelError(
                 f"{source.path}: the rewritten model does not give the logits of the model as exported: they differ by "
                 f"{found.largest:.2g} in step {found.piece + 1}; 'verify' says more"
             )
 
-    def _proof(self, exact: _Heard, rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
+    def _proof(self, rows: Mapping[str, Array], rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
         """Return the proof: the parts of a decode that it keeps, with the allowed differences."""
-        pieces, kind, arrays = self.decode.pieces, self._plan.options.cache_dtype, dict[str, Array]()
-        coded = {n for n, c in self._caches.items() if "int" in c.role.dtype or kind is not None}
-        shares = allowed(rounding, unit, self.decode.rows, coded, kind)
+        decode, kind, arrays = self.decode, self._plan.options.cache_dtype, dict[str, Array]()
+        roles = {t.name: t.dtype for t in self._plan.tensors if t.io == "input"}
+        coded = {n for own in rounding.values() for n in own if kind is not None or "int" in roles.get(n, "")}
+        shares = allowed(rounding, unit, decode.rows, coded - {LOGITS}, kind)
         note = ""
-        if any(np.isnan(v).any() for v in exact.logits):
+        if any(np.isnan(v).any() for v in decode.wanted):
             note = "the model has logits that are not a number; its proof leaves these parts' logits out"
         elif not any(LOGITS in own for own in shares.values()):
             least = min(own[LOGITS].typical for own in rounding.values())
@@ -240,34 +232,26 @@ class _Recording:
                 f"rounding decides the logits of this model: moving its numbers by no more than {MEASURED * unit:.2g} "
                 f"of themselves changes logits by {least:.2g} of their size; its proof compares cache rows alone"
             )
-        some = sum(v.size for v in exact.logits) * 4 > _ALL and exact.logits[0].shape[-1] > _HIGH + _COLUMNS
-        for at, (tokens, values) in enumerate(zip(self.decode.tokens, exact.logits, strict=True)):
+        vocabulary = decode.wanted[0].shape[-1]
+        some = sum(v.size for v in decode.wanted) * 4 > _ALL and vocabulary > _HIGH + _COLUMNS
+        for at, (tokens, values) in enumerate(zip(decode.tokens, decode.wanted, strict=True)):
             arrays[f"{at}/tokens"] = tokens.astype(np.int32)
             if some:
                 columns = arrays[f"{at}/columns"] = _columns(values)
                 values = np.take_along_axis(values, columns, -1)
             arrays[f"{at}/logits"] = values.astype(np.float32)
-        arrays |= {n: v for n, v in exact.rows.items() if n.split("/", 1)[1] in shares[n.split("/", 1)[0]]}
+        arrays |= {n: v for n, v in rows.items() if n.split("/", 1)[1] in shares[n.split("/", 1)[0]]}
         if (size := sum(array.nbytes for array in arrays.values())) > _MOST_BYTES:
             raise OptionError(
-                f"{len(pieces)} steps make a proof of {size / 1e6:.1f} MB, and it may have {_MOST_BYTES / 1e6:.1f}; "
-                "give fewer steps"
+                f"{len(decode.pieces)} steps make a proof of {size / 1e6:.1f} MB, and it may have "
+                f"{_MOST_BYTES / 1e6:.1f}; give fewer steps"
             )
         facts = Facts(
-            recorded_on=f"ONNX Runtime {ort.__version__}, float32", dtype=self._dtype, vocab=exact.logits[0].shape[-1],
-            seed=_SEED, garbage=_GARBAGE[self._dtype], encoder=self._bounds.encoder, pieces=pieces,
-            chooses=chooses_experts(self._imported.source.proto), digest=draws_digest(_SEED), allowed=shares,
-            uneven=uneven(rounding), note=note,
+            recorded_on=Rewritten.name, dtype=self._dtype, vocab=vocabulary, seed=_SEED, garbage=_GARBAGE[self._dtype],
+            encoder=self._bounds.encoder, pieces=decode.pieces, chooses=chooses_experts(self._imported.source.proto),
+            digest=draws_digest(_SEED), allowed=shares, uneven=uneven(rounding), note=note,
         )  # fmt: skip
         return Proof(facts, {name: np.ascontiguousarray(array) for name, array in arrays.items()})
-
-
-def _again(decode: Decode, runner: Rewritten, logits: list[Array]) -> Any:
-    """Decode the same tokens once more; yield the number of finished pieces, as `Decode.run` does."""
-    runner.start(decode.rows)
-    for piece, tokens in zip(decode.pieces, decode.tokens, strict=True):
-        logits.append(runner.step(piece, tokens))
-        yield len(logits)
 
 
 def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int | None) -> tuple[Piece, ...]:
@@ -275,37 +259,20 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
     limits = read_limits(plan, rows)
     filled = (limits.length or 1) - 1  # a session's last step must fit with its padding
     ends = [n for n in (limits.linear and limits.linear - filled, bounds.positions) if n is not None]
-    limits = replace(
-        limits, longest=min(limits.longest, chunk), linear=min(ends, default=None), ragged=one_row_each(plan, limits)
-    )
+    limits = replace(limits, longest=min(limits.longest, chunk), linear=min(ends, default=None))
     bound = min((c for c in (limits.linear, *limits.circular) if c is not None), default=0)
     places = {_SETTLED: "decode", _SPAN: "span"} if bound > _SPAN and limits.length is None else {_SETTLED: "decode"}
     if limits.linear is not None:
         places = {place: name for place, name in places.items() if place < limits.linear}
+    kept = min(bounds.logits or _POSITIONS, _POSITIONS)
 
     def planned(tokens: int) -> tuple[Piece, ...]:
-        found = plan_pieces(
-            limits,
-            plan,
-            _PROMPT,
-            tokens,
-            whole=plan.prefill_in_one_step,
-            places=places,
-            chunk=_CHUNK,
-            far=True,
-            drawn=plan.options.cache_dtype is None,
-        )
-        kept = min(bounds.logits or _POSITIONS, _POSITIONS)
+        drawn = plan.options.cache_dtype is None
+        found = plan_pieces(limits, plan, _PROMPT, tokens, places=places, chunk=_CHUNK, far=True, drawn=drawn)
         return tuple(replace(p, kept=min(p.length, kept)) for p in found)
 
     found = planned(0)
     return found if steps is None else planned(max(steps - len(found), 0))[:steps]
-
-
-def one_row_each(plan: CachePlan, limits: Limits) -> bool:
-    """True if rows of a batch may start at different places; masks and positions then have a row for each, too."""
-    shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
-    return limits.ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
 
 
 def _columns(logits: Array) -> Array:
@@ -314,21 +281,3 @@ def _columns(logits: Array) -> Array:
     high = np.argpartition(logits, -_HIGH, axis=-1)[..., -_HIGH:]
     fixed = np.arange(_COLUMNS) * vocab // _COLUMNS + np.arange(_COLUMNS) % max(vocab // _COLUMNS, 1)
     return np.concatenate([high, np.broadcast_to(fixed, (*high.shape[:-1], _COLUMNS))], -1).astype(np.int32)
-
-
-def _rounding(pieces: tuple[Piece, ...], exact: _Heard, rounded: _Heard) -> dict[str, dict[str, Share]]:
-    """Return the largest difference that rounding made in any row, by names of part and output."""
-    found: dict[str, dict[str, Share]] = {p.part: {} for p in pieces}
-
-    def note(part: str, name: str, before: Array, after: Array) -> None:
-        for one, other in zip(before, after, strict=True):
-            # NaN as a logit decides nothing.
-            share = Share(np.inf, np.inf) if np.isnan(one).any() else share_of(one, other)
-            found[part][name] = found[part].get(name, share).most(share)
-
-    for piece, before, after in zip(pieces, exact.logits, rounded.logits, strict=True):
-        note(piece.part, LOGITS, before, after)
-    for name, values in exact.rows.items():
-        part, cache = name.split("/", 1)
-        note(part, cache, values, rounded.rows[name])
-    return found

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.compare import joined, last, sequence_axis, take, token
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
-from trt_kvcache.importer.check.shapes import UNKNOWN
+from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN
+from trt_kvcache.importer.check.tolerances import joined, last, sequence_axis, take
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.steps.contents import (
+from trt_kvcache.importer.steps.cache_contents import (
     CacheTensor,
     as_text,
     drawn_contents,
@@ -27,11 +27,11 @@ from trt_kvcache.importer.steps.contents import (
     numpy_dtype,
     ring_window,
 )
-from trt_kvcache.importer.steps.inputs import SPAN_KINDS, StepInputs, draw_constants, span_inputs
-from trt_kvcache.importer.steps.original import OriginalInterface
+from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
-from trt_kvcache.importer.steps.step import Step
+from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -49,7 +49,7 @@ class StuckError(RunError):
     """The original's part runs, and the rewritten one does not."""
 
 
-class Sides:
+class RegionRuns:
     """Both sides of a region, in one type.
 
     Attributes:
@@ -99,7 +99,7 @@ class Sides:
             if (t.io == "input" and (t.name in self._needed[0] or t.role is OriginalRole.TOKENS))
             or (t.io == "output" and t.name in self.region.presents)
         )
-        return OriginalInterface(replace(self.plan, original=original), twin=True)
+        return OriginalInterface(replace(self.plan, original=original))
 
     def reads(self) -> bytes:
         """All data that decide the results of both sides in a step, for the key of a verdict."""
@@ -163,9 +163,9 @@ class Sides:
         """Make all inputs of a step: graph inputs, boundaries by index, and caches in the original's form."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
-        inputs = StepInputs(
-            self.plan, self._limits, draw_constants(self.plan, batch, _SEED, twin=True), rng,
-            twin=True, unknown=UNKNOWN, rings=self._has_rings(step),
+        inputs = DrawnInputs(
+            self.plan, self._limits, draw_constants(self.plan, batch, _SEED), rng,
+            unknown=UNKNOWN, rings=self._has_rings(step),
         )  # fmt: skip
         feeds = inputs.shared(step)
         for number, b in enumerate(self.region.boundaries):
@@ -177,7 +177,7 @@ class Sides:
         for number, cache in enumerate(self.caches):
             view = self._as_text(cache, step)
             if cache.role.name in self._unread:
-                feeds[cache.role.name] = np.zeros(view.logical_shape(batch), numpy_dtype(cache.role.dtype, twin=True))
+                feeds[cache.role.name] = np.zeros(view.logical_shape(batch), numpy_dtype(cache.role.dtype))
             else:
                 feeds[cache.role.name] = drawn_contents(view, number, step.starts, magnitude, wide=self.wide)
         if self.settled:
@@ -226,8 +226,6 @@ class Sides:
             RunError: it does not run the step.
             UnsupportedModelError: a join has fewer axes than inference says.
         """
-        if self.interface is not None and self.interface.singles(feeds) > 1:
-            return self._singly(self.interface, step, feeds, together=together)
         runs = self._of_original(step, feeds, together=together)
         ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
         outputs: Feeds = {}
@@ -239,25 +237,6 @@ class Sides:
         if self.interface is None:
             return outputs | {name: ran[0][1][name] for name in self.region.presents}
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
-
-    def _singly(self, interface: OriginalInterface, step: Step, feeds: Feeds, *, together: bool) -> Feeds:
-        """Run the original on the tokens of a step one by one; see `original`."""
-        read = {c.role.name: c.output for c in self.caches if c.role.name in self._needed[1]}
-        if missing := [name for name, present in read.items() if present not in self.region.presents]:
-            raise UnsupportedModelError(f"nothing says what '{missing[0]}' holds after each token of a step")
-
-        def run(place: int, inputs: Feeds) -> Feeds:
-            starts = tuple(start + place for start in step.starts)
-            for number, b in enumerate(self.region.boundaries):
-                inputs[f"boundary {number}"] = token(feeds[f"boundary {number}"], b.shape, place)
-            return self.original(Step(1, starts, tuple(start + 1 for start in starts)), inputs, together=together)
-
-        parts = interface.one_by_one(feeds, run)
-        outputs = parts[-1]
-        for name, shape in self.region.joins.items():
-            if (axis := sequence_axis(shape)) is not None:
-                outputs[name] = np.concatenate([part[name] for part in parts], axis)
-        return outputs
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
         """The original's inputs, for one or several runs; each run takes some rows of the batch."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
-from trt_kvcache.importer.steps.contents import size_of
+from trt_kvcache.importer.steps.cache_contents import size_of
 
 _ANY_LENGTH = 1 << 20  # of an update, where no cache bounds it
 

@@ -140,7 +140,7 @@ def drawn_contents(
         wide: float16 becomes float32, too.
     """
     dtype = cache.role.dtype
-    kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype, twin=True)
+    kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype)
     contents = np.zeros(cache.logical_shape(len(histories)), kind)
     histories = [*histories, *(0,) * (len(contents) - len(histories))]  # of a batch that is fixed, and larger
     if cache.update is None:
@@ -276,13 +276,13 @@ def size_of(dim: Dim) -> int | None:
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 
 
-def numpy_dtype(name: str, *, twin: bool) -> np.dtype[Any]:
-    """The numpy dtype of an ONNX dtype name such as ``"float16"``; bfloat16 is float32 in a float32 twin.
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of an ONNX dtype name such as ``"float16"``; bfloat16 is float32.
 
     Raises:
         UnsupportedModelError: ONNX Runtime takes no such inputs.
     """
-    if twin and name == "bfloat16":
+    if name == "bfloat16":
         return np.dtype(np.float32)
     if name not in PLAIN:
         raise UnsupportedModelError(

@@ -1,15 +1,22 @@
-"""Run both sides of a region over its steps, and name the first difference."""
+"""Plan the steps of a region, run both sides of it over them, and name the first difference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.compare import (
+from trt_kvcache.importer.check.check_process import Verdict
+from trt_kvcache.importer.check.hashed_graph import Graph
+from trt_kvcache.importer.check.region import Region
+from trt_kvcache.importer.check.region_runs import Feeds, RegionRuns, StuckError
+from trt_kvcache.importer.check.short_heads import with_short_heads
+from trt_kvcache.importer.check.symbolic_shapes import Term
+from trt_kvcache.importer.check.tolerances import (
     FAR,
     added_rounding,
     both,
@@ -22,20 +29,13 @@ from trt_kvcache.importer.check.compare import (
     take,
     tolerances,
 )
-from trt_kvcache.importer.check.graph import Graph
-from trt_kvcache.importer.check.process import Verdict
-from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.schedule import end_steps, plan_steps, rows_needed
-from trt_kvcache.importer.check.shapes import Term
-from trt_kvcache.importer.check.sides import Feeds, Sides, StuckError
-from trt_kvcache.importer.check.slim import slim
 from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError
-from trt_kvcache.importer.steps.step import Step, read_limits
+from trt_kvcache.importer.steps.step_limits import Limits, Step, read_limits
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
 """Magnitudes of garbage in rows without a token, tried from the first on until the original hides it. At the last one
@@ -46,9 +46,20 @@ _BATCH = 2
 _MANY = 1 << 13  # scores of a step that costs much
 _FEW_STEPS = 6
 _FEW = 64  # keys, each of which is changed to find the one that only one side sees
+_MOST_INTEGERS = 8
+_LARGEST_BATCH = 64
+_LONGEST_PROMPT = 2048  # tokens; masks have that squared
+_COSTLY = 128  # tokens of a step that costs much: it runs after the least and the most tokens of all pairs
+_LONG = 1 << 14  # rows
+_FARTHEST = 1 << 20  # tokens of a text, where every cache is circular
+_PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
+"""Tokens before a step and new ones: short and long, from an empty past on."""
+_RAGGED = (((0, 5, 11), 2), ((12, 1), 1), ((3, 0), 3))
+_SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (0, 1)))
+"""Tokens before a step, and how many of the new ones count: 0 is an idle row."""
 
 
-def run_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Verdict:
+def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Verdict:
     """Run both sides of a region over all steps that it needs, and return the verdict."""
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = False
@@ -83,18 +94,18 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
     sessions: tuple[list[ModelSession], list[ModelSession]] = ([], [])  # with whole and with short heads
 
     def make(plan: CachePlan, steps: Sequence[Step]) -> _Run:
-        return _Run(Sides(region, plan, limits, wide=wide, sessions=sessions[0]), steps)
+        return _Run(RegionRuns(region, plan, limits, wide=wide, sessions=sessions[0]), steps)
 
     def by_length(plan: CachePlan, steps: Sequence[Step]) -> Iterator[_Run]:
         """Yield a run for cheap steps, and one for expensive steps, which uses short heads if possible."""
         few, many = ([s for s in steps if (_cost(s) > _MANY) is large] for large in (False, True))
-        short = slim(region, plan) if many else None
+        short = with_short_heads(region, plan) if many else None
         if short is None:
             yield make(plan, steps)
             return
         if few:
             yield make(plan, few)
-        yield _Run(Sides(*short, limits, wide=wide, sessions=sessions[1]), many, lambda: make(plan, many))
+        yield _Run(RegionRuns(*short, limits, wide=wide, sessions=sessions[1]), many, lambda: make(plan, many))
 
     at = plan
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
@@ -109,13 +120,13 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
         yield from by_length(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
     few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:_FEW_STEPS] if wide else []
     if _caches(region, at) and _has_norm(region):
-        small = Sides(region, at, limits, wide=wide, sessions=sessions[0], small=True)
+        small = RegionRuns(region, at, limits, wide=wide, sessions=sessions[0], small=True)
         yield _Run(small, plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:_FEW_STEPS])
     if wide and is_half(region.models):
-        yield _Run(Sides(region, at, limits, wide=False, sessions=[]), few)
+        yield _Run(RegionRuns(region, at, limits, wide=False, sessions=[]), few)
     large = _queries(region)
     if wide and large:
-        yield _LargeRun(Sides(region, at, limits, wide=False, sessions=[]), few[:2], large)
+        yield _LargeRun(RegionRuns(region, at, limits, wide=False, sessions=[]), few[:2], large)
 
 
 def _has_norm(region: Region) -> bool:
@@ -144,25 +155,25 @@ class _Run:
         whole: the run that decides if this one, with short heads, does not find every step equal.
     """
 
-    def __init__(self, sides: Sides, steps: Sequence[Step], whole: Callable[[], _Run] | None = None) -> None:
-        region = sides.region
+    def __init__(self, runs: RegionRuns, steps: Sequence[Step], whole: Callable[[], _Run] | None = None) -> None:
+        region = runs.region
         self._whole = whole
-        self.sides, self.region = sides, region
+        self.runs, self.region = runs, region
         self.compared: list[Step] = []
         self.alive: set[str] = set()
         self._seen: dict[str, float] = {}
         self._was_compared = False
-        caches = bool(_caches(region, sides.plan))
-        self._tolerance, self._exact = tolerances(region, wide=sides.wide, caches=caches)
+        caches = bool(_caches(region, runs.plan))
+        self._tolerance, self._exact = tolerances(region, wide=runs.wide, caches=caches)
         attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
         self._scores = {name for node in attention for name in node.output[3:]}
-        if not sides.counts_tokens:
-            steps = list({(len(step.starts), step.length, sides.is_small(step)): step for step in steps}.values())
-        self._steps = [step for step in steps if sides.fits(step)]
+        if not runs.counts_tokens:
+            steps = list({(len(step.starts), step.length, runs.is_small(step)): step for step in steps}.values())
+        self._steps = [step for step in steps if runs.fits(step)]
         self._changes_past = False
         self._verdicts = current_verdicts()
         kind, steps_read = type(self).__name__.encode(), repr(self._steps).encode()
-        self._key = "" if self._verdicts is None else key_of(kind, sides.reads(), steps_read)
+        self._key = "" if self._verdicts is None else key_of(kind, runs.reads(), steps_read)
 
     @property
     def compares(self) -> bool:
@@ -212,22 +223,22 @@ class _Run:
     def opens(self) -> bool:
         """True if both sides run a step."""
         try:
-            self.sides.open(self._steps)
+            self.runs.open(self._steps)
         except RunError:
             return False
-        return bool(self.sides.sessions)
+        return bool(self.runs.sessions)
 
     def compare(self) -> str:
         """Describe the first difference; empty if both sides are equal."""
         if not self._steps:
             return ""
-        if not self.sides.sessions:
-            self.sides.open(self._steps)
-        for magnitude in _GARBAGE if self.sides.wide or not is_half(self.region.models) else _HALF_GARBAGE:
-            self.sides.garbage = magnitude
+        if not self.runs.sessions:
+            self.runs.open(self._steps)
+        for magnitude in _GARBAGE if self.runs.wide or not is_half(self.region.models) else _HALF_GARBAGE:
+            self.runs.garbage = magnitude
             why, leaks = self._first_difference()
-            if self._changes_past and not self.sides.settled:
-                self.sides.settled = True
+            if self._changes_past and not self.runs.settled:
+                self.runs.settled = True
                 why, leaks = self._first_difference()
             if not leaks:
                 return why
@@ -243,9 +254,9 @@ class _Run:
         self.compared = []
         leaks = False
         for step in self._steps:
-            feeds = self.sides.feeds(step)
+            feeds = self.runs.feeds(step)
             try:
-                originals = list(self.sides.originals(step, feeds))
+                originals = list(self.runs.originals(step, feeds))
             except RunError:  # a step that the original does not take
                 continue
             dead = [n for n in self.region.joins if n not in self.alive]
@@ -253,8 +264,8 @@ class _Run:
             self.alive |= {
                 n for n, v in numbers.items() if not v.max() == v.min() == self._seen.setdefault(n, v.reshape(-1)[0])
             }
-            for span in self.sides.logits_spans(step):
-                rewritten = self.sides.rewritten(step, feeds, span)
+            for span in self.runs.logits_spans(step):
+                rewritten = self.runs.rewritten(step, feeds, span)
                 for original, how in zip(originals, ("", " (all sequences in one run)"), strict=False):
                     if why := self._differ(step, original, rewritten, span):
                         return why + how, self._reads_garbage(step, originals[0])
@@ -264,9 +275,9 @@ class _Run:
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
         """True if garbage of this magnitude changes the original's result, and so may hide a difference."""
-        if not self.sides.shows_garbage or not self.region.joins:
+        if not self.runs.shows_garbage or not self.region.joins:
             return False
-        clean = self.sides.original(step, self.sides.feeds(step, 0.0))
+        clean = self.runs.original(step, self.runs.feeds(step, 0.0))
         return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
@@ -278,7 +289,7 @@ class _Run:
         if not self.compared:
             return ""
         step = self.compared[0]
-        for name, values in self.sides.products(step).items():
+        for name, values in self.runs.products(step).items():
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 return (
                     f"the rewritten model multiplies '{name}', which is no finite number in rows of the cache without "
@@ -287,7 +298,7 @@ class _Run:
         return ""
 
     def _differ(self, step: Step, first: Feeds, second: Feeds, span: int) -> str:
-        interface = self.sides.interface
+        interface = self.runs.interface
         # An original without lengths has no result for rows with fewer tokens than the step.
         rows = [
             b
@@ -310,7 +321,7 @@ class _Run:
                     where = self._where(step, name, shape, row, at, span)
                     return f"'{name}' {_when(step)}, sequence {row}: {both(x[at], y[at])}{where}"
         for name in self.region.presents:
-            cache = self.sides.by_output[name]
+            cache = self.runs.by_output[name]
             limit = interface.past_rows.get(cache.role.name) if interface is not None else None
             why, self._changes_past = cache_differs(cache, step, first[name], second[name], rows, limit, self._exact)
             if why:
@@ -329,10 +340,10 @@ class _Run:
         for key in (None, *range(first_new + min(step.length, _FEW))):
             if query is not None and key == first_new + query:
                 continue  # its own
-            feeds = self.sides.feeds(step)
+            feeds = self.runs.feeds(step)
             if key is not None:
-                self.sides.change_key(key, first_new, feeds)
-            ran = (self.sides.original(step, feeds), self.sides.rewritten(step, feeds, span))
+                self.runs.change_key(key, first_new, feeds)
+            ran = (self.runs.original(step, feeds), self.runs.rewritten(step, feeds, span))
             after = [float(take(v[name], shape, slice(row, row + 1), len(step.starts))[at]) for v in ran]
             before = before or after
             moved = [abs(a - b) > 1e-7 for a, b in zip(before, after, strict=True)]
@@ -365,8 +376,8 @@ class _LargeRun(_Run):
         large: indices of the float32 boundaries; one at a time holds large numbers.
     """
 
-    def __init__(self, sides: Sides, steps: Sequence[Step], large: Sequence[int]) -> None:
-        super().__init__(sides, steps)
+    def __init__(self, runs: RegionRuns, steps: Sequence[Step], large: Sequence[int]) -> None:
+        super().__init__(runs, steps)
         self._large = large
 
     def compare(self) -> str:
@@ -374,14 +385,14 @@ class _LargeRun(_Run):
         if self._steps and not self.opens():
             return ""  # a type that ONNX Runtime does not compute in
         for number in self._large:
-            self.sides.large = number
+            self.runs.large = number
             why, _ = self._first_difference()
             if why:
                 return why
         return ""
 
     def _differ(self, step: Step, first: Feeds, second: Feeds, span: int) -> str:
-        fed = self.region.boundaries[self.sides.large or 0].names[0]
+        fed = self.region.boundaries[self.runs.large or 0].names[0]
         for name, shape in self.region.joins.items():
             a, b = first[name], second[name]
             a = last(a, shape, span, step.length) if name in self.region.in_span else a
@@ -427,3 +438,100 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
     tensors = tuple(replace(t, shape=of[t.name].physical_shape) if t.name in of else t for t in plan.tensors)
     spans = tuple(replace(s, capacity=rows) for s in plan.spans)
     return replace(plan, caches=caches, tensors=tensors, spans=spans, options=replace(plan.options, capacity=rows))
+
+
+def rows_needed(integers: Iterable[int], longest: int) -> int:
+    """Rows that a cache needs for every step of the schedule that does not end at the capacity."""
+    return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
+
+
+def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
+    """Plan steps near every integer, at the end of the capacity and across wraps, with ragged and idle rows.
+
+    Args:
+        limits: of the model.
+        integers: integers with which the region computes lengths; the eight smallest are used.
+        capacity: rows of its linear caches.
+        thorough: steps after a past of every length, too.
+    """
+    return _fitting(_all(limits, sorted(integers), capacity, thorough=thorough), limits, capacity)
+
+
+def end_steps(limits: Limits, capacity: int) -> list[Step]:
+    """Steps that end near the capacity; a single step if the capacity is long, since each step copies whole caches."""
+    steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
+    return _fitting(steps[:1] if capacity > _LONG else steps, limits, capacity)
+
+
+def _fitting(steps: Iterable[Step], limits: Limits, capacity: int) -> list[Step]:
+    """Adapt each step to the limits of the model, without duplicates."""
+    return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
+
+
+def _all(limits: Limits, integers: list[int], capacity: int, *, thorough: bool) -> Iterator[Step]:
+    for i, (past, length) in enumerate(_PLAIN):
+        yield _even(1 + i % 2, past, length)
+    for past, length in ((capacity - 1, 1), (capacity - 4, 4), (capacity - 2, 1)):
+        yield _even(1, past, length)
+    most = capacity if limits.linear is not None else max(capacity, _FARTHEST)
+    near = [k for k in integers if 1 < k <= most][:_MOST_INTEGERS]
+    for k in near:
+        for past, length in ((k - 2, 1), (k - 1, 1), (k, 1), (k + 1, 1), (k - 2, 4), (k, 3)):
+            yield _even(1, past, length)
+        if k <= _LARGEST_BATCH:
+            yield _even(k, 3, 2)
+            yield _even(k + 1, 3, 2)
+        for length in (k - 1, k, k + 1):
+            if length <= _LONGEST_PROMPT:
+                yield _even(1, 0, length)
+    for k, other in permutations(near, 2):  # P and S, P and P + S
+        others = [n for n in near if n != other]
+        if other > _COSTLY and k not in (others[0], others[-1]):
+            continue
+        if other <= _LONGEST_PROMPT:
+            yield _even(1, k, other)
+            yield _even(1, k + 1, other + 1)
+        if 0 < other - k <= _LONGEST_PROMPT:
+            yield _even(1, k, other - k)
+    for rows in limits.circular:
+        for batch, past, length in (
+            (1, rows - 1, 1), (1, rows, 1), (2, rows, 2), (1, 2 * rows - 1, 1), (2, 3 * rows, 1), (1, rows + 2, 3),
+        ):  # fmt: skip
+            yield _even(batch, past, length)
+    for starts, length in _RAGGED:
+        yield Step(length, starts, tuple(p + length for p in starts))
+    if limits.lengths:
+        for starts, counts in _SHORT:
+            length = max(counts)
+            yield Step(length, starts, tuple(p + n if n else 0 for p, n in zip(starts, counts, strict=True)))
+    if thorough:
+        for past in range(min(capacity, 4096)):
+            yield _even(1, past, 1)
+            yield _even(1, past, 3)
+
+
+def _even(batch: int, past: int, length: int) -> Step:
+    return Step(length, (past,) * batch, (past + length,) * batch)
+
+
+def _fit(step: Step, limits: Limits, capacity: int) -> Step | None:
+    """Adapt a step to the limits of the model; None if no similar step fits."""
+    length, starts = step.length, step.starts
+    counts = [v - s if v else 0 for s, v in zip(starts, step.valid, strict=True)]
+    if limits.length is not None and length != limits.length:
+        counts = [limits.length if n == length else min(n, limits.length) for n in counts]
+        length = limits.length
+    if not limits.ragged:
+        starts, counts = (starts[0],) * len(starts), [counts[0]] * len(counts)
+    if not limits.indexed:
+        starts = (0,) * len(starts)
+    if limits.fixed_batch:
+        starts = tuple((starts * limits.batch)[: limits.batch])
+        counts = (counts * limits.batch)[: limits.batch]
+    if length > limits.longest or length < 1 or min(starts) < 0:
+        return None
+    if limits.linear is not None and any(s + length > capacity for s in starts):
+        return None
+    if any(s % rows + length > rows for rows in limits.no_straddle for s in starts):
+        return None
+    return Step(length, starts, tuple(s + n if n else 0 for s, n in zip(starts, counts, strict=True)))

@@ -1,29 +1,23 @@
 """Run an exported model through the interface of its rewritten form.
 
 Normalization changes the inputs: caches of a fixed capacity with write indices replace growing caches. Padding masks
-and counters disappear. `OriginalSession` takes the new inputs, runs the original on its own inputs, and returns the new
-outputs. So code that runs the rewritten model can run the original, too:
+and counters disappear. `OriginalInterface` takes the new inputs, makes the original's own inputs of them, and makes the
+new outputs of the original's. So code that runs the rewritten model can run the original, too:
 
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
-    several tokens after others, singly     ->   one by one, where the original takes no more
-    new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
-    past of F rows, and masks over F + S    <-   its first P rows, and masks that hide the others
     shifted cache of W rows, masks over W   <->  the newest rows, last in it; masks that hide what is before them
     where only the newest rows stay         <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
 
 A growing past has one length for all rows of a batch. So each row runs by itself, unless the model was exported for a
 fixed batch larger than one: then all rows must start together.
-
-ONNX nodes around the original could do this translation, too. A trial took more code, since each row of a batch would
-still run by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +25,9 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
-from trt_kvcache.importer.steps.contents import numpy_dtype, size_of
-from trt_kvcache.importer.steps.inputs import arrange
-from trt_kvcache.importer.steps.single_tokens import SingleTokens
-from trt_kvcache.importer.steps.step import rows_together
+from trt_kvcache.importer.steps.cache_contents import find_caches, numpy_dtype, size_of
+from trt_kvcache.importer.steps.drawn_inputs import arrange
+from trt_kvcache.importer.steps.step_limits import rows_together
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -50,60 +43,50 @@ COUNTED = {
 to give them: where only the shape of one is still used, its values may be anything."""
 
 
-class OriginalInterface(SingleTokens):
+class OriginalInterface:
     """Translates one step between the interfaces of the original and of the rewritten model.
 
     Attributes:
         together: rows that one run of the original takes; None: one row per run, for any batch.
         ragged: True if the original's inputs give a start for each row of a batch.
         past_rows: the most rows of pasts that keep only the newest rows, by name.
-        unseen: names of the original's outputs that the rewritten model does not have, such as counters.
 
     Raises:
         UnsupportedModelError: the plan does not say where rows are written.
     """
 
-    def __init__(self, plan: CachePlan, *, twin: bool) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: CachePlan) -> None:
         self._plan = plan
-        self._twin = twin
         self._inputs = [t for t in plan.original if t.io == "input"]
-        self._outputs = {t.name: t for t in plan.original if t.io == "output"}
+        names = {t.name for t in plan.tensors if t.io == "output"}
+        # Other outputs are not in the rewritten model, such as counters.
+        self._outputs = [
+            t for t in plan.original if t.io == "output" and (t.role is not OriginalRole.OTHER or t.name in names)
+        ]
+        self._past_of = {c.output: c.role.name for c in find_caches(plan)}
+        self._axes = {t.name: t.axes for t in plan.tensors if t.io == "input"}
         self.past_rows = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
+        starts = plan.tensor(Role.WRITE_INDICES)
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
-        if not self._starts or tokens is None:
+        if starts is None or tokens is None:
             raise UnsupportedModelError(
                 "the rewritten model has no single input for write indices, or the original none for tokens: nothing "
                 "says at which position a step of the original starts"
             )
-        self._tokens = tokens
+        self._starts = starts.name
         self._counted = (tokens.name, tokens.axes.index("sequence") if "sequence" in tokens.axes else 1)
-        self._rows = next((t.fixed_rows for t in self._inputs if t.role is OriginalRole.GROWING_CACHE), None)
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
         self._same = {
             t.name for t in self._inputs if t.name in roles and roles[t.name] is COUNTED.get(t.role, roles[t.name])
         }
         self.together = rows_together(plan.original)
         self.ragged = all(_is_of_rows(t, t.name in self._same) for t in self._inputs)
-        names = {t.name for t in plan.tensors if t.io == "output"}
-        self.unseen = tuple(
-            t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in names
-        )
 
-    def singles(self, feeds: Mapping[str, Array]) -> int:
-        """Number of tokens of a step that the original takes one by one; 0: it takes them together."""
-        return self._length(feeds) if self._tokens.singly and np.any(feeds[self._starts]) else 0
-
-    def joined(self, steps: Sequence[Feeds]) -> Feeds:
-        """Join the outputs of steps of one token each into the outputs of one step."""
-        axes = {name: tensor.axes for name, tensor in self._outputs.items()}
-        return {
-            name: np.concatenate([s[name] for s in steps], axes[name].index("sequence"))
-            if name not in self._carried and "sequence" in axes[name]
-            else steps[-1][name]
-            for name in steps[-1]
-        }
+    def _length(self, feeds: Mapping[str, Array]) -> int:
+        """Number of tokens in a step."""
+        name, axis = self._counted
+        return int(feeds[name].shape[axis])
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
         """Rows that the original runs together, and the number of tokens that each holds before the step.
@@ -119,14 +102,15 @@ class OriginalInterface(SingleTokens):
             raise OptionError(f"the model was exported for {self.together} rows that start together, not at {starts}")
         return [(slice(0, len(starts)), starts[0])]
 
-    def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int) -> Feeds:
+    def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int, without: Collection[str] = ()) -> Feeds:
         """The original's inputs for some rows of a step, which hold `past` tokens before it.
 
-        `feeds` are the rewritten model's inputs by name, with caches in their logical shape.
+        `feeds` are the rewritten model's inputs by name, with caches in their logical shape; inputs `without` are left
+        out.
         """
         length = self._length(feeds)
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
-        return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs}
+        return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs if t.name not in without}
 
     def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
         """A size that fits the other inputs: of the axis name, of the same symbol in another input, or 1."""
@@ -138,7 +122,7 @@ class OriginalInterface(SingleTokens):
     def _input(
         self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, sizes: Mapping[str, int]
     ) -> Array:
-        dtype = numpy_dtype(tensor.dtype, twin=self._twin)
+        dtype = numpy_dtype(tensor.dtype)
         if tensor.role in _CACHES:
             return self._past(tensor, feeds, rows, sizes["past"])
         if tensor.role is OriginalRole.SWITCH:
@@ -147,9 +131,9 @@ class OriginalInterface(SingleTokens):
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             taken = _take(feeds[tensor.name], axes, rows)
-            if tensor.role is OriginalRole.MASK and self._rows is not None:
-                return _spread(taken, self._rows, sizes).astype(dtype)
-            return _slice_mask(taken, tensor, sizes).astype(dtype)
+            if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":  # one over the capacity is longer
+                taken = np.ascontiguousarray(taken[..., : sizes["total"]])
+            return taken.astype(dtype)
         if tensor.role not in COUNTED:  # normalization dropped it, because only a copy reads it
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
@@ -164,13 +148,10 @@ class OriginalInterface(SingleTokens):
                 return arrange(values, ("batch", "sequence"), shape, tensor.axes).astype(dtype)
             case OriginalRole.PAST_LENGTH:
                 return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
-            case OriginalRole.PADDING_MASK:
-                places = np.arange(shape[-1])
-                filled = places < past + length if self._rows is None else (places < past) | (places >= self._rows)
-                if tensor.kept is not None:  # the last column is that of the newest token
-                    filled = places >= shape[-1] - past - length
-                return np.broadcast_to(filled, shape).astype(dtype)
-        places = np.arange(shape[-1])[None] + (0 if tensor.kept is None else past + length - shape[-1])
+        # Where only the newest rows stay, the last column is that of the newest token.
+        places = np.arange(shape[-1]) + (0 if tensor.kept is None else past + length - shape[-1])
+        if tensor.role is OriginalRole.PADDING_MASK:
+            return np.broadcast_to((places >= 0) & (places < past + length), shape).astype(dtype)
         visible = (places >= 0) & (places <= past + np.arange(length)[:, None])
         allowed = np.broadcast_to(visible, shape)
         return np.where(allowed, 0, np.finfo(dtype).min).astype(dtype) if dtype.kind == "f" else allowed.astype(dtype)
@@ -180,27 +161,20 @@ class OriginalInterface(SingleTokens):
             raise UnsupportedModelError(
                 f"the rewritten model has no cache input '{tensor.name}', which the original has"
             )
-        whole, dtype = feeds[tensor.name][rows], numpy_dtype(tensor.dtype, twin=self._twin)
+        whole, dtype = feeds[tensor.name][rows], numpy_dtype(tensor.dtype)
         if tensor.role is OriginalRole.FIXED_CACHE:
             return _cast(whole, dtype)
-        order = tensor.order or tuple(range(whole.ndim))
-        axis = order[tensor.axes.index("past")]
+        axis = tensor.axes.index("past")
         first = 0 if tensor.kept is None else max(0, past - tensor.kept)
         values = _cast(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
-        size = tensor.shape[tensor.axes.index("past")]
-        if isinstance(
-            size, int
-        ):  # it always has as many rows; those of no token come first if it is shifted, else last
-            free = size - values.shape[axis]
-            ends = (0, free) if tensor.kept is None else (free, 0)
-            values = np.pad(values, [ends if a == axis else (0, 0) for a in range(values.ndim)])
-        return np.ascontiguousarray(values.transpose(order))
+        size = tensor.shape[axis]
+        if isinstance(size, int):  # it is shifted, and always has as many rows: those of no token come first
+            values = np.pad(values, [(size - values.shape[a], 0) if a == axis else (0, 0) for a in range(values.ndim)])
+        return np.ascontiguousarray(values)
 
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
         known = {**sizes, "capacity": self._plan.options.capacity or capacity}
-        if self._rows is not None:
-            known["total"] = self._rows + sizes["sequence"]
         if tensor.kept is not None:
             known["total"] = min(sizes["past"], tensor.kept) + sizes["sequence"]
         shape = []
@@ -217,20 +191,16 @@ class OriginalInterface(SingleTokens):
 
         `ran`: for each run, its rows, the tokens before the step, and the original's outputs.
         """
-        seen = {name: tensor for name, tensor in self._outputs.items() if name not in self.unseen}
-        caches = {name for name, tensor in seen.items() if tensor.role in _CACHES and name in self._past_of}
-        # Rows beyond the tokens have no meaning: operators that make a new cache may leave any numbers there.
-        results = {name: feeds[self._past_of[name]].copy() for name in seen if name in caches}
-        parts: dict[str, list[Array]] = {name: [] for name in seen if name not in caches}
-        for rows, before, outputs in ran:
-            for name, tensor in seen.items():
-                if name in caches:
-                    cache = self._in_order(tensor, results[name].shape, outputs[name], self._length(feeds))
-                    self._place(tensor, results[name], cache, rows, before + self._length(feeds))
-                else:
-                    parts[name].append(outputs[name])
-        for name, values in parts.items():
-            axes = seen[name].axes
+        runs, results = list(ran), Feeds()
+        for tensor in self._outputs:
+            name, axes = tensor.name, tensor.axes
+            if tensor.role in _CACHES and name in self._past_of:
+                # Rows beyond the tokens have no meaning: operators that make a new cache may leave any numbers there.
+                results[name] = feeds[self._past_of[name]].copy()
+                for rows, before, outputs in runs:
+                    self._place(tensor, results[name], outputs[name], rows, before + self._length(feeds))
+                continue
+            values = [outputs[name] for _, _, outputs in runs]
             if len({np.delete(v.shape, axes.index("batch")).tobytes() for v in values if "batch" in axes}) > 1:
                 raise UnsupportedModelError(
                     f"the original's output '{name}' is as long as the text of each sequence (here "
@@ -238,38 +208,23 @@ class OriginalInterface(SingleTokens):
                     "length for all; supported are outputs that do not show how much a cache holds: leave it out"
                 )
             results[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
-        return {name: results[name] for name in seen}
-
-    def _in_order(self, tensor: OriginalTensor, cache: tuple[int, ...], values: Array, length: int) -> Array:
-        """Transpose the original's cache output to the axes of the rewritten model's cache."""
-        if tensor.order is None:
-            return values
-        sizes = list(cache)
-        axis = self._row_axis(tensor)
-        sizes[0], sizes[axis] = -1, length if tensor.rows_only else values.shape[tensor.order.index(axis)]
-        ordered: Array = values.reshape([sizes[a] for a in tensor.order]).transpose(np.argsort(tensor.order))
-        return ordered
-
-    def _row_axis(self, tensor: OriginalTensor) -> int:
-        """The axis of tokens in the rewritten model's cache."""
-        places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
-        if places and not tensor.rows_only:
-            return places[0] if tensor.order is None else tensor.order[places[0]]
-        return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
+        return results
 
     def _place(self, tensor: OriginalTensor, present: Array, values: Array, rows: slice, tokens: int) -> None:
         """Copy the rows that hold tokens from the original's cache into the rewritten model's cache.
 
         A circular cache is copied whole.
         """
-        axis = self._row_axis(tensor)
+        past = self._past_of[tensor.name]
+        places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
+        axis = places[0] if places else next(c.sequence_axis for c in self._plan.caches if c.past == past)
+        source, target = np.moveaxis(values, axis, 0), np.moveaxis(present[rows], axis, 0)
         if tensor.kept is not None:
-            values = np.moveaxis(np.moveaxis(values, axis, 0)[-tokens:], 0, axis)
-        elif not tensor.rows_only and self._past_of[tensor.name] not in self._circular:
-            values = np.moveaxis(np.moveaxis(values, axis, 0)[:tokens], 0, axis)
-        first = 0 if tensor.kept is None and not tensor.rows_only else tokens - values.shape[axis]
-        place = [rows, *[slice(None)] * (axis - 1), slice(first, first + values.shape[axis])]
-        present[tuple(place)] = values
+            source = source[-tokens:]
+        elif past not in self._circular:
+            source = source[:tokens]
+        first = 0 if tensor.kept is None else tokens - len(source)
+        target[first : first + len(source)] = source
 
 
 def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
@@ -293,19 +248,3 @@ def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
     if "batch" not in axes or values.shape[axes.index("batch")] == 1:
         return values
     return values[(slice(None),) * axes.index("batch") + (rows,)]
-
-
-def _slice_mask(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int]) -> Array:
-    """Slice a mask over the capacity to past and new tokens, if the original's mask has that length."""
-    if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
-        return np.ascontiguousarray(values[..., : sizes["total"]])
-    return values
-
-
-def _spread(mask: Array, rows: int, sizes: Mapping[str, int]) -> Array:
-    """Convert a mask over the capacity to one over `rows` past rows and the new rows. Unused rows are hidden."""
-    past, total = sizes["past"], sizes["total"]
-    hidden = np.finfo(mask.dtype).min if mask.dtype.kind == "f" else 0
-    spread = np.full((*mask.shape[:-1], rows + total - past), hidden, mask.dtype)
-    spread[..., :past], spread[..., rows:] = mask[..., :past], mask[..., past:total]
-    return spread

@@ -31,21 +31,10 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn, "INT4": np.int8,
 }  # fmt: skip
 _HALVES = ("HALF", "BF16")
-_CLASSES = {
-    "ACTIVATION": "IActivationLayer", "ASSERTION": "IAssertionLayer", "ATTENTION_INPUT": "IAttentionInputLayer",
-    "ATTENTION_OUTPUT": "IAttentionOutputLayer", "CAST": "ICastLayer", "CONCATENATION": "IConcatenationLayer",
-    "CONSTANT": "IConstantLayer", "CONVOLUTION": "IConvolutionLayer", "CUMULATIVE": "ICumulativeLayer",
-    "DEQUANTIZE": "IDequantizeLayer", "EINSUM": "IEinsumLayer", "ELEMENTWISE": "IElementWiseLayer",
-    "FILL": "IFillLayer",
-    "GATHER": "IGatherLayer", "IDENTITY": "IIdentityLayer", "KV_CACHE_UPDATE": "IKVCacheUpdateLayer",
-    "MATRIX_MULTIPLY": "IMatrixMultiplyLayer", "NON_ZERO": "INonZeroLayer", "NORMALIZATION": "INormalizationLayer",
-    "ONE_HOT": "IOneHotLayer", "PARAMETRIC_RELU": "IParametricReLULayer", "QUANTIZE": "IQuantizeLayer",
-    "REDUCE": "IReduceLayer", "ROTARY_EMBEDDING": "IRotaryEmbeddingLayer", "SCATTER": "IScatterLayer",
-    "SELECT": "ISelectLayer", "SHAPE": "IShapeLayer", "SHUFFLE": "IShuffleLayer", "SLICE": "ISliceLayer",
-    "SOFTMAX": "ISoftMaxLayer", "SQUEEZE": "ISqueezeLayer", "TOPK": "ITopKLayer", "UNARY": "IUnaryLayer",
-    "UNSQUEEZE": "IUnsqueezeLayer",
-}  # fmt: skip
-"""The class of each type of layer that can run here; changing a layer's class to it gives access to its attributes."""
+_MOST_INPUTS = 6  # of a layer with optional inputs
+_CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; further ones are converted at each use
+_HALF_LAYERS = {"ATTENTION_INPUT": "_AttentionInput", "ATTENTION_OUTPUT": "_AttentionOutput"}
+"""An attention is two layers: the ends of their names."""
 
 
 class NetworkError(TrtKvCacheError):
@@ -61,58 +50,54 @@ class Node:
     """A layer of the network.
 
     Attributes:
-        kind: its type, such as ``"SLICE"``.
+        op_type: its type, such as ``"SLICE"``.
         layer: TensorRT's own object, of the class of its type.
-        inputs: names of its input tensors; None: an optional one that is absent.
+        input: names of its input tensors; empty: an optional one that is absent.
+        output: names of its output tensors.
         dtypes: dtypes of its outputs, by TensorRT's names, such as ``"HALF"``.
     """
 
     name: str
-    kind: str
+    op_type: str
     layer: Any
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str, ...]
+    input: tuple[str, ...]
+    output: tuple[str, ...]
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
         """Return the text of messages."""
-        return f"layer '{self.name}' ({self.kind})"
+        return f"layer '{self.name}' ({self.op_type}) of TensorRT's network"
 
 
 class Network:
     """A parsed network that runs in NumPy.
 
-    Floating-point tensors of all widths are float32 arrays here. With `wide` they keep the digits of float32, so that
-    small faults show; otherwise each layer's result is rounded to its type in the network.
+    Floating-point tensors of all widths are float32 arrays here, and keep the digits of float32: small faults show.
 
     Attributes:
-        inputs: names of the inputs, in the network's order.
-        outputs: names of the outputs.
         nodes: the layers; each comes after the layers that it reads.
 
     Args:
         network: TensorRT's ``INetworkDefinition``. It, its builder and its parser must live as long as this object.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
-        wide: do not round to narrow types, see above.
-        budget: bytes of constants that are kept in float32; further constants are converted at each use.
 
     Raises:
         UnknownLayerError: a layer has an unknown type; the message names the first.
     """
 
-    def __init__(self, network: Any, trt: Any, *, wide: bool = True, budget: int = 1 << 31) -> None:
-        self._wide, self._budget = wide, budget
+    def __init__(self, network: Any, trt: Any) -> None:
+        self._room = _CONSTANTS
         self._kinds = {getattr(trt.DataType, name, None): name for name in _DTYPES}
+        self._classes = {n.lower(): getattr(trt, n) for n in dir(trt) if n.startswith("I") and n.endswith("Layer")}
         self._constants: dict[str, Array] = {}
         tensors = [network.get_input(i) for i in range(network.num_inputs)]
         self._types = {t.name: self._kinds[t.dtype] for t in tensors}
-        self.inputs = tuple(t.name for t in tensors)
-        self.outputs = tuple(network.get_output(i).name for i in range(network.num_outputs))
-        self.nodes = _ordered([self._node(network.get_layer(i), trt) for i in range(network.num_layers)], self.inputs)
-        self._last = {name: at for at, node in enumerate(self.nodes) for name in node.inputs if name is not None}
+        self._outputs = [network.get_output(i).name for i in range(network.num_outputs)]
+        self.nodes = _ordered([self._node(network.get_layer(i)) for i in range(network.num_layers)], self._types)
+        self._last = {name: at for at, node in enumerate(self.nodes) for name in (*node.output, *node.input)}
 
     def run(
-        self, feeds: Mapping[str, Array], watch: Callable[[Node, Sequence[Array]], None] | None = None
+        self, feeds: Mapping[str, Array], watch: Callable[[Node, Sequence[Array]], None] = lambda *_: None
     ) -> dict[str, Array]:
         """Run a step.
 
@@ -126,106 +111,94 @@ class Network:
         Raises:
             NetworkError: a layer cannot run on its inputs.
         """
-        values: dict[str, Array] = {name: self._given(feeds[name], self._types[name]) for name in self.inputs}
-        attentions: dict[str, list[Array | None]] = {}
-        kept = frozenset(self.outputs)
+        values: dict[str, Array] = {name: _converted(feeds[name], kind) for name, kind in self._types.items()}
+        attentions: dict[str, list[Any]] = {}
         for at, node in enumerate(self.nodes):
-            read = [None if n is None else values[n] for n in node.inputs]
+            read = [values.get(name) for name in node.input]
             try:
                 with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
                     results = self._results(node, read, attentions)
-                    results = [self._given(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
+                    results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
             except NotImplementedError as error:
-                raise UnknownLayerError(f"{node} of TensorRT's network does not run here: {error}") from error
+                raise UnknownLayerError(f"{node} does not run here: {error}") from error
             except (ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
                 said = " ".join(str(error).split())
-                raise NetworkError(
-                    f"{node} of TensorRT's network does not run on what the model runs on: {said}"
-                ) from error
-            values.update(zip(node.outputs, results, strict=True))
-            if watch is not None:
-                watch(node, results)
-            for name in {n for n in (*node.inputs, *node.outputs) if n is not None}:
-                if self._last.get(name, -1) <= at and name not in kept:
-                    del values[name]
-        return {name: values[name] for name in self.outputs}
+                raise NetworkError(f"{node} does not run on what the model runs on: {said}") from error
+            values.update(zip(node.output, results, strict=True))
+            watch(node, results)
+            for name in {*node.input, *node.output}.difference(self._outputs):
+                if self._last[name] <= at:
+                    values.pop(name, None)
+        return {name: values[name] for name in self._outputs}
 
-    def _node(self, layer: Any, trt: Any) -> Node:
-        kind, name = layer.type.name, layer.name
-        if kind not in _CLASSES:
-            raise UnknownLayerError(
-                f"layer '{name}' of TensorRT's network has the type {kind}, which does not run here"
-            )
-        layer.__class__ = getattr(trt, _CLASSES[kind])
+    def _node(self, layer: Any) -> Node:
+        kind = layer.type.name
         inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
         outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
-        if unknown := [t.dtype for t in outputs if t.dtype not in self._kinds]:
-            raise UnknownLayerError(f"layer '{name}' of TensorRT's network gives {unknown[0]}, which does not run here")
-        names = tuple(None if t is None else t.name for t in inputs)
-        return Node(
-            name, kind, layer, names, tuple(t.name for t in outputs), tuple(self._kinds[t.dtype] for t in outputs)
-        )
+        names = tuple("" if t is None else t.name for t in inputs)
+        dtypes = tuple(self._kinds.get(t.dtype, "") for t in outputs)
+        node = Node(layer.name, kind, layer, names, tuple(t.name for t in outputs), dtypes)
+        known = kind in _RUN or kind in ("CONSTANT", "ATTENTION_INPUT")
+        if not known or "" in dtypes:
+            what = f"gives {outputs[dtypes.index('')].dtype}" if known else f"has the type {kind}"
+            raise UnknownLayerError(f"layer '{layer.name}' of TensorRT's network {what}, which does not run here")
+        layer.__class__ = self._classes[f"i{kind.replace('_', '').lower()}layer"]  # this gives access to its attributes
+        return node
 
-    def _results(self, node: Node, read: list[Array | None], attentions: dict[str, list[Array | None]]) -> list[Any]:
-        match node.kind:
-            case "CONSTANT":
-                return [self._constant(node)]
-            case "ATTENTION_INPUT":
-                attentions[node.name.removesuffix("_AttentionInput")] = read
-                return [read[0]] * len(node.outputs)
-            case "ATTENTION_OUTPUT":
-                return [_attention(node.layer.attention, *attentions[node.name.removesuffix("_AttentionOutput")])]
-            case "ASSERTION":
-                if not np.all(read[0]):
-                    raise ValueError(f"what it asserts is false: {node.layer.message}")
-                return []
-        results = _RUN[node.kind](node.layer, read)
+    def _results(self, node: Node, read: list[Any], attentions: dict[str, list[Any]]) -> list[Any]:
+        if node.op_type == "CONSTANT":
+            return [self._constant(node)]
+        if node.op_type in _HALF_LAYERS:
+            name = node.name.removesuffix(_HALF_LAYERS[node.op_type])
+            if node.op_type == "ATTENTION_INPUT":
+                attentions[name] = read
+                return [read[0]] * len(node.output)
+            read = attentions[name]
+        optional = [None] * (_MOST_INPUTS - len(read))
+        results = _RUN[node.op_type](node.layer, [*read, *optional])
         return results if isinstance(results, list) else [results]
 
     def _constant(self, node: Node) -> Array:
-        """Return a constant in the type of its use; it is kept while the budget allows it."""
-        name, layer = node.outputs[0], node.layer
+        """Return a constant in the type of its use; it is kept while there is room."""
+        name, layer = node.output[0], node.layer
         if name in self._constants:
             return self._constants[name]
-        values = self._given(_weights(layer.weights).reshape(tuple(layer.shape)), node.dtypes[0])
-        if values.nbytes <= self._budget:
-            self._budget -= values.nbytes
+        values = _converted(_weights(layer.weights).reshape(tuple(layer.shape)), node.dtypes[0])
+        if values.nbytes <= self._room:
+            self._room -= values.nbytes
             self._constants[name] = values
         return values
 
-    def _given(self, given: Any, dtype: str) -> Array:
-        """Convert values to a tensor's type."""
-        values: Array = np.asarray(given)
-        if dtype == "BOOL":
-            return np.asarray(values != 0)
-        if dtype in _HALVES and not self._wide:
-            values = values.astype(_DTYPES[dtype])
-        return values.astype(np.float32 if dtype in _HALVES else _DTYPES[dtype], copy=False)
+
+def _converted(given: Any, dtype: str) -> Array:
+    """Convert values to a tensor's type; narrow floating-point types stay float32."""
+    values: Array = np.asarray(given)
+    if dtype == "BOOL":
+        return np.asarray(values != 0)
+    return values.astype(np.float32 if dtype in _HALVES else _DTYPES[dtype], copy=False)
 
 
-def _ordered(nodes: list[Node], inputs: Sequence[str]) -> tuple[Node, ...]:
+def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
     """Return the layers, each after the layers that it reads: TensorRT's own order is another one."""
-    makers = {name: node for node in nodes for name in node.outputs}
-    halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.kind == "ATTENTION_INPUT"}
-    done, order = {*inputs}, []
+    makers = {name: node for node in nodes for name in node.output}
+    halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
+    done, order = {*inputs, ""}, dict[int, Node]()
     for start in nodes:
         stack = [start]
         while stack:
             node = stack[-1]
             if len(stack) > len(nodes):
-                raise NetworkError(f"{node} of TensorRT's network reads what it gives")
-            before = [makers[n] for n in node.inputs if n is not None and n not in done]
-            half = halves.get(node.name.removesuffix("_AttentionOutput")) if node.kind == "ATTENTION_OUTPUT" else None
-            if half is not None and not done.issuperset(half.outputs):
-                before.append(half)
+                raise NetworkError(f"{node} reads what it gives")
+            before = [makers[name] for name in node.input if name not in done]
+            half = halves[node.name.removesuffix("_AttentionOutput")] if node.op_type == "ATTENTION_OUTPUT" else node
+            before += [half] if half is not node and id(half) not in order else []
             if before:
                 stack.append(before[0])
                 continue
             stack.pop()
-            if not node.outputs or not done.issuperset(node.outputs):
-                order.append(node)
-                done.update(node.outputs)
-    return tuple(order)
+            order[id(node)] = node
+            done.update(node.output)
+    return tuple(order.values())
 
 
 class _Struct(ctypes.Structure):
@@ -279,8 +252,9 @@ def _softmax(x: Array, axes: tuple[int, ...]) -> Array:
     return np.asarray(powers / powers.sum(axis=axes, keepdims=True))
 
 
-def _attention(attention: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Array:
+def _attention(layer: Any, x: Sequence[Any]) -> Array:
     """Compute ``IAttention`` without scale and lengths; Q ``[B, N, S, H]``, K and V ``[B, M, T, H]``, M divides N."""
+    attention, (q, k, v, mask) = layer.attention, x[:4]
     for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
         if getattr(attention, lengths, None) is not None:
             raise NotImplementedError(f"it has {lengths}")
@@ -303,12 +277,10 @@ def _attention(attention: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Arra
 
 def _slice(layer: Any, x: Sequence[Any]) -> Array:
     data = x[0]
-    given = [x[i] if len(x) > i and x[i] is not None else None for i in range(6)]
-    starts = _ints(given[1] if given[1] is not None else tuple(layer.start))
-    sizes = _ints(given[2] if given[2] is not None else tuple(layer.shape))
-    strides = _ints(given[3] if given[3] is not None else tuple(layer.stride))
-    own = layer.axes
-    axes = _ints(given[5]) if given[5] is not None else _ints(tuple(own)) if own is not None and len(own) else None
+    starts = _ints(tuple(layer.start) if x[1] is None else x[1])
+    sizes = _ints(tuple(layer.shape) if x[2] is None else x[2])
+    strides = _ints(tuple(layer.stride) if x[3] is None else x[3])
+    axes = _ints(tuple(layer.axes or ()) if x[5] is None else x[5])
     mode = _name(layer.mode)
     for axis, start, size, stride in zip(axes or range(data.ndim), starts, sizes, strides, strict=True):
         at, length = start + stride * np.arange(size), data.shape[axis]
@@ -327,7 +299,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
         if mode == "FILL" and not inside.all():
             shape = [-1 if i == axis else 1 for i in range(data.ndim)]
             rows = np.take(data, at, axis) if length else np.zeros([*data.shape[:axis], size, *data.shape[axis + 1 :]])
-            data = np.where(inside.reshape(shape), rows, 0 if given[4] is None else given[4]).astype(data.dtype)
+            data = np.where(inside.reshape(shape), rows, 0 if x[4] is None else x[4]).astype(data.dtype)
         else:
             data = data[(slice(None),) * axis + (_run_of(at),)]
     return np.asarray(data)
@@ -342,7 +314,7 @@ def _run_of(at: Array) -> Any:
 
 def _shuffle(layer: Any, x: Sequence[Any]) -> Array:
     data = _transposed(x[0], layer.first_transpose)
-    if len(x) > 1 and x[1] is not None:
+    if x[1] is not None:
         dims = _ints(x[1])
     else:
         try:
@@ -436,22 +408,16 @@ def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
     a = a[..., None, :] if first == "VECTOR" else np.swapaxes(a, -1, -2) if first == "TRANSPOSE" else a
     b = b[..., None] if second == "VECTOR" else np.swapaxes(b, -1, -2) if second == "TRANSPOSE" else b
     product = a @ b
-    product = product[..., 0] if second == "VECTOR" else product
-    return (
-        product[..., 0, :]
-        if first == "VECTOR" and second != "VECTOR"
-        else product[..., 0]
-        if first == "VECTOR"
-        else product
-    )
+    product = product[..., 0, :] if first == "VECTOR" else product
+    return product[..., 0] if second == "VECTOR" else product
 
 
 def _fill(layer: Any, x: Sequence[Any]) -> Any:
     if _name(layer.operation) != "LINSPACE":
         raise NotImplementedError(f"it fills by {_name(layer.operation)}")
-    shape = _ints(x[0]) if x and x[0] is not None else list(layer.shape)
-    first = x[1] if len(x) > 1 and x[1] is not None else layer.alpha
-    steps = np.atleast_1d(x[2] if len(x) > 2 and x[2] is not None else layer.beta)
+    shape = list(layer.shape) if x[0] is None else _ints(x[0])
+    first = layer.alpha if x[1] is None else x[1]
+    steps = np.atleast_1d(layer.beta if x[2] is None else x[2])
     exact = np.int64 if np.asarray(first).dtype.kind in "iu" else np.float64
     values = np.full(shape, first, exact)
     for axis, step in enumerate(np.broadcast_to(steps, len(shape))):
@@ -461,7 +427,7 @@ def _fill(layer: Any, x: Sequence[Any]) -> Any:
 
 def _rotary(layer: Any, x: Sequence[Any]) -> Any:
     data, cos, sin = x[0], x[1], x[2]
-    if len(x) > 3 and x[3] is not None:
+    if x[3] is not None:
         cos, sin = cos[x[3]], sin[x[3]]
     cos, sin = cos[:, None], sin[:, None]
     size = layer.rotary_embedding_dim or data.shape[-1]
@@ -502,7 +468,7 @@ def _normalization(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
-    (axis,), count = _axes(layer.axes), _ints(x[1])[0] if len(x) > 1 and x[1] is not None else layer.k
+    (axis,), count = _axes(layer.axes), layer.k if x[1] is None else _ints(x[1])[0]
     order = np.argsort(-x[0] if _name(layer.op) == "MAX" else x[0], axis=axis, kind="stable")
     places = np.take(order, np.arange(count), axis)
     return [np.take_along_axis(x[0], places, axis), places]
@@ -532,18 +498,16 @@ def _quantize(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _dequantize(layer: Any, x: Sequence[Any]) -> Any:
-    data, zero = x[0].astype(np.float32), x[2] if len(x) > 2 and x[2] is not None else None
-    if zero is not None:
-        data = data - _scales(layer, data, zero.astype(np.float32))
+    data = x[0].astype(np.float32)
+    if x[2] is not None:
+        data = data - _scales(layer, data, x[2].astype(np.float32))
     return data * _scales(layer, data, x[1])
 
 
 def _convolution(layer: Any, x: Sequence[Any]) -> Any:
     """Compute a convolution over the last axes of ``[B, C, ...]``."""
-    kernel = x[1] if len(x) > 1 and x[1] is not None else None
     sizes, groups, maps = tuple(layer.kernel_size_nd), layer.num_groups, layer.num_output_maps
-    if kernel is None:
-        kernel = _weights(layer.kernel).astype(np.float32).reshape(maps, -1, *sizes)
+    kernel = _weights(layer.kernel).astype(np.float32) if x[1] is None else x[1]
     if "SAME" in _name(layer.padding_mode):
         raise NotImplementedError(f"its padding is {_name(layer.padding_mode)}")
     pads = [(0, 0), (0, 0), *zip(tuple(layer.pre_padding), tuple(layer.post_padding), strict=True)]
@@ -560,7 +524,7 @@ def _convolution(layer: Any, x: Sequence[Any]) -> Any:
     out, inner = list(range(3, 3 + rank)), list(range(3 + rank, 3 + 2 * rank))
     total = np.einsum(windows, [0, 1, 2, *out, *inner], kernel, [1, 49, 2, *inner], [0, 1, 49, *out])
     total = total.reshape(batch, maps, *total.shape[3:])
-    bias = x[2] if len(x) > 2 and x[2] is not None else _weights(layer.bias).astype(np.float32)
+    bias = _weights(layer.bias).astype(np.float32) if x[2] is None else x[2]
     return total + bias.reshape(1, -1, *[1] * rank) if bias.size else total
 
 
@@ -579,14 +543,22 @@ def _cumulative(layer: Any, x: Sequence[Any]) -> Any:
     return np.flip(total, axis) if layer.reverse else total
 
 
+def _assertion(layer: Any, x: Sequence[Any]) -> list[Any]:
+    if not np.all(x[0]):
+        raise ValueError(f"what it asserts is false: {layer.message}")
+    return []
+
+
 _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "ACTIVATION": _activation,
+    "ASSERTION": _assertion,
+    "ATTENTION_OUTPUT": _attention,
     "CAST": lambda layer, x: np.trunc(x[0]) if "INT" in _name(layer.to_type) and x[0].dtype.kind == "f" else x[0],
-    "CONCATENATION": lambda layer, x: np.concatenate(x, layer.axis),
+    "CONCATENATION": lambda layer, x: np.concatenate([v for v in x if v is not None], layer.axis),
     "CONVOLUTION": _convolution,
     "CUMULATIVE": _cumulative,
     "DEQUANTIZE": _dequantize,
-    "EINSUM": lambda layer, x: np.einsum(layer.equation, *x),
+    "EINSUM": lambda layer, x: np.einsum(layer.equation, *(v for v in x if v is not None)),
     "ELEMENTWISE": lambda layer, x: _ELEMENTWISE[_name(layer.op)](x[0], x[1]),
     "FILL": _fill,
     "GATHER": _gather,
@@ -606,7 +578,7 @@ _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "SHUFFLE": _shuffle,
     "SLICE": _slice,
     "SOFTMAX": lambda layer, x: _softmax(x[0], _axes(layer.axes)),
-    "SQUEEZE": lambda _, x: np.squeeze(x[0], tuple(_ints(x[1])) if len(x) > 1 and x[1] is not None else None),
+    "SQUEEZE": lambda _, x: np.squeeze(x[0], None if x[1] is None else tuple(_ints(x[1]))),
     "TOPK": _topk,
     "UNARY": lambda layer, x: _UNARY[_name(layer.op)](x[0]),
     "UNSQUEEZE": lambda _, x: np.expand_dims(x[0], tuple(_ints(x[1]))),

@@ -13,8 +13,8 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.steps.contents import numpy_dtype
-from trt_kvcache.importer.steps.step import Step
+from trt_kvcache.importer.steps.cache_contents import numpy_dtype
+from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 
@@ -28,26 +28,25 @@ SPAN_KINDS = ("tight", "bucketed", "full")
 _FAINT = -20.0  # a float mask's bias for hidden tokens: exp(-20) is nothing, and finite
 
 
-class StepInputs:
-    """Fills the inputs of one step.
+class DrawnInputs:
+    """Draws values for the inputs of one step.
 
     Args:
         plan: of the model.
         limits: of token ids and positions.
         named: values of inputs by name, used before any role.
         rng: of tokens, masks and unexplained inputs.
-        twin: bfloat16 becomes float32.
         unknown: size of unexplained axes; None: refuse models with such axes.
         rings: True if windows became rings: valid lengths count all tokens, which the original holds.
         plain: masks hide later tokens only, as in a session.
     """
 
     def __init__(
-        self, plan: CachePlan, limits: IndexLimits, named: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
+        self, plan: CachePlan, limits: IndexLimits, named: Mapping[str, Array], rng: np.random.Generator, *,
         unknown: int | None = None, rings: bool = False, plain: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._limits, self._named, self._rng = plan, limits, named, rng
-        self._twin, self._unknown, self._rings, self._plain = twin, unknown, rings, plain
+        self._unknown, self._rings, self._plain = unknown, rings, plain
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._adapters: dict[str, Array] = {}
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
@@ -64,7 +63,7 @@ class StepInputs:
         shape = tuple(
             dim if isinstance(dim, int) else self._size(tensor, axis, sizes) for axis, dim in enumerate(tensor.shape)
         )
-        dtype = numpy_dtype(tensor.dtype, twin=self._twin)
+        dtype = numpy_dtype(tensor.dtype)
         if tensor.name in self._named:
             return self._slice_values(tensor, shape).astype(dtype)
         starts, after = np.array(step.starts), np.array(step.valid)
@@ -165,16 +164,13 @@ class StepInputs:
         return np.where(token, bias, -np.inf).astype(dtype)
 
 
-def draw_constants(
-    plan: CachePlan, batch: int, seed: int, *, twin: bool, length: int = ENCODER_TOKENS
-) -> dict[str, Array]:
+def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCODER_TOKENS) -> dict[str, Array]:
     """Draw values for constants: inputs that the caller gives once, such as an encoder's output and its mask.
 
     Args:
         plan: of the model.
         batch: rows.
         seed: of the values.
-        twin: bfloat16 becomes float32.
         length: of an encoder's output, if it is open.
     """
     rng = np.random.default_rng([seed, len(plan.tensors)])
@@ -185,7 +181,7 @@ def draw_constants(
             continue
         dims = zip(tensor.shape, tensor.axes, strict=True)
         shape = tuple(d if isinstance(d, int) else batch if axis == "batch" else length for d, axis in dims)
-        dtype = numpy_dtype(tensor.dtype, twin=twin)
+        dtype = numpy_dtype(tensor.dtype)
         values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
         if dtype.kind != "f" and values.ndim:
             values[..., 0] = 1  # a mask over what an encoder has read hides some of it, never all

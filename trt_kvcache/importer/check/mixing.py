@@ -1,20 +1,22 @@
-"""Refuse models whose sequences depend on each other: a text must not change with its neighbours in the batch.
+"""Find models that mix sequences of a batch, or tokens of a step, outside of attention.
 
     long = ReduceMax(positions) > 4096                  one answer for the whole batch (LongRoPE, dynamic NTK)
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
-Regions of caches are compared with the original row by row. This module runs all operators outside of these regions, in
-two batches that share one sequence. The results of that sequence must be equal in both batches. The module also runs
-the tokens of a step one by one. If they differ from the tokens of one step, as with a mean over the step, sessions must
-not split prompts. Random weights of rank 1 replace large weights, which keeps all dependences. This module skips
-mixtures of large experts, and caches.
+A text must not change with its neighbours in the batch: such models are refused. If the tokens of a step depend on each
+other, as with a mean over the step, sessions must not split prompts. So this module runs the model in two batches that
+share one sequence, and in one step and in steps of one token. What they share must be equal.
+
+Caches are left out: regions of them are compared with the original row by row. So are products with large weights,
+lookups in large tables and mixtures of experts, which take each token by itself. Their inputs are compared, and their
+results are random numbers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import product
@@ -26,36 +28,38 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.compare import sequence_axis, token
-from trt_kvcache.importer.check.pair import ModelPair
-from trt_kvcache.importer.check.process import Verdict
+from trt_kvcache.importer.check.check_process import Verdict
+from trt_kvcache.importer.check.models import ModelPair
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.shapes import UNKNOWN, Term
+from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN, Term
+from trt_kvcache.importer.check.tolerances import sequence_axis, token
 from trt_kvcache.importer.operators import ROUNDS
+from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.protos import is_op, names_read, part_of
-from trt_kvcache.importer.steps.contents import all_contents, drawn_normal, find_caches, find_states
-from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants, span_inputs
+from trt_kvcache.importer.protos import int_attribute, is_op, names_read, part_of
+from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, draw_constants, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
-from trt_kvcache.importer.steps.single_tokens import SingleTokens
-from trt_kvcache.importer.steps.step import Step, read_limits
+from trt_kvcache.importer.steps.step_limits import Step, read_limits
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]
+Shape = tuple[Term, ...]
 
 _FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)'")  # in the words of ONNX Runtime
 _TABLES = ("Gather", "GatherND", "GatherElements", "Slice", "RotaryEmbedding")
-_STRIDE = 7919  # places between the numbers of two boundaries
+_STRIDE = 7919  # places between the numbers of two tensors that are fed
 _BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
 _PAST = 5  # tokens before a step of which one is compared with all
-_LARGEST = 1 << 18  # numbers in a constant that stands for itself
+_LARGE = 1 << 18  # numbers in a weight that is not read
+_MOST = 1 << 24  # numbers in a constant that is read all the same, because its operator may mix tokens
 _ROUNDED = 5e-2
-_EXACT = 1e-5  # experts take as many tokens as come, and sums are taken in another order then
+_EXACT = 1e-5  # sums may be taken in another order
 
 
-def compare_batches(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
+def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
     """Judge all operators outside of the regions of caches; `load` gives a model the data of its weights.
 
     Returns None if no sequence depends on its neighbours, and no token on the other tokens of its step. Also returns
@@ -67,14 +71,14 @@ def compare_batches(pair: ModelPair, regions: Sequence[Region], limits: IndexLim
         return _Outside(pair, regions, batch, length, limits, load, **how)
 
     verdict = None
-    for compare in (_sequences, _tokens):
+    for find in (_mixed_sequences, _mixed_tokens):
         with suppress(RunError, OptionError, UnsupportedModelError):
-            verdict = verdict or compare(pair, outside)
+            verdict = verdict or find(pair, outside)
             # The rewrite changes no node here, and no region depends on this run.
     return verdict
 
 
-def _sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
+def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
     steps = read_limits(pair.plan, _BATCH)
     longest = steps.length or min(_LENGTH, steps.longest - 1)
     capacity = min((c.capacity for c in pair.plan.caches), default=0)
@@ -95,12 +99,12 @@ def _sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | N
         return Verdict(str(most - 1 + length), "ends", both.why_it_ends(most))
     starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
     for (own, other), row in product(starts, (0, batch - 1)):
-        if name := both.first_dependent(own, other, row):
+        if name := both.first_mixed_sequence(own, other, row):
             return Verdict(name, "dependent")
     return None
 
 
-def _tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
+def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
     """Judge whether tokens of one step depend on each other. Models with states are skipped."""
     steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
@@ -108,12 +112,8 @@ def _tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None
     if pair.plan.prefill_in_one_step or pair.plan.states or not 1 < length <= rows:
         return None
     start = min(_PAST, rows - length) if steps.indexed else 0
-    name = outside(steps.batch, length, whole=False).first_counted(start)
-    if not name:
-        return None
-    if any(t.singly for t in pair.plan.original):
-        return Verdict(name, "counted")
-    return Verdict(outside(steps.batch, length, inner=True).first_counted(start) or name, "mixed")
+    name = outside(steps.batch, length).first_mixed_token(start)
+    return Verdict(outside(steps.batch, length, inner=True).first_mixed_token(start) or name, "mixed") if name else None
 
 
 class _Outside:
@@ -131,34 +131,36 @@ class _Outside:
         graph = pair.rewritten
         self._is_fixed = any(isinstance(c.logical_shape[0], int) for c in pair.plan.caches)
         pasts = {c.past for c in pair.plan.caches}
-        stops, wanted = ({}, []) if whole else _ends(pair, regions, pasts)
+        stops, read = ({}, []) if whole else _caches_left_out(pair, regions, pasts)
+        products, lookups = _large_left_out(pair, read)
+        stops |= products
         after = set() if whole else graph.tainted(pasts, through=stops, shapes=False)
-        every = dict.fromkeys([*wanted, *graph.outputs])
-        ends = [name for name in every if name not in after and name in graph.makes]
-        if not ends:
-            raise RunError("nothing is computed outside of the regions of caches")
+        known = after.union(products)
+        ends = [n for n in dict.fromkeys([*read, *graph.outputs]) if n not in known and n in graph.makes]
         if inner:
             ends = [name for node in graph.cone(ends, stops)[0] for name in node.output if name]
+        nodes, self._fed, used = graph.cone([*ends, *(node.input[1] for node, _ in lookups)], stops)
+        nodes, ends = [*nodes, *(node for node, _ in lookups)], [*ends, *(node.output[0] for node, _ in lookups)]
+        if not ends:
+            raise RunError("nothing is computed outside of the regions of caches")
         # Ends that are results of regions themselves, as of a model that is one attention.
         self._of_caches = graph.tainted(pasts, through=stops.keys() - ends, shapes=False)
         shapes = {name: _shape(pair, name) for name in ends}
-        self._shapes = {
-            name: shape
-            for name, shape in shapes.items()
-            if shape and sequence_axis(shape) is not None and _separates_tokens(shape)
-        }
+        self._shapes = {n: s for n, s in shapes.items() if s and sequence_axis(s) is not None and _separates_tokens(s)}
         self._axes = {t.name: t.axes.index("batch") for t in pair.plan.tensors if t.name in ends and "batch" in t.axes}
         self._axes |= {name: axis for name, shape in shapes.items() if (axis := self._axis(shape)) is not None}
-        nodes, self._fed, used = graph.cone(ends, stops)
-        nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, pair)
         self._exact = not any(node.op_type in ROUNDS for node in nodes)
         self._stops = {name: stops[name] for name in self._fed if name in stops}
         kinds = {name: graph.inputs[name].type.tensor_type.elem_type for name in self._fed if name not in stops}
         inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]
-        model = part_of(graph.model, nodes, inputs, ends, constants)
-        self._session = UnfusedSession(open_types(load(model), wide=True))
+        constants = [graph.constants[name] for name in used]
+        if large := next((t for t in constants if math.prod(t.dims) > _MOST), None):
+            raise RunError(f"an operator that may mix tokens reads the large constant '{large.name}'")
+        model = load(part_of(graph.model, nodes, inputs, ends, constants))
+        model.graph.initializer.extend(table for _, table in lookups)
+        self._session = UnfusedSession(open_types(model, wide=True))
 
-    def _axis(self, shape: tuple[Term, ...] | None) -> int | None:
+    def _axis(self, shape: Shape | None) -> int | None:
         """The axis along which sequences lie, alone or as the outer factor of the axis."""
         if shape and self._is_fixed:  # shapes are numbers: the batch is first
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
@@ -178,10 +180,8 @@ class _Outside:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
             if found := _FAILED.search(str(error)):
-                op, name = found.groups()
-                return (
-                    f"a table of positions ends there ({op} '{name}')" if op in _TABLES else f"{op} '{name}' ends there"
-                )
+                what = "a table of positions ends there ({} '{}')" if found[1] in _TABLES else "{} '{}' ends there"
+                return what.format(*found.groups())
         return "what is computed of positions ends there"
 
     def longest_past(self, last: int) -> int:
@@ -197,8 +197,8 @@ class _Outside:
             runs, fails = (middle, fails) if self.runs(middle) else (runs, middle)
         return fails
 
-    def first_dependent(self, own: int, other: int, row: int) -> str:
-        """Name the first tensor in which the sequence `row` differs between the two batches; empty if none differs.
+    def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
+        """Name the first tensor in which the sequence `row` differs between two batches; empty if none differs.
 
         Before the step, sequences of the first batch hold `own` tokens. In the second batch the others hold `other`.
         """
@@ -206,8 +206,9 @@ class _Outside:
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
         alone, beside = (self._session.run(fed) for fed in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
-            rows = self._of_row(alone[name], axis, row), self._inner(alone[name], axis, row)
-            if not any(self._same_part(alone[name][of], beside[name][of]) for of in rows):
+            # Sequences may be the inner one of several along an axis.
+            parts = self._of_row(alone[name], axis, row), (*[slice(None)] * axis, slice(row, None, self._batch))
+            if not any(self._same_part(alone[name][of], beside[name][of]) for of in parts):
                 return str(name)
         return ""
 
@@ -215,32 +216,42 @@ class _Outside:
         both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
         return self._same(a[both], b[both])
 
-    def first_counted(self, start: int) -> str:
+    def first_mixed_token(self, start: int) -> str:
         """Name the first tensor in which tokens differ between one step and steps of one token; empty if none differs.
 
         Raises:
             RunError: the part of an input that belongs to a token is unknown.
         """
-        starts, tokens = [start] * self._batch, SingleTokens(self._plan)
-        feeds, short = self._feeds(starts, 0), self._feeds(starts, 0, 1)
-        first = tokens.single(feeds, 0)
-        spans = {self._plan.logits_span.name} if self._plan.logits_span is not None else set()
-        fed = {*self._fed} & {*first} - {*self._stops} - spans
+        feeds, short = self._feeds([start] * self._batch, 0), self._feeds([start] * self._batch, 0, 1)
+        span = self._plan.logits_span
+        fed = {*self._fed} - {*self._stops} - ({span.name} if span is not None else set())
+        first = self._of_token(feeds, 0)
         if any(first[name].shape != short[name].shape for name in fed) or not all(
             map(_separates_tokens, self._stops.values())
         ):
             raise RunError("an input has no axis of its own for the tokens of a step")
         whole = self._session.run(feeds)
-
-        def run(place: int, inputs: Feeds) -> Feeds:
-            return self._session.run(inputs | {n: token(feeds[n], shape, place) for n, shape in self._stops.items()})
-
-        names = {name: shape for name, shape in self._shapes.items() if name not in self._of_caches}
-        for place, alone in enumerate(tokens.one_by_one(feeds, run)):
-            for name, shape in names.items():
-                if not self._same(token(whole[name], shape, place), token(alone[name], shape, 0)):
+        for place in range(self._length):
+            alone = self._session.run(self._of_token(feeds, place))
+            for name, shape in self._shapes.items():
+                ours, single = token(whole[name], shape, place), token(alone[name], shape, 0)
+                if name not in self._of_caches and not self._same(ours, single):
                     return str(name)
         return ""
+
+    def _of_token(self, feeds: Mapping[str, Array], place: int) -> Feeds:
+        """The inputs for one token of a step."""
+        taken = {name: token(feeds[name], shape, place) for name, shape in self._stops.items()}
+        for tensor in (t for t in self._plan.tensors if t.name in feeds and t.name not in taken):
+            values = feeds[tensor.name]
+            if "sequence" in tensor.axes:
+                values = np.take(values, [place], tensor.axes.index("sequence"))
+            if tensor.role is Role.WRITE_INDICES:
+                values = values + np.asarray(place, values.dtype)
+            if tensor.role is Role.VALID_LENGTHS:
+                values = values + np.asarray(place + 1 - self._length, values.dtype)
+            taken[tensor.name] = values
+        return {**feeds, **taken}
 
     def _same(self, a: Array, b: Array) -> bool:
         if np.array_equal(a, b):
@@ -253,11 +264,9 @@ class _Outside:
     def _feeds(self, starts: Sequence[int], seed: int, length: int | None = None) -> Feeds:
         length = length or self._length
         step = Step(length, tuple(starts), tuple(s + length for s in starts))
-        rng = np.random.default_rng(seed)
-        constants = draw_constants(self._plan, self._batch, 0, twin=True)
-        inputs = StepInputs(self._plan, self._limits, constants, rng, twin=True, unknown=UNKNOWN)
-        feeds: Feeds = inputs.shared(step)
-        feeds |= span_inputs(self._plan, step, "full")
+        constants = draw_constants(self._plan, self._batch, 0)
+        inputs = DrawnInputs(self._plan, self._limits, constants, np.random.default_rng(seed), unknown=UNKNOWN)
+        feeds: Feeds = inputs.shared(step) | span_inputs(self._plan, step, "full")
         caches = {
             c.role.name: c for c in (*find_caches(self._plan), *find_states(self._plan)) if c.role.name in self._fed
         }
@@ -290,28 +299,65 @@ class _Outside:
         size = values.shape[axis] // self._batch
         return (*[slice(None)] * axis, slice(row * size, (row + 1) * size))
 
-    def _inner(self, values: Array, axis: int, row: int) -> tuple[slice, ...]:
-        """The part of one sequence where sequences are the inner one of several along an axis."""
-        return (*[slice(None)] * axis, slice(row, None, self._batch))
 
-
-def _ends(pair: ModelPair, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:
-    """The results of the regions of caches and of experts, with shapes, and the tensors that these regions read."""
+def _caches_left_out(
+    pair: ModelPair, regions: Sequence[Region], pasts: set[str]
+) -> tuple[dict[str, Shape], list[str]]:  # fmt: skip
+    """The results of the regions of caches, with shapes, and the tensors that these regions read."""
     graph = pair.rewritten
-    ends: dict[str, tuple[Term, ...]] = {}
-    taken: list[str] = []
+    stops: dict[str, Shape] = {}
+    read: list[str] = []
     for region in regions:
-        if pasts & {v.name for v in region.models[1].graph.input} or _reads_experts(region):
-            ends |= region.joins
-            taken += [name for b in region.boundaries for name in b.names[1]]
-    after = graph.tainted(pasts, through=ends, shapes=False)
+        if pasts & {v.name for v in region.models[1].graph.input}:
+            stops |= region.joins
+            read += [name for b in region.boundaries for name in b.names[1]]
+    after = graph.tainted(pasts, through=stops, shapes=False)
     for node in graph.nodes:  # of caches that were canonical before
         if not after.isdisjoint(names_read(node)):
-            taken += [name for name in node.input if name and name not in after]
+            read += [name for name in node.input if name and name not in after]
             shape = _shape(pair, node.output[0]) if is_op(node, "Attention") else None
             if shape is not None:
-                ends[node.output[0]] = shape
-    return ends, taken
+                stops[node.output[0]] = shape
+    return stops, read
+
+
+def _large_left_out(
+    pair: ModelPair, read: list[str]
+) -> tuple[dict[str, Shape], list[tuple[NodeProto, TensorProto]]]:  # fmt: skip
+    """Find the operators that take each token by itself, with a large weight; add the tensors that they read to `read`.
+
+    Returns:
+        Their results, with shapes; and for each lookup in a large table one in a table of as many rows, of one number.
+    """
+    graph, stops, lookups = pair.rewritten, dict[str, Shape](), []
+    large = {name for name, t in graph.constants.items() if math.prod(t.dims) > _LARGE}
+    for node in graph.nodes:
+        inputs, shape = [name for name in node.input if name], _shape(pair, node.output[0])
+        if large.isdisjoint(inputs):
+            continue
+        data = [name for name in inputs if name not in graph.constants and name not in large]
+        if not data:
+            large.update(node.output)  # weights that are computed, as from quantized ones
+        elif shape is not None and _is_by_token(node, large):
+            stops[node.output[0]] = shape
+            read += data
+            table = _shape(pair, node.input[0]) if is_op(node, "Gather") else None
+            if table is not None:
+                name = f"{node.output[0]}:rows"
+                rows = np.arange(table[int_attribute(node, "axis")].factor, dtype=np.float32)
+                lookup = helper.make_node("Gather", [f"{name}/table", node.input[1]], [name], node.name)
+                lookups.append((lookup, numpy_helper.from_array(rows, f"{name}/table")))
+    return stops, lookups
+
+
+def _is_by_token(node: NodeProto, large: set[str]) -> bool:
+    """True for an operator that takes each token by itself, with a large weight."""
+    if is_op(node, "Gather"):
+        return node.input[0] in large
+    if node.op_type in ("MatMulNBits", "QMoE", "MoE"):
+        return node.input[0] not in large
+    right = node.input[1] in large and node.input[0] not in large
+    return right and (is_op(node, "MatMul") or (is_op(node, "Gemm") and not int_attribute(node, "transA")))
 
 
 def _separates_tokens(shape: Sequence[Term]) -> bool:
@@ -319,97 +365,5 @@ def _separates_tokens(shape: Sequence[Term]) -> bool:
     return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
 
-def _reads_experts(region: Region) -> bool:
-    """True if tokens choose among large matrices: stand-ins of rank 1 exist only for products and lookups."""
-    weights = region.models[1].graph.initializer
-    return any(math.prod(t.dims[1:]) > _LARGEST for t in weights if len(t.dims) > 2)
-
-
-def _shape(pair: ModelPair, name: str) -> tuple[Term, ...] | None:
+def _shape(pair: ModelPair, name: str) -> Shape | None:
     return next((k.shape for kinds in reversed(pair.kinds) if (k := kinds.get(name)) and k.shape is not None), None)
-
-
-def _light(
-    nodes: Sequence[NodeProto], constants: Mapping[str, TensorProto], pair: ModelPair
-) -> tuple[list[NodeProto], list[TensorProto]]:
-    """Replace large constants with random stand-ins; all dependences stay.
-
-    Raises:
-        RunError: an unsupported operator reads a large constant.
-    """
-    shapes = {name: tuple(t.dims) for name, t in constants.items()}
-    large = {name for name, shape in shapes.items() if math.prod(shape) > _LARGEST}
-    drawn = {name: t for name, t in constants.items() if name not in large}
-    light: list[NodeProto] = []
-    for node in nodes:
-        inputs = {name for name in node.input if name}
-        is_constant = bool(inputs) and shapes.keys() >= inputs
-        constant = {name: _fixed(pair, name) for name in node.output if name and is_constant}
-        if large.isdisjoint(inputs):
-            light.append(node)
-        elif is_constant:
-            drawn |= {name: _random(name, shape) for name, shape in constant.items() if math.prod(shape) <= _LARGEST}
-        else:
-            light += _rank_one(node, shapes, large, drawn)
-        shapes |= constant
-        large |= {name for name, shape in constant.items() if math.prod(shape) > _LARGEST}
-    read = {name for node in light for name in names_read(node)}
-    computed = {name for node in light for name in node.output}
-    return light, [t for name, t in drawn.items() if name in read and name not in computed]
-
-
-def _fixed(pair: ModelPair, name: str) -> tuple[int, ...]:
-    shape = _shape(pair, name)
-    if shape is None:
-        raise RunError(f"the shape of the constant '{name}' is not known")
-    return tuple(t.factor for t in shape)
-
-
-def _rank_one(
-    node: NodeProto, shapes: Mapping[str, tuple[int, ...]], large: set[str], drawn: dict[str, TensorProto]
-) -> Iterator[NodeProto]:
-    """Yield a product with a weight, or a lookup in a table, with ``u v^T`` in place of the weight.
-
-    Raises:
-        RunError: the operator is another one.
-    """
-    output = node.output[0]
-    names = [f"{output}:{part}" for part in ("u", "v", "inner", "product")]
-
-    def draw(*dims: tuple[int, ...]) -> None:
-        for name, shape in zip(names, dims, strict=False):
-            drawn[name] = _random(name, shape)
-
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    place = next(i for i, name in enumerate(node.input) if name in large)
-    weight = shapes.get(node.input[place], ())
-    lead: tuple[int, ...] = ()
-    if is_op(node, "Gather") and place == 0 and int(attributes.get("axis", 0)) == 0:
-        draw((weight[0], *[1] * (len(weight) - 1)), weight[1:])
-        yield helper.make_node("Gather", [names[0], node.input[1]], names[2:3], axis=0)
-        yield helper.make_node("Mul", [names[2], names[1]], [output])
-        return
-    if node.op_type == "MatMulNBits":
-        rows, columns, data, place = int(attributes["K"]), int(attributes["N"]), node.input[0], 1
-    elif node.op_type in ("MatMul", "Gemm") and place < 2 and len(weight) > 1:
-        turned = bool(attributes.get("transB" if place else "transA", 0))
-        rows, columns = reversed(weight[-2:]) if turned else weight[-2:]
-        lead, data = weight[:-2], node.input[1 - place]
-        if is_op(node, "Gemm") and attributes.get("transA" if place else "transB", 0):
-            yield helper.make_node("Transpose", [data], [f"{output}:data"], perm=[1, 0])
-            data = f"{output}:data"
-    else:
-        raise RunError(f"{node.op_type} '{node.name}' reads a large constant")
-    draw((*lead, rows, 1), (*lead, 1, columns))
-    added = node.input[2] if is_op(node, "Gemm") and len(node.input) > 2 and node.input[2] else ""
-    product_ = names[3] if added else output
-    order = (data, names[0], names[1]) if place else (names[1], data, names[0])
-    yield helper.make_node("MatMul", [order[0], order[1]], names[2:3])
-    yield helper.make_node("MatMul", [names[2], order[2]] if place else [names[0], names[2]], [product_])
-    if added:
-        yield helper.make_node("Add", [product_, added], [output])
-
-
-def _random(name: str, shape: tuple[int, ...]) -> TensorProto:
-    seed = int.from_bytes(name.encode()[-8:], "little")
-    return numpy_helper.from_array(np.random.default_rng(seed).standard_normal(shape, np.float32), name)

@@ -26,7 +26,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.shapes import Term
+from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, byte_size, copied
@@ -81,7 +81,7 @@ def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
     return sum(sizes.values())
 
 
-def narrowed(
+def shrunk(
     region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
     """Yield the region with fewer rows and columns: first variants of at most `few` bytes, then of at most `most`.

@@ -18,7 +18,7 @@ import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
 
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.shapes import Term
+from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.operators import RESHAPES
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout
 from trt_kvcache.importer.protos import copied
@@ -29,7 +29,7 @@ _WHOLE = (TensorProto.INT64, TensorProto.INT32)
 Shape = tuple[int | str, ...]
 
 
-def slim(region: Region, plan: CachePlan) -> tuple[Region, CachePlan] | None:
+def with_short_heads(region: Region, plan: CachePlan) -> tuple[Region, CachePlan] | None:
     """The region and the plan with short heads; None: heads keep their size."""
     inputs = {v.name for model in region.models for v in model.graph.input}
     caches = [c for c in plan.caches if c.past in inputs]

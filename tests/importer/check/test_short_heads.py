@@ -14,9 +14,9 @@ from mutation_cuts import Pair
 from onnx import TensorProto, helper
 from verify import mistakes as m
 
-from trt_kvcache.importer.check import run as running
+from trt_kvcache.importer.check import region_comparison as running
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.slim import slim
+from trt_kvcache.importer.check.short_heads import with_short_heads
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 
 DECODER = Decoder(size=48, window=100)
@@ -29,10 +29,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Region, CachePlan] | Non
     found: list[tuple[Region, CachePlan] | None] = []
 
     def keeping(region: Region, plan: CachePlan) -> tuple[Region, CachePlan] | None:
-        found.append(slim(region, plan))
+        found.append(with_short_heads(region, plan))
         return found[-1]
 
-    monkeypatch.setattr(running, "slim", keeping)
+    monkeypatch.setattr(running, "with_short_heads", keeping)
     return found
 
 

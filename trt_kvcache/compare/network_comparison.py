@@ -16,24 +16,25 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, ValueInfoProto
+from onnx import ModelProto
 
 from trt_kvcache.compare.decode import Piece, plan_pieces
-from trt_kvcache.compare.exported import Exported
+from trt_kvcache.compare.differences import GARBAGE, first_layer, share_between, with_inner_outputs
+from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.compare.float32_copy import float32_copy
-from trt_kvcache.compare.network import Network, NetworkError, Node, UnknownLayerError
-from trt_kvcache.compare.rewritten import GARBAGE, Rewritten, WideSession
+from trt_kvcache.compare.numpy_network import Network, NetworkError, UnknownLayerError
+from trt_kvcache.compare.rewritten_model import Float32Session, Rewritten
+from trt_kvcache.compare.text_inputs import TextInputs, token_table
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.plan import CachePlan, cache_bytes
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import byte_size, copied, iter_tensors
-from trt_kvcache.importer.steps.inputs import draw_constants
-from trt_kvcache.importer.steps.step import read_limits
+from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.importer.steps.step_limits import read_limits
 from trt_kvcache.machine import free_memory
 
-__all__ = ["NetworkComparison", "NetworkWatch", "compare_network", "share_between", "too_large"]
+__all__ = ["NetworkComparison", "NetworkWatch", "compare_as_exported", "compare_network", "too_large"]
 
 Array = npt.NDArray[Any]
 
@@ -45,6 +46,7 @@ _ROWS = 2
 _PIECES = 4
 _COPIES = 4  # copies of caches: before and after a step, on each side
 _SHARE = 0.5  # share of the free memory
+_FAILS = (OptionError, OutputError, RunError, UnknownLayerError, UnsupportedModelError)
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,6 @@ class NetworkComparison:
             f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
         )
 
-    @property
-    def allowed(self) -> float:
-        """The largest difference that counts as equal."""
-        return LIMIT
-
     def check(self) -> None:
         """Raise an error if something differs.
 
@@ -90,7 +87,7 @@ class NetworkComparison:
 def compare_network(
     network: Any, trt: Any, content: bytes, folder: Path, plan: CachePlan,
     replaced: Mapping[str, bytes | bytearray] | None = None, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (),
-    garbage: float = GARBAGE,
+    garbage: float = GARBAGE, seed: int = 0,
 ) -> NetworkComparison:  # fmt: skip
     """Run a parsed network and its model side by side.
 
@@ -103,7 +100,8 @@ def compare_network(
         replaced: bytes of weights by name, which TensorRT was given instead of those in their files.
         pieces: pieces of a decode; empty: a few default ones.
         tokens: tokens of the pieces; empty: random ones.
-        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
+        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        seed: seed of garbage, and of embeddings.
 
     Returns:
         The result. If ONNX Runtime cannot run the model, NumPy cannot run a layer, or the model does not fit into
@@ -112,24 +110,21 @@ def compare_network(
     model, limits = ModelProto.FromString(content), read_limits(plan, _ROWS)
     if why := too_large(model, plan, limits.batch):
         return NetworkComparison(0, 0.0, note=why)
+    pieces = pieces or plan_pieces(limits, plan, (5,), 1)[:_PIECES]
+    inputs = TextInputs(plan, index_limits(model, plan), table=token_table(plan, seed), seed=seed)
     try:
         with TemporaryDirectory(prefix="trt-kvcache-network-") as name:
-            runs, _ = for_cpu(model)
-            wide, place = float32_copy(runs, folder, Path(name), replaced)
-            rows = max((row + 1 for piece in pieces for row in piece.rows), default=limits.batch)
-            watch, session = NetworkWatch(network, trt, wide, place, garbage), WideSession(wide, place)
-            steps = Rewritten(plan, index_limits(model, plan), garbage=garbage)
-            steps.start(rows)
-            chosen = pieces or plan_pieces(limits, plan, (5,), 1)[:_PIECES]
-            for count, piece in enumerate(chosen):
-                feeds = steps.feeds(piece, tokens[count] if tokens else None)
-                wanted = session.run(feeds)
-                watch(feeds, wanted)
+            wide, place = float32_copy(for_cpu(model)[0], folder, Path(name), replaced)
+            watch, session = NetworkWatch(network, trt, wide, place, garbage), Float32Session(wide, place)
+            steps = Rewritten(plan, inputs, session.run, garbage=garbage, seed=seed)
+            steps.watch = watch
+            steps.start(max(row + 1 for piece in pieces for row in piece.rows))
+            for count, piece in enumerate(pieces):
+                steps.step(piece, tokens[count] if tokens else None)
                 if watch.found.finding or watch.found.note:
                     break
-                steps.accept(piece, wanted)
             return watch.found
-    except (OptionError, OutputError, RunError, UnsupportedModelError) as error:
+    except _FAILS as error:
         return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
 
 
@@ -142,51 +137,25 @@ def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> 
         path: path of the model.
         plan: plan of the model; gives the roles of its inputs.
     """
+    shares = list[float]()
+
+    def watch(feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+        had = run(feeds)
+        shares.append(max(share_between(values, had[name]) for name, values in wanted.items()))
+
     try:
-        run, given = Network(network, trt).run, draw_constants(plan, 1, 0, twin=True)
-        exported, shares = Exported(path, plan, wide=True, given=given), list[float]()
-        exported.watch = lambda feeds, wanted: shares.append(_worst(run(feeds), wanted))
-        exported.start([()])
-        limits = read_limits(plan, 1)
+        run, exported, limits = Network(network, trt).run, Exported(path, plan), read_limits(plan, 1)
+        exported.watch = watch
+        exported.start(1)
         for piece in plan_pieces(limits, plan, (5,), 2):
-            exported.step([[(3 * i + 5) % (exported.vocabulary or 2) for i in range(piece.length)]])
-    except (OptionError, OutputError, RunError, UnknownLayerError, UnsupportedModelError) as error:
+            tokens = (3 * np.arange(piece.length) + 5) % (exported.vocabulary or 2)
+            exported.step(Piece(piece.length, (0,)), tokens[None])
+    except _FAILS as error:
         return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
     except NetworkError as error:
         return NetworkComparison(0, math.inf, error.message)
     worst = max(shares)
     return NetworkComparison(len(shares), worst, "" if worst <= LIMIT else "its outputs are not the model's")
-
-
-def _worst(had: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
-    return max(share_between(values, had[name]) for name, values in wanted.items())
-
-
-def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
-    """Return the largest difference of two tensors, as a share of the largest number of the first one.
-
-    Garbage does not count as largest number. Codes of 8 bits or less may differ by one, because rounding may move them
-    to a neighbour. The result is infinite if shapes differ, if one number is finite and the other is not, or if whole
-    numbers differ.
-    """
-    if expected.shape != actual.shape:
-        return math.inf
-    if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
-        return 0.0 if np.array_equal(expected, actual) else math.inf
-    differs = expected != actual  # few rows of caches differ: equal numbers are not looked at again
-    one, other = expected[differs].astype(np.float64), actual[differs].astype(np.float64)
-    known = np.isfinite(one)
-    if not np.array_equal(known, np.isfinite(other)) or not np.array_equal(one[~known], other[~known], equal_nan=True):
-        return math.inf
-    difference = np.abs(one[known] - other[known])
-    if not difference.size:
-        return 0.0
-    if expected.dtype.kind in "iub":
-        return math.inf if difference.max() > 1 or difference.size > 1e-3 * expected.size else 0.0
-    sizes = np.abs(expected)
-    counts = np.isfinite(sizes) & (np.abs(sizes - garbage) > 0.01 * garbage)
-    scale = float(sizes.max(initial=0, where=counts))
-    return float(difference.max() / scale) if scale else math.inf
 
 
 class NetworkWatch:
@@ -200,7 +169,7 @@ class NetworkWatch:
         trt: the module that parsed it.
         model: the model in float32.
         folder: folder of its external data.
-        garbage: see `trt_kvcache.compare.rewritten.GARBAGE`.
+        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
         steps: numbers of the steps to compare; None: all.
     """
 
@@ -241,30 +210,22 @@ class NetworkWatch:
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
         """Return the first layer whose result differs, among layers whose result is a tensor of the model."""
-        known = {name for node in self._model.graph.node for name in node.output if name}
-        taken = {o.name for o in self._model.graph.output}
-        names = [name for node in self._network.nodes for name in node.outputs if name in known]
-        marked = copied(self._model)
-        marked.graph.output.extend(ValueInfoProto(name=name) for name in names if name not in taken)
+        given = {name for node in self._network.nodes for name in node.output}
+        model = with_inner_outputs(self._model, given)
         try:
-            wanted = WideSession(marked, self._folder).run(feeds, names)
+            wanted = Float32Session(model, self._folder).run(feeds)
         except RunError as error:
             return f"no layer is named: ONNX Runtime does not give what is inside of the model: {error}"
-        found: list[tuple[Node, str, float]] = []
+        differs: dict[str, bool] = {}
 
-        def watch(node: Node, results: Sequence[Array]) -> None:
-            for name, values in zip(node.outputs, results, strict=True):
-                if name in wanted and not found:
-                    share = share_between(wanted[name], values, self._garbage)
-                    if share > LIMIT:
-                        found.append((node, name, share))
+        def watch(node: Any, results: Sequence[Array]) -> None:
+            for name, values in zip(node.output, results, strict=True):
+                if name in wanted:
+                    differs[name] = share_between(wanted[name], values, self._garbage) > LIMIT
 
         self._network.run(feeds, watch)
-        if not found:
-            return "no layer before it differs"
-        node, name, share = found[0]
-        by = "which is of another size, or not finite" if math.isinf(share) else f"by {share:.2g} of its size"
-        return f"the first layer that differs is '{node.name}' ({node.kind}), which gives '{name}', {by}"
+        outputs = [o.name for o in self._model.graph.output]
+        return first_layer(self._network.nodes, differs, outputs) or "no layer before it differs"
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:

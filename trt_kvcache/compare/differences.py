@@ -1,0 +1,156 @@
+"""How far two results are apart, and the first layer at which they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, ValueInfoProto
+
+from trt_kvcache.importer.protos import copied
+
+__all__ = ["GARBAGE", "Layer", "Share", "first_layer", "share_between", "share_of", "share_of_logits",
+           "with_inner_outputs"]  # fmt: skip
+
+Array = npt.NDArray[Any]
+
+GARBAGE = 1e4
+"""The value in cache rows without a token: finite, as in a session, and far above the values in caches."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A difference between two outputs in one row of a step: see `share_of_logits`."""
+
+    largest: float
+    typical: float
+
+    def most(self, other: Share) -> Share:
+        """Return the larger value of both, for each of the two shares."""
+        return Share(max(self.largest, other.largest), max(self.typical, other.typical))
+
+    def times(self, other: Share, factor: float = 1.0) -> Share:
+        """Return the product of both, for each of the two shares."""
+        return Share(factor * self.largest * other.largest, factor * self.typical * other.typical)
+
+    def within(self, other: Share) -> bool:
+        """Return True if neither share is larger than the other's."""
+        return self.largest <= other.largest and self.typical <= other.typical
+
+
+def share_of(wanted: Array, had: Array) -> Share:
+    """Return the distance of two arrays of one shape, as if all their numbers were logits of one position."""
+    largest, typical = share_of_logits(wanted.reshape(1, -1), had.reshape(1, -1))
+    return Share(float(largest[0]), float(typical[0]))
+
+
+def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
+    """Return how far logits are apart, for each position.
+
+    Args:
+        wanted: logits of the reference, ``[..., V]``.
+        had: the other logits.
+
+    Returns:
+        The largest difference, as a share of the largest logit; and the length of the difference, as a share of the
+            logits' length around their mean. Both are infinite if the shape, such as the vocabulary, differs, or if one
+            number is finite and the other is not.
+    """
+    if wanted.shape != had.shape:
+        everywhere = np.full(wanted.shape[:-1], math.inf)
+        return everywhere, everywhere
+    one, other = wanted.astype(np.float64), had.astype(np.float64)
+    known = np.isfinite(one)
+    with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
+        finite = np.where(known, one, 0)
+        error = np.where(known, other - finite, 0)
+        far = np.abs(error).max(-1)
+        largest = np.where(far == 0, 0.0, far / np.abs(finite).max(-1))
+        centered = np.where(known, one - finite.mean(-1, keepdims=True), 0)
+        typical = np.nan_to_num(np.linalg.norm(error, axis=-1) / np.linalg.norm(centered, axis=-1), posinf=np.inf)
+    alike = (known == np.isfinite(other)).all(-1)
+    return np.where(alike & ~np.isnan(largest), largest, np.inf), np.where(alike, typical, np.inf)
+
+
+def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
+    """Return the largest difference of two tensors, as a share of the largest number of the first one.
+
+    Garbage does not count as largest number. Codes of 8 bits or less may differ by one, because rounding may move them
+    to a neighbour. The result is infinite if shapes differ, if one number is finite and the other is not, or if whole
+    numbers differ.
+    """
+    if expected.shape != actual.shape:
+        return math.inf
+    if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
+        return 0.0 if np.array_equal(expected, actual) else math.inf
+    differs = expected != actual  # few rows of caches differ: equal numbers are not looked at again
+    one, other = expected[differs].astype(np.float64), actual[differs].astype(np.float64)
+    known = np.isfinite(one)
+    if not np.array_equal(known, np.isfinite(other)) or not np.array_equal(one[~known], other[~known], equal_nan=True):
+        return math.inf
+    difference = np.abs(one[known] - other[known])
+    if not difference.size:
+        return 0.0
+    if expected.dtype.kind in "iub":
+        return math.inf if difference.max() > 1 or difference.size > 1e-3 * expected.size else 0.0
+    sizes = np.abs(expected)
+    counts = np.isfinite(sizes) & (np.abs(sizes - garbage) > 0.01 * garbage)
+    scale = float(sizes.max(initial=0, where=counts))
+    return float(difference.max() / scale) if scale else math.inf
+
+
+class Layer(Protocol):
+    """A node of a model, or a layer of TensorRT's network."""
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+
+    @property
+    def op_type(self) -> str:
+        """Its operator, or its type in TensorRT."""
+
+    @property
+    def input(self) -> Sequence[str]:
+        """Names of the tensors that it reads."""
+
+    @property
+    def output(self) -> Sequence[str]:
+        """Names of the tensors that it gives."""
+
+
+def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
+    """Describe the first layer from which an unbroken chain of differing tensors leads to an output.
+
+    Two models may give one name to different contents, such as masks of two forms, or the results of TopK in another
+    order. Both may be right. Then tensors computed from them agree, and the chain is broken.
+
+    Args:
+        layers: all layers, each after those that it reads.
+        differs: for each compared tensor, whether it differs.
+        outputs: the outputs of interest.
+
+    Returns:
+        A part of a message; empty if no compared tensor is in such a chain.
+    """
+    leads = {name for name in outputs if differs.get(name) is not False}
+    found = ""
+    for layer in reversed([*layers]):
+        for name in leads.intersection(layer.output):
+            if differs.get(name):
+                found = f"the first layer that differs is '{layer.name}' ({layer.op_type}), which gives '{name}'"
+        if not leads.isdisjoint(layer.output):
+            leads.update(name for name in layer.input if name and differs.get(name) is not False)
+    return found
+
+
+def with_inner_outputs(model: ModelProto, names: Collection[str]) -> ModelProto:
+    """Return a copy of a model that also returns those of its inner tensors that are in `names`."""
+    copy, outputs = copied(model), {o.name for o in model.graph.output}
+    inner = [n for node in model.graph.node for n in node.output if n and n not in outputs and n in names]
+    copy.graph.output.extend(ValueInfoProto(name=name) for name in inner)
+    return copy

@@ -1,0 +1,191 @@
+"""Decodes with the model as exported in ONNX Runtime: its presents become its pasts, by name, unchanged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto
+
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.float32_copy import Float32Copies
+from trt_kvcache.compare.text_inputs import TextInputs, by_position, guessed
+from trt_kvcache.cpu import RunError, open_in_time, run_in_time
+from trt_kvcache.dtypes import array_dtype
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions import define, for_cpu
+from trt_kvcache.importer.files.links import for_session
+from trt_kvcache.importer.files.source import SourceModel, load_source
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, TensorRole, UpdateMode
+from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
+from trt_kvcache.importer.steps.original_interface import OriginalInterface
+from trt_kvcache.importer.steps.runnable import open_types, runnable
+from trt_kvcache.importer.steps.step_limits import read_limits
+
+__all__ = ["Exported", "ring_rows"]
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+
+
+class Exported:
+    """A runner (`trt_kvcache.compare.decode.Runner`) over the model as exported, which computes in float32.
+
+    It decodes one text at a time. If its batch is fixed, all rows hold the same text. The plan gives the role of each
+    input, and which output becomes which input. Caches are passed on without conversion.
+
+    Attributes:
+        vocabulary: last size of the logits; None: open.
+        batch: rows of the model's batch; all hold the same text.
+        outputs: shapes of its outputs, by name.
+        garbage: contents of caches of a fixed length before the first token.
+        watch: called with inputs and outputs of each run.
+
+    Args:
+        path: path of the model, or the model as it was read.
+        plan: plan of the model.
+        given: see `TextInputs`.
+        table: see `TextInputs`.
+        seed: see `TextInputs`.
+        last: most positions of a piece whose logits are returned; None: all.
+        edit: changes the model in float32, before it is opened; outputs that it adds are for `watch`.
+        copies: makes the float32 copy, whose file must live as long; None: the copy has its own file.
+
+    Raises:
+        UnsupportedModelError: ONNX Runtime cannot open the model, or its caches cannot be passed on unchanged.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | SourceModel, plan: CachePlan, given: Mapping[str, Array] | None = None,
+        table: Array | None = None, seed: int = 0, *, last: int | None = None,
+        edit: Callable[[ModelProto], ModelProto] | None = None, copies: Float32Copies | None = None,
+    ) -> None:  # fmt: skip
+        source = path if isinstance(path, SourceModel) else load_source(path)
+        self.name = f"ONNX Runtime {ort.__version__}, float32"
+        self._path, self._plan, self._given, self._last = source.path, plan, given or {}, last
+        if copies is None:
+            scratch = mkdtemp(prefix="trt-kvcache-exported-")  # the session maps the file as long as it lives
+            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+            copies = Float32Copies(Path(scratch))
+        try:
+            self._session = _open(runnable(for_cpu(define(source.proto))[0]), source.path.parent, copies, edit)
+        except RunError as error:
+            raise UnsupportedModelError(f"{source.path}: ONNX Runtime does not open it: {error}") from None
+        self._types = {i.name: array_dtype(i.type.removeprefix("tensor(")[:-1]) for i in self._session.get_inputs()}
+        self.outputs = {o.name: o.shape for o in self._session.get_outputs()}
+        tensors: tuple[OriginalTensor | TensorRole, ...] = plan.original or plan.tensors
+        if strange := self._types.keys() - {t.name for t in tensors if t.io == "input"}:
+            raise UnsupportedModelError(
+                f"{source.path}: '{min(strange)}' does not go back into the model as it is: it holds several caches"
+            )
+        limits = read_limits(plan, 1)
+        self.batch, self._length = limits.batch, limits.length
+        rings = bool(ring_rows(source, plan))
+        self._inputs = TextInputs(plan, IndexLimits({}, {}), given, table, seed=seed, rings=rings)
+        self._interface = OriginalInterface(plan) if plan.original else None
+        self._caches = {
+            c.role.name: as_text(c, plan, fixed_rows(plan, source.proto.graph.input), c.update.capacity)
+            if c.update is not None else c
+            for c in (*find_caches(plan), *find_states(plan))
+        }  # fmt: skip
+        self._carried = {past: c.output for past, c in self._caches.items() if c.output is not None}
+        found = [t.name for t in tensors if t.io == "output" and t.role.value == "logits"]
+        found += [o.name for o in source.proto.graph.output if o.name not in self._carried.values()]
+        if not found:
+            raise UnsupportedModelError(
+                f"{source.path}: the model has no output but its caches: there is nothing to compare"
+            )
+        self._logits = found[0]
+        self._axes = next((t.axes for t in tensors if t.io == "output" and t.name == self._logits), ())
+        size = self.outputs[self._logits][-1]
+        self.vocabulary = size if isinstance(size, int) else None
+        self.garbage = 0.0
+        self.watch: Callable[[Feeds, Feeds], None] = lambda *_: None
+
+    def start(self, rows: int) -> None:
+        """See `Runner.start`."""
+        self._inputs.start(rows)
+        self._texts = [self._empty() for _ in range(rows)]
+        self._ends = [0] * rows
+
+    def step(self, piece: Piece, tokens: Array) -> Array:
+        """See `Runner.step`.
+
+        Raises:
+            UnsupportedModelError: the model cannot run, or takes another number of tokens in a step.
+        """
+        longest = self._length or piece.length
+        if piece.length % longest:
+            raise UnsupportedModelError(f"{self._path}: it takes {longest} tokens in each step, and got {piece.length}")
+        texts = []
+        for row, text in zip(piece.rows, tokens, strict=True):
+            parts = [self._run(row, text[at : at + longest]) for at in range(0, piece.length, longest)]
+            texts.append(np.concatenate(parts)[-self._last if self._last else 0 :])
+        return np.stack(texts).astype(np.float32)
+
+    def _empty(self) -> Feeds:
+        """Caches and states without tokens, in the original's form."""
+        states = {s.past for s in self._plan.states}
+        growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
+        empty = {}
+        for past, cache in self._caches.items():
+            shape = list(cache.logical_shape(self.batch))
+            if past in growing and cache.update is not None:
+                shape[cache.update.sequence_axis] = 0
+            number = 0.0 if past in states else self.garbage if "float" in cache.role.dtype else min(self.garbage, 100)
+            if past in self._types:
+                empty[past] = np.full(shape, number, self._types[past])
+        return empty
+
+    def _run(self, text: int, tokens: Array) -> Array:
+        start, carried = self._ends[text], self._texts[text]
+        piece = Piece(len(tokens), (text,) * self.batch)
+        feeds = self._inputs.feeds(piece, [start] * self.batch, np.stack([tokens] * self.batch)) | carried
+        if self._interface is not None:
+            without = self._carried if start else ()
+            feeds = carried | self._interface.feeds(feeds, slice(0, self.batch), start, without)
+        feeds = {name: feeds[name].astype(dtype, copy=False) for name, dtype in self._types.items()}
+        try:
+            outputs = dict(zip(self.outputs, run_in_time(self._session, [*self.outputs], feeds), strict=True))
+        except RunError as error:
+            raise UnsupportedModelError(
+                f"{self._path}: ONNX Runtime does not run {len(tokens)} tokens after {start}: {error}"
+                f"{guessed(self._plan, self._given)}"
+            ) from None
+        self.watch(feeds, outputs)
+        carried |= {past: outputs[present] for past, present in self._carried.items() if past in self._types}
+        self._ends[text] += len(tokens)
+        rows = by_position(outputs[self._logits], self._axes, 1)[0]  # all rows of the batch hold this text
+        return np.asarray(rows[: len(rows) // self.batch])
+
+
+def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
+    """Return the rows of the caches that are whole in the model as exported, and rings in the rewritten model."""
+    fixed = fixed_rows(plan, source.proto.graph.input)
+    rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
+    return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
+
+
+def _open(
+    model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto] | None
+) -> ort.InferenceSession:
+    """Open a session without fusions."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.enable_cpu_mem_arena = False  # growing caches have many sizes
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # prepacking would copy weights, and there are few rows to use them
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    model, folder = copies.copy(model, folder)
+    model = open_types(model, wide=True)  # caches of types that are moved, not computed with
+    model = model if edit is None else edit(model)
+    return open_in_time(for_session(model, folder, options), options)

@@ -1,0 +1,216 @@
+"""Decodes through the interface of the rewritten model, computed by ONNX Runtime in float32."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnx import ModelProto
+
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.compare.differences import GARBAGE
+from trt_kvcache.compare.text_inputs import TextInputs, by_position
+from trt_kvcache.cpu import open_in_time, run_in_time
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.files.links import for_session
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.steps.cache_contents import CacheTensor, all_contents, find_caches, find_states
+
+__all__ = ["Float32Session", "Rewritten", "TextCaches", "copy_rows", "output_of"]
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+
+
+class TextCaches(ABC):
+    """The caches of texts at the rewritten model's interface, and how many tokens each text has.
+
+    Attributes:
+        tensors: caches and states, by name of the past.
+        ends: number of tokens of each text.
+        texts: the texts whose caches are at hand.
+
+    Args:
+        plan: plan of the rewritten model.
+        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        seed: seed of garbage and of random contents.
+    """
+
+    def __init__(self, plan: CachePlan, garbage: float, seed: int) -> None:
+        self.tensors = {c.role.name: c for c in (*find_caches(plan), *find_states(plan))}
+        self._garbage, self._seed = garbage, seed
+        self.begin(0)
+
+    @abstractmethod
+    def read(self, name: str, text: int) -> Array:
+        """Return the contents of a cache for one text, ``[*physical_shape[1:]]``."""
+
+    @abstractmethod
+    def write(self, name: str, texts: Sequence[int], values: Array) -> None:
+        """Replace the contents of a cache for some texts: ``[texts, *physical_shape[1:]]``."""
+
+    def begin(self, rows: int, texts: range | None = None) -> None:
+        """Begin `rows` texts; `texts` are those at hand, all if None."""
+        self.ends, self.texts = np.zeros(rows, np.int64), range(rows) if texts is None else texts
+
+    def fill(self, episode: int = 0) -> None:
+        """Fill the caches with random numbers for the tokens of each text, and with garbage after them."""
+        for name, values in all_contents(self.tensors, self._seed, self.ends.tolist(), self._garbage, episode):
+            self.write(name, range(len(self.ends)), self.tensors[name].to_physical(values))
+
+    def skip(self, piece: Piece) -> None:
+        """Skip tokens before a piece: see `Piece.skip` and `Piece.drawn`."""
+        copied = piece.skip and not piece.drawn
+        for name, cache in self.tensors.items() if copied else ():
+            for text in piece.rows if cache.update is not None else ():
+                if text in self.texts:
+                    values, end = np.array(self.read(name, text)), int(self.ends[text])
+                    copy_rows(cache, values, end, end + piece.skip)
+                    self.write(name, [text], values[None])
+        self.ends[list(piece.rows)] += piece.skip
+        if piece.drawn:
+            self.fill(1)
+
+
+class Rewritten(TextCaches):
+    """A runner (`trt_kvcache.compare.decode.Runner`) over a function with the rewritten model's interface.
+
+    Floating-point inputs and caches are float32, independent of the model's types.
+
+    Attributes:
+        caches: ``[rows, *physical_shape[1:]]`` by name of the past, garbage in all rows without a token; states, too.
+        watch: called with the inputs and outputs of each step.
+        name: name of the runtime.
+
+    Args:
+        plan: plan of the rewritten model.
+        inputs: makes the inputs of steps.
+        run: computes the outputs of a step from its inputs.
+        garbage, seed: see `TextCaches`.
+    """
+
+    name = f"ONNX Runtime {ort.__version__}, float32"
+
+    def __init__(
+        self, plan: CachePlan, inputs: TextInputs, run: Callable[[Feeds], Mapping[str, Array]] = lambda _: {}, *,
+        garbage: float = GARBAGE, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(plan, garbage, seed)
+        self._plan, self._inputs, self._run = plan, inputs, run
+        self.watch: Callable[[Feeds, Mapping[str, Array]], None] = lambda *_: None
+        self.caches: Feeds = {}
+
+    def read(self, name: str, text: int) -> Array:
+        """See `TextCaches.read`."""
+        return np.asarray(self.caches[name][text])
+
+    def write(self, name: str, texts: Sequence[int], values: Array) -> None:
+        """See `TextCaches.write`."""
+        if len(texts) == len(self.ends):
+            self.caches[name] = _wide(values)
+        else:
+            self.caches[name][list(texts)] = values
+
+    def start(self, rows: int) -> None:
+        """See `Runner.start`."""
+        self.begin(rows)
+        self._inputs.start(rows)
+        self.fill()
+
+    def step(self, piece: Piece, tokens: Array | None) -> Array:
+        """See `Runner.step`; without tokens, they are random."""
+        self.skip(piece)
+        feeds = self.feeds(piece, tokens)
+        outputs = self._run(feeds)
+        self.watch(feeds, outputs)
+        self.accept(piece, outputs)
+        name = output_of(self._plan)
+        axes = next(t.axes for t in self._plan.tensors if t.io == "output" and t.name == name)
+        logits = by_position(outputs[name], axes, len(piece.rows))
+        return logits if piece.kept is None else logits[:, -piece.kept :].copy()
+
+    def feeds(self, piece: Piece, tokens: Array | None = None) -> Feeds:
+        """Return all inputs of a step; see `TextInputs.feeds`. It must include all texts if the model fixes its batch.
+
+        A step of all texts copies no caches: copying many rows would take longer than the model.
+        """
+        rows = list(piece.rows)
+        feeds = self._inputs.feeds(piece, self.ends[rows].tolist(), tokens)
+        caches = self.caches if len(rows) == len(self.ends) else {n: v[rows] for n, v in self.caches.items()}
+        return {name: _wide(values) for name, values in feeds.items()} | caches
+
+    def accept(self, piece: Piece, outputs: Mapping[str, Array]) -> None:
+        """Store the caches from the outputs of a step."""
+        rows = list(piece.rows)
+        for name, cache in self.tensors.items():
+            if cache.output is not None:
+                self.write(name, rows, outputs[cache.output])
+        self.ends[rows] += piece.length
+
+
+def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
+    """Extend a cache of `length` tokens to `start` tokens, in place: new rows are copies of earlier ones.
+
+    Args:
+        cache: the cache.
+        values: contents of one text ``[*physical_shape[1:]]``.
+        length: number of tokens before.
+        start: number of tokens afterwards.
+    """
+    rows = cache.physical_rows(values[None])[0]
+    places = np.arange(max(start - len(rows), 0), start) % len(rows)
+    rows[places] = rows[places % min(length, len(rows))]
+
+
+def output_of(plan: CachePlan) -> str:
+    """Return the name of the output to compare: the logits, or the first output that no later step takes.
+
+    Raises:
+        OptionError: the model has no such output.
+    """
+    outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
+    found = [t.name for t in outputs if t.role is Role.LOGITS] or [t.name for t in outputs if t.shape]
+    if not found:
+        raise OptionError("the model has no output but its caches: there is nothing to compare")
+    return found[0]
+
+
+class Float32Session:
+    """ONNX Runtime without fusions on a model in float32, whose weights stay in their files.
+
+    Args:
+        model: a model that computes in float32 (`trt_kvcache.compare.float32_copy`).
+        folder: folder of its external data.
+
+    Raises:
+        RunError: ONNX Runtime refuses the model.
+    """
+
+    def __init__(self, model: ModelProto, folder: Path) -> None:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_cpu_mem_arena = False
+        # prepacking would copy weights, and there are few rows to use them
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self._session = open_in_time(for_session(model, folder, options), options)
+        self._inputs = frozenset(i.name for i in self._session.get_inputs())
+        self._outputs = [o.name for o in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, Array]) -> Feeds:
+        """Return the outputs by name; feeds without an input are ignored.
+
+        Raises:
+            RunError: the step cannot run.
+        """
+        values = run_in_time(self._session, self._outputs, {n: v for n, v in feeds.items() if n in self._inputs})
+        return dict(zip(self._outputs, values, strict=True))
+
+
+def _wide(values: Array) -> Array:
+    return values.astype(np.float32) if values.dtype.name in ("float16", "bfloat16") else values

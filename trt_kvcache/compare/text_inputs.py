@@ -1,0 +1,182 @@
+"""Inputs of steps of a decode, from the tokens of its texts; and values that the caller gives by name, in a file."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.compare.decode import Piece
+from trt_kvcache.errors import OptionError
+from trt_kvcache.files import open_regular
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, arrange, draw_constants, span_inputs
+from trt_kvcache.importer.steps.step_limits import Step
+from trt_kvcache.machine import free_memory
+
+__all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs", "token_table"]
+
+Array = npt.NDArray[Any]
+
+_KINDS = 256  # tokens with numbers of their own; further ones share them
+_SIZE = 0.5  # size of these numbers
+_DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
+
+
+class TextInputs:
+    """Makes the inputs of steps for the rewritten model, except caches, from the tokens of texts.
+
+    Args:
+        plan: plan of the rewritten model.
+        limits: limits of random token ids, and of positions.
+        given: values of inputs that do not follow from the text, by name: with a batch of 1, or a row for each text.
+        table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
+        rings: windows became rings: valid lengths count the whole text.
+        seed: seed of all other values.
+    """
+
+    def __init__(
+        self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array] | None = None,
+        table: Array | None = None, *, rings: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._plan, self._limits, self._given, self._table = plan, limits, given or {}, table
+        self._rings, self._seed = rings, seed
+        self._inputs = {t.name: t for t in plan.tensors if t.io == "input"}
+
+    def start(self, rows: int) -> None:
+        """Begin `rows` texts."""
+        self._rng = np.random.default_rng(self._seed)
+        self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
+
+    def feeds(self, piece: Piece, starts: Sequence[int], tokens: Array | None = None) -> dict[str, Array]:
+        """Return the inputs of a step.
+
+        Args:
+            piece: the piece.
+            starts: number of tokens of each text of the piece before the step.
+            tokens: int64 ``[R, length]``; None: random ones.
+        """
+        plan, rows = self._plan, list(piece.rows)
+        step = Step(piece.length, tuple(starts), tuple(start + piece.length for start in starts))
+        apart = {n for n, v in self._values.items() if "batch" in self._inputs[n].axes and len(v) > 1}
+        values = {n: v[rows] if n in apart else v for n, v in self._values.items() if n in self._inputs}
+        inputs = DrawnInputs(plan, self._limits, values, self._rng, rings=self._rings, plain=True)
+        feeds = inputs.shared(step) | span_inputs(plan, step, piece.span, piece.kept)
+        if tokens is None:
+            return feeds
+        for name, tensor in self._inputs.items():
+            if tensor.role is Role.OTHER and name not in values:
+                feeds[name] = _numbers_of(name, tokens, feeds[name], tensor.axes)
+            elif tensor.role is Role.TOKENS:
+                given, own = feeds[name], tokens if self._table is None else self._table[tokens]
+                if self._table is None and own.size != given.size:  # the same for all texts, or all texts in one row
+                    own = arrange(tokens, ("batch", "sequence"), given.shape, tensor.axes)
+                feeds[name] = own.reshape(given.shape).astype(given.dtype)
+        return feeds
+
+
+def token_table(plan: CachePlan, seed: int) -> Array | None:
+    """Return embeddings ``[V, H]`` that replace tokens; None if the model takes tokens."""
+    tokens = plan.tensor(Role.TOKENS)
+    if tokens is None or not tokens.embedded:
+        return None
+    return np.random.default_rng(seed).normal(0, _SIZE, (_KINDS, int(tokens.shape[-1]))).astype(np.float32)
+
+
+def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> Array:
+    """Return numbers for an input without a known role: each token has its own, equal at every station.
+
+    So a part of a model, which takes queries, keys and values, decodes texts like a whole model.
+
+    Args:
+        name: name of the input.
+        tokens: ``[R, S]``.
+        like: an array with the shape and the type of the input in this step.
+        axes: names of its axes. Without ``"sequence"``, a text gets the numbers of its last token; without ``"batch"``,
+            all texts get the same.
+    """
+    names = [axis if axis in ("batch", "sequence") else f"own {i}" for i, axis in enumerate(axes)]
+    if "batch" not in names and len(tokens) > 1 and like.shape[:1] == (len(tokens),):  # a batch that is fixed
+        names[0] = "batch"
+    own = [(axis, n) for axis, n in zip(names, like.shape, strict=True) if axis.startswith("own")]
+    rng, shape = np.random.default_rng(zlib.crc32(name.encode())), (_KINDS, *(n for _, n in own))
+    table = rng.normal(0, _SIZE, shape) if like.dtype.kind == "f" else rng.integers(0, 2, shape)
+    if "batch" not in names:
+        tokens = np.arange(tokens.shape[1] if "sequence" in names else 1)[None]
+    values = table[tokens % _KINDS]
+    return arrange(values, ("batch", "sequence", *(axis for axis, _ in own)), like.shape, names).astype(like.dtype)
+
+
+def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
+    """Return an output as ``[R, S, ...]``, flat from there on: one entry for each position, or one for each text.
+
+    Args:
+        values: values of the output.
+        axes: names of its axes, from the plan.
+        rows: number of texts.
+    """
+    order = [name for name in ("batch", "sequence") if name in axes]
+    if len(order) == 2 and list(axes[:2]) != order and len(axes) == values.ndim:
+        values = np.moveaxis(values, [list(axes).index(name) for name in order], (0, 1))
+    return values.reshape(rows, -1, values.shape[-1] if values.ndim > 1 else 1)
+
+
+def guessed(plan: CachePlan, given: Collection[str]) -> str:
+    """Return the end of a message about a failed step: integer inputs with random values, which may be illegal."""
+    unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
+    drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
+    if not drawn:
+        return ""
+    names = ", ".join(f"'{t.name}' ({t.dtype} {list(t.shape)})" for t in drawn)
+    return (
+        f". Nothing says which values input {names} takes, so it got random ones of 0 and 1: give values that are "
+        "legal in every step in an .npz file (--inputs)"
+    )
+
+
+def load_inputs(path: str | None) -> dict[str, Array]:
+    """Read values by name from an ``.npz`` file.
+
+    Raises:
+        OptionError: the file cannot be read as one.
+    """
+    if path is None:
+        return {}
+    try:
+        with open_regular(Path(path)) as opened:
+            packed = zipfile.ZipFile(opened).infolist() if zipfile.is_zipfile(opened) else []
+        size, free = sum(part.file_size for part in packed), free_memory()
+        if 2 * size > free:
+            raise ValueError(f"its arrays take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
+        file = np.load(path, allow_pickle=False, mmap_mode="r")
+        if isinstance(file, np.ndarray):
+            raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
+        with file:
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # noqa: BLE001 - zipfile, zlib and NumPy raise many kinds of errors on damaged files
+        said = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
+        if "pickle" in said:  # NumPy takes unknown bytes for a pickle, and advises to run it
+            said = "it is none, or holds Python objects"
+        raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
+
+
+def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
+    """Refuse values for inputs that do not exist, or that verification sets itself.
+
+    Raises:
+        OptionError: there are such values.
+    """
+    roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
+    for name in values:
+        if name not in roles:
+            raise OptionError(
+                f"values are given for '{name}', which is no input of the model; inputs are {', '.join(roles)}"
+            )
+        if roles[name] in _DRIVEN:
+            raise OptionError(f"values are given for '{name}' ({roles[name].value}), which verification sets itself")
