@@ -61,10 +61,6 @@ def test_json_decodes_as_the_plan() -> None:
         (MaskGeometry("m", False, "n", 7, 0, None, False, None, False),
          "j < n, and j >= i + n - S_q - 7, and j <= i + n - S_q + 0"),
         (MaskGeometry("m", True, None, -1, -1, "bias", True, None, False), "j <= i, and bias is added"),
-        (
-            MaskGeometry("m", True, "n", -1, -1, None, True, None, False, "slopes"),
-            "j < n, and j <= i + n - S_q, and a slope per head times j - (i + n - S_q) is added",
-        ),
         (MaskGeometry("m", False, None, -1, -1, "keep", False, None, False), "keep allows it"),
     ],
 )  # fmt: skip

@@ -97,7 +97,7 @@ ONCE = (
     r"plan\.(opset|weights|whole_prompts|options\..*)",
     r"plan\.caches\.\d+\.(node|update|write_indices|update_lengths|reason|idiom|update_length|form|mode|contract)",
     r"plan\.attention\.\d+\.(dtype|query_heads|kv_heads|head_size|value_head_size|kind|reason|mask|keys)",
-    r"plan\.masks\.\d+\.(causal|lengths|\w+_window|mask|additive|span|guarded|slopes)",
+    r"plan\.masks\.\d+\.(causal|lengths|\w+_window|mask|additive|span|guarded)",
     r"plan\.spans\.\d+\.lengths",
     r"plan\.tensors\.8\.name",  # of the logits
     r"plan\.tensors\.\d+\.(found_by|shape\.\d+|axes\.\d+)",  # of the model alone; the engine is compared with it

@@ -275,7 +275,6 @@ def mask_text(mask: MaskGeometry) -> str:
     terms += [f"j >= i{offset} - {mask.left_window}"] if mask.left_window >= 0 else []
     terms += [f"j <= i{offset} + {mask.right_window}"] if mask.right_window >= 0 else []
     terms += [f"{mask.mask} allows it" if not mask.additive else f"{mask.mask} is added"] if mask.mask else []
-    terms += [f"a slope per head times j - (i{offset}) is added"] if mask.slopes else []
     text = ", and ".join(terms) or "always"
     text += f"; over the rows of {mask.span}" if mask.span else ""
     return text + ("; rows that see no key give zero" if mask.guarded else "")

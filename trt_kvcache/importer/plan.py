@@ -191,7 +191,6 @@ class MaskGeometry:
         additive: the result is a float bias; otherwise it is bool, True = visible.
         span: name of the span input that gives the number of keys, or None (all keys).
         guarded: rows that see no key are set to zero after attention, as ONNX defines.
-        slopes: name of the numbers, one for each head, that are added times ``j - i - offset``, or None (ALiBi).
     """
 
     name: str
@@ -203,7 +202,6 @@ class MaskGeometry:
     additive: bool
     span: str | None
     guarded: bool
-    slopes: str | None = None
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ _OPERATORS: dict[str, tuple[str, Writer]] = {
     "Attention": ("x, weight, bias, padding, past, score_bias, shared -> y, present", fused_attention.attention),
 }  # fmt: skip
 _OF_ONNX: dict[str, tuple[str, Writer]] = {
-    "Attention": ("query, key, value, mask, past_key, past_value, lengths, sinks -> "
+    "Attention": ("query, key, value, mask, past_key, past_value, lengths -> "
                   "y, present_key, present_value, scores", fused_attention.onnx_attention),
     "MatMul": ("a, weight -> y", matmul_nbits.matmul),
     _NORM: _OPERATORS[_NORM],

@@ -5,9 +5,12 @@
     present = TensorScatter(past [B, N, L, D], update [B, N, S, D], write_indices, axis=2)
     output  = Attention(query [B, Hq, S, D], present key, present value, own mask?, nonpad_kv_seqlen, is_causal=1)
 
+    with sinks [Hq], logits beside the scores of all keys:
+    y, scores = Attention(..., qk_matmul_output_mode=2)
+    output    = y * Sigmoid(ReduceLogSumExp(scores) - sinks)
+
 mobius-onnx exports static caches in this form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
-https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer plans it. It is standard ONNX with one exception:
-an Attention may have the extra inputs `SINKS` and `SLOPES`. The rewrite removes both.
+https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer plans it. It is standard ONNX.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import FLOAT, SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
+from trt_kvcache.importer.graph import FLOAT, Emitter, consumers, dims, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.layouts import PLAIN, is_plain, relaid
-from trt_kvcache.importer.normalize.masks import emit_bias, emit_by_position, emit_visible
+from trt_kvcache.importer.normalize.masks import emit_bias, emit_by_position, emit_slopes, emit_visible
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
-from trt_kvcache.importer.recognize.records import Attention, Cache
+from trt_kvcache.importer.recognize.records import Array, Attention, Cache
 
 _INT64 = int(onnx.TensorProto.INT64)
+_AFTER_MASK = 2
+"""qk_matmul_output_mode: scores as the softmax takes them."""
 _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
@@ -135,12 +140,27 @@ class Canonical:
             inputs.append(shown)
         if mask.bounded or mask.causal:
             inputs += [nothing] * (6 - len(inputs)) + [self.lengths]
-        for index, numbers in ((SINKS, attention.sinks), (SLOPES, mask.slopes)):
-            if numbers is not None:
-                inputs += [nothing] * (index - len(inputs)) + [emit.constant(np.asarray(numbers, np.float32))]
-        self.graph.nodes.append(gs.Node("Attention", emit.name(attention.name), attrs, inputs, [output]))
+        outputs = [output]
+        if attention.sinks is not None:
+            outputs = self._beside_sinks(output, attention.sinks, kind)
+            attrs["qk_matmul_output_mode"] = _AFTER_MASK
+            self.known[outputs[0].name] = self.known[output.name]
+        self.graph.nodes.append(gs.Node("Attention", emit.name(attention.name), attrs, inputs, outputs))
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
+
+    def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
+        """Emit how sinks take a share of the weights of keys; returns the outputs of the attention without them."""
+        emit, nothing = self.emit, gs.Variable.empty()
+        plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
+        wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
+        whole = emit.op("ReduceLogSumExp", [wide, emit.ints([-1])], "all_keys", FLOAT, keepdims=1)
+        ahead = emit.op("Sub", [whole, emit.constant(sinks.reshape(1, -1, 1, 1))], "ahead_of_sinks", FLOAT)
+        share = emit.op("Sigmoid", [ahead], "share_of_keys", FLOAT)
+        if kind != FLOAT:
+            share = emit.op("Cast", [share], "share_of_keys", kind, to=kind)
+        self.graph.nodes.append(gs.Node("Mul", emit.name("beside_sinks"), {}, [plain, share], [output]))
+        return [plain, nothing, nothing, scores]
 
     def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
         """The mask of an attention, bool or in the type of its queries; None if its attributes say all."""
@@ -151,6 +171,8 @@ class Canonical:
             mask = emit_by_position(emit, self.positions(), self.capacity)
         if seen.bias is not None:
             mask = emit_bias(emit, seen.bias, self.positions())
+        if seen.slopes is not None:
+            mask = emit_slopes(emit, seen.slopes, self.positions(), self.capacity)
         if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
             return mask
         own_mask: gs.Tensor = emit.once(

@@ -83,13 +83,37 @@ def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
     rows = len(bias)
 
     def make() -> gs.Variable:
-        query = emit.op("Unsqueeze", [positions, emit.ints([2])], "bias_query", INT64)
-        keys = emit_row_slice(emit, emit.constant(np.arange(rows, dtype=np.int64) + rows - 1), 0, rows)
-        keys.dtype = np.int64
-        distance = emit.op("Sub", [keys, query], "bias_distance", INT64)
-        known = emit.op("Clip", [distance, emit.ints(0), emit.ints(rows - 1)], "bias_index", INT64)
+        index = emit.op("Add", [_distance(emit, positions, rows), emit.ints(rows - 1)], "bias_row", INT64)
+        known = emit.op("Clip", [index, emit.ints(0), emit.ints(rows - 1)], "bias_index", INT64)
         values = emit.op("Gather", [emit.constant(bias), known], "bias_found", FLOAT, axis=0)
         return emit.op("Transpose", [values], "bias", FLOAT, perm=[0, 3, 1, 2])
 
     result: gs.Variable = emit.once(("bias", bias.tobytes()), make)
     return result
+
+
+def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
+    """Emit slopes times distances, as `emit_bias`: in float32, where distances are exact.
+
+    Args:
+        emit: of the graph.
+        slopes: float32 ``[H]``.
+        positions: int64 ``[B, S]``.
+        rows: L.
+    """
+
+    def make() -> gs.Variable:
+        distance = emit.op("Unsqueeze", [_distance(emit, positions, rows), emit.ints([1])], "slope_distance", INT64)
+        wide = emit.op("Cast", [distance], "slope_distance", FLOAT, to=FLOAT)
+        return emit.op("Mul", [wide, emit.constant(slopes.reshape(1, -1, 1, 1))], "slanted", FLOAT)
+
+    result: gs.Variable = emit.once(("slopes", slopes.tobytes()), make)
+    return result
+
+
+def _distance(emit: Emitter, positions: gs.Tensor, rows: int) -> gs.Variable:
+    """Emit key position minus query position for all rows of the caches, int64 ``[B, S, L]``."""
+    query = emit.op("Unsqueeze", [positions, emit.ints([2])], "bias_query", INT64)
+    keys = emit_row_slice(emit, emit.constant(np.arange(rows, dtype=np.int64)), 0, rows)
+    keys.dtype = np.int64
+    return emit.op("Sub", [keys, query], "bias_distance", INT64)

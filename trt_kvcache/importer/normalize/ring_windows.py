@@ -32,8 +32,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import (
-    SINKS,
-    SLOPES,
     Emitter,
     consumers,
     contains,
@@ -48,7 +46,7 @@ from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.masks import emit_visible
 from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.planning.attention_facts import is_used
+from trt_kvcache.importer.planning.attention_facts import reads_columns
 
 __all__ = ["Rings", "make_circular", "slide"]
 
@@ -185,10 +183,10 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
     """True if a node sees a window of the newest tokens. It needs lengths: else causality starts at the first row."""
-    if any(is_used(graph, tensor) for tensor in node.outputs[1:]):
+    if reads_columns(graph, node):
         return False  # a column of the scores is a row of the cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
-    plain = input_or_none(node, 3) is None and input_or_none(node, SLOPES) is None
+    plain = input_or_none(node, 3) is None
     return causal and plain and int(node.attrs.get("left_window_size", -1)) >= 0
 
 
@@ -263,9 +261,7 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
     for node in pair.readers:
         lengths = node.inputs[6] if idle else None
         visible = emit_visible(emit, pair.keys.inputs[2], lengths, node.inputs[0], pair.window, rows)
-        sinks = input_or_none(node, SINKS)
-        beyond = [] if sinks is None else [gs.Variable.empty()] * (SINKS - 4) + [sinks]
-        node.inputs = [*node.inputs[:3], visible, *beyond]
+        node.inputs = [*node.inputs[:3], visible]
         for name in ("left_window_size", "right_window_size"):
             node.attrs.pop(name, None)
         node.attrs["is_causal"] = 0

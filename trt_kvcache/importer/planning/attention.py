@@ -43,9 +43,9 @@ from trt_kvcache.importer.plan import (
 from trt_kvcache.importer.planning.attention_facts import (
     AttentionFacts,
     axis_size,
-    gives_scores,
     is_used,
     read_attention,
+    reads_columns,
 )
 from trt_kvcache.importer.planning.rows_in_use import row_slices
 
@@ -166,7 +166,7 @@ class _Planner:
 
         Every query masks rows at and beyond the longest valid length. So attention may leave these rows out.
         """
-        if not self._options.attention_span or facts.lengths is None or facts.qk_output:
+        if not self._options.attention_span or facts.lengths is None or facts.columns:
             return None  # scores have a column for every key
         capacities = {c.capacity for c in self._caches if c.past in read}
         if len(capacities) != 1 or facts.keys not in capacities:
@@ -191,7 +191,7 @@ class _Planner:
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
-        if facts.qk_output and length != facts.keys:
+        if facts.columns and length != facts.keys:
             raise UnsupportedModelError(
                 f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}, "
                 "and its scores (qk_matmul_output), which are used, have a column for each; supported beside scores "
@@ -215,11 +215,11 @@ class _Planner:
         """The mask of a node, shared by all nodes with the same geometry; None if the node needs no mask."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
-        lengths, mask, slopes = (t.name if t is not None else None for t in (facts.lengths, facts.mask, facts.slopes))
+        lengths, mask = (t.name if t is not None else None for t in (facts.lengths, facts.mask))
         keys = facts.node.inputs[1].name if facts.keys == "?" else facts.keys
         key = (
             facts.causal, lengths, facts.left_window, facts.right_window, mask, facts.dtype if facts.additive else None,
-            slopes, span.name if span else keys,
+            span.name if span else keys,
             # Layers that do not say how many queries they have are taken to have the same number; the check runs them.
             _sequence_input(self._graph, facts),
         )  # fmt: skip
@@ -234,7 +234,6 @@ class _Planner:
                 additive=facts.additive,
                 span=span.name if span else None,
                 guarded=facts.masked,
-                slopes=slopes,
             )
         return self.masks[key]
 
@@ -264,7 +263,7 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
         return False
     return all(
         is_op(n, "Attention")
-        and not gives_scores(graph, n)
+        and not reads_columns(graph, n)
         and input_or_none(n, 3) is mask
         and input_or_none(n, 6) is None
         and axis_size(n.inputs[1], 2) == facts.keys
@@ -343,8 +342,6 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     """Decide if an Attention is fused, decomposable or lowered to plain operators; returns the kind and the reason."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
-    if facts.sinks is not None:
-        return AttentionKind.LOWERED, "attention sinks"
     if facts.softcap:
         return AttentionKind.LOWERED, f"softcap {facts.softcap:g}"
     if facts.softmax_precision not in (None, facts.dtype):

@@ -11,7 +11,16 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import SINKS, SLOPES, contains, dims, dtype_name, elem_type, input_or_none
+from trt_kvcache.importer.graph import (
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    elem_type,
+    input_or_none,
+    is_op,
+    small_constant,
+)
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.protos import FLOATS
 
@@ -22,10 +31,9 @@ class AttentionFacts:
 
     Attributes:
         qk_output: True if the graph reads the node's fourth output, the scores.
+        columns: True if the graph reads single columns of them, so that each key must have its own.
         keys: number of keys: the size of K's sequence axis.
         queries: number of queries: the size of Q's sequence axis.
-        sinks: logits beside the scores, one for each query head; None: no sinks.
-        slopes: number added to a score per token of key position minus query position, by query head; None: no slopes.
     """
 
     node: gs.Node
@@ -41,19 +49,17 @@ class AttentionFacts:
     softmax_precision: int | None
     scale: float
     qk_output: bool
+    columns: bool
     qk_mode: int
     mask: gs.Tensor | None
     lengths: gs.Tensor | None
     keys: Dim
     queries: Dim
-    sinks: gs.Tensor | None
-    slopes: gs.Tensor | None
 
     @property
     def additive(self) -> bool:
         """True if the mask is a float bias."""
-        own = self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
-        return own or self.slopes is not None
+        return self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
 
     @property
     def masked(self) -> bool:
@@ -120,14 +126,13 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         softcap=softcap,
         softmax_precision=int(precision) if precision else None,
         scale=scale,
-        qk_output=gives_scores(graph, node),
+        qk_output=len(node.outputs) > 3 and is_used(graph, node.outputs[3]),
+        columns=reads_columns(graph, node),
         qk_mode=qk_mode,
         mask=mask,
         lengths=input_or_none(node, 6),
         keys=axis_size(k, 2),
         queries=axis_size(q, 2),
-        sinks=input_or_none(node, SINKS),
-        slopes=input_or_none(node, SLOPES),
     )
 
 
@@ -152,9 +157,22 @@ def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
     return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
 
 
-def gives_scores(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if the graph reads the scores of an Attention, its fourth output."""
-    return len(node.outputs) > 3 and is_used(graph, node.outputs[3])
+def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
+    """True if the graph reads the scores of an Attention, its fourth output, other than as a sum over visible keys.
+
+    Hidden keys add nothing to the sum of exponentials after the mask, so that it is the same with fewer of them.
+    """
+    scores = node.outputs[3] if len(node.outputs) > 3 else None
+    if scores is None or not is_used(graph, scores):
+        return False
+    summed = int(node.attrs.get("qk_matmul_output_mode", 0)) == 2
+    readers = [n for t in consumers(scores) for n in (consumers(t.outputs[0]) if is_op(t, "Cast") else [t])]
+    return not summed or contains(graph.outputs, scores) or not all(map(_sums_rows, readers))
+
+
+def _sums_rows(node: gs.Node) -> bool:
+    axes = small_constant(node.inputs[1]) if is_op(node, "ReduceLogSumExp") and len(node.inputs) == 2 else None
+    return axes is not None and axes.tolist() == [-1]
 
 
 def is_used(graph: gs.Graph, tensor: gs.Tensor) -> bool:

@@ -150,8 +150,6 @@ class Blueprint:
         node, domain = maker.node, "" if maker.node.domain == "ai.onnx" else maker.node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
-            if maker.op == "Attention":
-                node = _without_own(node, schema)
             inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
         except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
             inferred = {}
@@ -327,13 +325,6 @@ def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | N
     for axis, begin, end in zip(range(data.ndim) if axes is None else axes, *np.split(pads, 2), strict=True):
         inside[axis] = slice(max(-begin, 0), data.shape[axis] + min(end, 0))
     return [data[tuple(inside)], np.maximum(pads, 0), value, *([] if axes is None else [axes])]
-
-
-def _without_own(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.NodeProto:
-    """An Attention without the inputs and attributes that only the importer gives, see `lower.fused_attention`."""
-    known = [a for a in node.attribute if a.name in schema.attributes]
-    inputs = node.input[: len(schema.inputs)]
-    return onnx.NodeProto(op_type=node.op_type, input=inputs, output=node.output, attribute=known)
 
 
 @lru_cache(1 << 16)

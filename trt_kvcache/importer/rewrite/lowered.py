@@ -5,7 +5,6 @@
     scores  = softcap * tanh(scores / softcap)
     scores  = Where(mask, scores, -inf)  or  scores + bias
     weights = softmax(scores) in softmax_precision; rows that see no key become 0
-              with sinks: softmax([scores, sinks]) without its last column
     y       = weights @ V
 
 Order and types follow the ONNX operator: https://onnx.ai/onnx/operators/onnx__Attention.html.
@@ -100,17 +99,12 @@ class _Plain:
         return self.emitter.op("Mul", [within, limit], "softcapped", self.dtype)
 
     def weights(self, scores: gs.Variable, mask: Mask) -> gs.Variable:
-        """Softmax of masked scores, beside sinks where there are any; 0 in rows that see no key."""
+        """Softmax of masked scores; 0 in rows that see no key."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         precision = facts.softmax_precision or dtype
         if precision != dtype:
             scores = emitter.op("Cast", [scores], "softmax_in", precision, to=precision)
-        if facts.sinks is not None:
-            scores = _beside_sinks(emitter, facts.sinks, scores, precision)
         weights = emitter.op("Softmax", [scores], "softmax", precision, axis=-1)
-        if facts.sinks is not None:
-            ends = [emitter.ints([0]), emitter.ints([-1]), emitter.ints([-1])]
-            weights = emitter.op("Slice", [weights, *ends], "without_sinks", precision)
         if mask.row_visible is not None:
             visible = [mask.row_visible, weights, emitter.scalar(0.0, precision)]
             weights = emitter.op("Where", visible, "rows", precision)
@@ -181,14 +175,3 @@ def _masked(emitter: Emitter, scores: gs.Variable, mask: Mask, dtype: int) -> gs
         hidden = emitter.scalar(float("-inf"), dtype)
         return emitter.op("Where", [mask.bias, scores, hidden], "masked", dtype)
     return emitter.op("Add", [scores, mask.bias], "masked", dtype)
-
-
-def _beside_sinks(emitter: Emitter, sinks: gs.Tensor, scores: gs.Tensor, dtype: int) -> gs.Variable:
-    """``[B, N, S_q, K]`` -> ``[B, N, S_q, K + 1]``: every row ends with the logit of its head."""
-    column = emitter.op("Reshape", [sinks, emitter.ints([1, -1, 1, 1])], "sinks")
-    if elem_type(sinks) != dtype:
-        column = emitter.op("Cast", [column], "sinks_cast", dtype, to=dtype)
-    rows = emitter.op("Shape", [scores], "sink_rows", INT64, start=0, end=3)
-    shape = emitter.op("Concat", [rows, emitter.ints([1])], "sink_shape", INT64, axis=0)
-    column = emitter.op("Expand", [column, shape], "sink_column", dtype)
-    return emitter.op("Concat", [scores, column], "scores_and_sinks", dtype, axis=-1)

@@ -3,7 +3,6 @@
     key position  k = 0 .. keys - 1                       [1, 1, 1, K]
     frontier      f = lengths - S_q + i   (i without lengths)   [B, 1, S_q, 1]
     visible         = k <= f and k >= f - left and ... and the model's own mask
-    with slopes       Where(visible, slopes * (k - f), -inf)      [B, N, S_q, K]
 
 TensorRT drops `nonpad_kv_seqlen` and aligns `is_causal` to the upper left corner, so the mask says explicitly what ONNX
 means (bottom right, ragged lengths). An explicit mask is the one form that every supported TensorRT version gets right.
@@ -17,7 +16,7 @@ from functools import partial
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import BOOL, FLOAT, INT32, INT64, Emitter, dims
+from trt_kvcache.importer.graph import BOOL, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
 from trt_kvcache.importer.planning.attention import sequence_source
 from trt_kvcache.importer.planning.attention_facts import AttentionFacts
@@ -60,8 +59,6 @@ class _Builder:
         emitter, facts, geometry = self.emitter, self.facts, self.geometry
         self.end = self._end()
         bias, row_visible = self._by_position()
-        if facts.slopes is not None and bias is not None:
-            bias = self._hidden_where_not(bias, self._slanted())
         if facts.mask is not None:
             own, row_visible = self._own_mask(facts.mask), None
             if bias is None:
@@ -125,17 +122,6 @@ class _Builder:
         for part in parts[1:]:
             visible = emitter.op("And", [visible, part], "visible", BOOL)
         return visible, None if self.windowed else row_visible
-
-    def _slanted(self) -> gs.Tensor:
-        """Slopes times distances, to add to the scores: in float32, where distances are exact."""
-        emitter, facts = self.emitter, self.facts
-        behind = emitter.op("Sub", [self._keys(), self._frontier()], "behind", INT64)
-        distance = emitter.op("Cast", [behind], "distance", FLOAT, to=FLOAT)
-        slopes = emitter.op("Reshape", [facts.slopes, emitter.ints([1, -1, 1, 1])], "slopes", FLOAT)
-        bias = emitter.op("Mul", [distance, slopes], "slanted", FLOAT)
-        if facts.dtype != FLOAT:
-            bias = emitter.op("Cast", [bias], "slanted_cast", facts.dtype, to=facts.dtype)
-        return bias
 
     def _hidden_where_not(self, visible: gs.Tensor, bias: gs.Tensor) -> gs.Tensor:
         """Minus infinity where a key is hidden."""

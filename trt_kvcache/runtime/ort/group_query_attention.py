@@ -127,7 +127,7 @@ def _known(item: AttentionPlan) -> bool:
 
 
 def _is_causal(mask: MaskGeometry) -> bool:
-    plain = mask.mask is None and mask.slopes is None and mask.right_window < 0
+    plain = mask.mask is None and mask.right_window < 0
     return mask.causal and mask.lengths is not None and plain
 
 
