@@ -99,16 +99,9 @@ class Exported:
         inputs = {t.name: t for t in tensors if t.io == "input"}
         carried = {c.role.name: c.output for c in (*find_caches(plan), *find_states(plan))}
         self._carried = {past: out for past, out in carried.items() if out is not None and past in self._types}
-        parts = [t for t in tensors if isinstance(t, OriginalTensor) and (t.rows_only or t.fixed_rows is not None)]
-        if strange := [*(n for n in self._types if n not in inputs), *(t.name for t in parts)]:
-            raise UnsupportedModelError(
-                f"{source.path}: '{strange[0]}' does not go back into the model as it is: it holds several caches, or "
-                "new rows alone, or rows that hold no token"
-            )
         self._inputs = {name: inputs[name] for name in self._types}
         limits = read_limits(plan, 1)
         self.batch, self._length = limits.batch, limits.length
-        self._singly = any(isinstance(t, OriginalTensor) and t.singly for t in self._inputs.values())
         self._caches = {c.past: c for c in plan.caches}
         found = [t.name for t in tensors if t.io == "output" and t.role.value == "logits"]
         found += [name for name in outputs if name not in carried.values()]
@@ -146,7 +139,7 @@ class Exported:
 
     def _decode(self, number: int, piece: Sequence[int]) -> Array:
         text = self._texts[number]
-        longest = self._length or (1 if self._singly and text.length else max(len(piece), 1))
+        longest = self._length or max(len(piece), 1)
         if len(piece) % longest:
             raise UnsupportedModelError(f"{self._path}: it takes {longest} tokens in each step, and got {len(piece)}")
         parts = [self._run(number, text, piece[at : at + longest]) for at in range(0, len(piece), longest)]

@@ -210,21 +210,11 @@ def _adapters(manifest: Manifest) -> Iterator[str]:
 
 
 def _original(manifest: Manifest) -> Iterator[str]:
-    """Check the inputs and outputs of the model as exported, and the tensors that are split or joined."""
+    """Check the inputs and outputs of the model as exported."""
     plan = manifest.plan
-    known = {(t.io, t.name) for t in plan.original}
     for tensor in plan.original:
         if tensor.io not in _IO or len(tensor.axes) != len(tensor.shape):
             yield f"{tensor.io} {tensor.name!r} {list(tensor.shape)} as exported has {len(tensor.axes)} axes"
-    for stack in plan.stacks:
-        for part in stack.parts:
-            if (stack.io, part.name) not in known or len(part.place) != len(stack.shape):
-                yield f"{stack.io} {stack.name!r} {list(stack.shape)} has no part {part.name!r} at {list(part.place)}"
-            elif any(
-                at is not None and isinstance(dim, int) and not 0 <= at < dim
-                for at, dim in zip(part.place, stack.shape, strict=True)
-            ):
-                yield f"{stack.io} {stack.name!r} {list(stack.shape)} ends before {part.name!r} at {list(part.place)}"
 
 
 def _profiles(manifest: Manifest) -> Iterator[str]:

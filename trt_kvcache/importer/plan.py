@@ -18,8 +18,6 @@ from trt_kvcache.importer.plan_interface import Dim as Dim
 from trt_kvcache.importer.plan_interface import InterfaceChange as InterfaceChange
 from trt_kvcache.importer.plan_interface import OriginalRole as OriginalRole
 from trt_kvcache.importer.plan_interface import OriginalTensor as OriginalTensor
-from trt_kvcache.importer.plan_interface import Stack as Stack
-from trt_kvcache.importer.plan_interface import StackPart as StackPart
 from trt_kvcache.importer.plan_interface import StateUpdate as StateUpdate
 from trt_kvcache.importer.plan_options import CacheDtype as CacheDtype
 from trt_kvcache.importer.plan_options import CacheLayout as CacheLayout
@@ -304,7 +302,6 @@ class CachePlan:
         original: the interface of the model as exported; empty where normalization left it as it is.
         states: state that is no attention cache.
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
-        stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
         whole_prompts: tokens of one step depend on each other, so that a prompt must come in one step.
         adapters: what adapters (LoRA) change; None: the model takes none.
         weights: bytes that a step of one token reads of them: a table that is looked up, such as that of embeddings,
@@ -325,7 +322,6 @@ class CachePlan:
     original: tuple[OriginalTensor, ...] = ()
     states: tuple[StateUpdate, ...] = ()
     logits_span: LogitsSpan | None = None
-    stacks: tuple[Stack, ...] = ()
     whole_prompts: bool = False
     adapters: AdapterPlan | None = None
     weights: int = 0

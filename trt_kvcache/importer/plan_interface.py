@@ -5,10 +5,8 @@ Nothing here imports ONNX or TensorRT.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 Dim = int | str
 """A dimension: a fixed size, or the name of a symbol (``"?"`` where the model gives neither)."""
@@ -28,8 +26,7 @@ class OriginalRole(str, Enum):
     MASK = "mask"
     """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
     GROWING_CACHE = "growing_cache"
-    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out; or as long as what it keeps of that,
-    or the new rows only."""
+    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out; or as long as what it keeps of that."""
     FIXED_CACHE = "fixed_cache"
     """A cache of fixed capacity, the same length in and out."""
     CONSTANT = "constant"
@@ -72,10 +69,6 @@ class OriginalTensor:
             ``min(P + S, kept)`` out; of a padding mask over it, which has ``min(P, kept) + S`` columns; None: it is as
             long as the text. Where the axis of the past has a fixed size, the cache is shifted: it always has `kept`
             rows, and a mask over it as many columns, those of tokens last.
-        order: of a cache, its axes as the rewritten model has them in the order in which they lie as exported, where
-            some may be merged; None: the same.
-        rows_only: an output that holds the new rows of a cache only.
-        singly: of tokens: after others, the model as exported takes them one by one only.
         on: of a switch: what takes the branch with a past.
     """
 
@@ -86,16 +79,7 @@ class OriginalTensor:
     shape: tuple[Dim, ...]
     axes: tuple[str, ...]
     kept: int | None = None
-    order: tuple[int, ...] | None = None
-    rows_only: bool = False
-    singly: bool = False
     on: bool = True
-
-    @property
-    def fixed_rows(self) -> int | None:
-        """Rows of the past of a growing cache that always has as many, those of tokens first."""
-        known = dict(zip(self.axes, self.shape, strict=True)).get("past")
-        return known if self.io == "input" and self.kept is None and isinstance(known, int) else None
 
 
 @dataclass(frozen=True)
@@ -112,54 +96,3 @@ class StateUpdate:
     dtype: str
     shape: tuple[Dim, ...]
     reason: str
-
-
-@dataclass(frozen=True)
-class StackPart:
-    """One of several caches that lie in one tensor of the model as exported.
-
-    Attributes:
-        name: of the input or output that holds it alone.
-        place: an index for each axis of the tensor that caches are stacked along, None for the cache's own axes.
-    """
-
-    name: str
-    place: tuple[int | None, ...]
-
-    @property
-    def index(self) -> tuple[int | slice, ...]:
-        """The index that takes it out of the whole."""
-        return tuple(slice(None) if i is None else i for i in self.place)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """An input or output of the model as exported that holds caches otherwise than each alone and by sequence.
-
-    Attributes:
-        io: ``"input"`` or ``"output"``.
-        shape: as exported.
-        parts: all that it holds.
-        order: the axes of what the parts make, in the order in which they lie as exported; None: the same.
-        heads: as many of each sequence lie one after the other along the first axis; None: it has an axis of its own.
-        beside: the axis along which the parts lie side by side, all as long; None: each has a place of its own.
-    """
-
-    name: str
-    io: str
-    shape: tuple[Dim, ...]
-    parts: tuple[StackPart, ...]
-    order: tuple[int, ...] | None = None
-    heads: int | None = None
-    beside: int | None = None
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """True if an array of this shape can be split into the parts."""
-        places = self.parts[0].place
-        return len(shape) == len(places) and all(
-            at is None or n == d for n, d, at in zip(shape, self.shape, places, strict=True)
-        )
-
-    def parted(self, whole: Any) -> dict[str, Any]:
-        """The caches that an array as exported holds: views of it, by the names of the parts."""
-        return {part.name: whole[part.index] for part in self.parts}

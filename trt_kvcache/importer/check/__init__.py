@@ -123,11 +123,6 @@ def check_rewrite(
             "sequences that do not depend on each other: export with a batch of 1, or, for such factors, take a "
             "capacity below the length at which they change"
         )
-    if first.answer == "counted":
-        raise UnsupportedModelError(
-            f"'{first.name}' is not the same for several tokens of a step as for each of them alone, and the masks of "
-            "the model as exported fit several tokens only while nothing is in its caches: export masks over all tokens"
-        )
     where = f"around '{first.name}'" + ("" if first.layer is None else f" of layer {first.layer}")
     if first.answer == "different":
         raise UnsupportedModelError(

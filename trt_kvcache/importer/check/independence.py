@@ -111,8 +111,6 @@ def _tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None
     name = outside(steps.batch, length, whole=False).first_counted(start)
     if not name:
         return None
-    if any(t.singly for t in pair.plan.original):
-        return Verdict(name, "counted")
     return Verdict(outside(steps.batch, length, inner=True).first_counted(start) or name, "mixed")
 
 

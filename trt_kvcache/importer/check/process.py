@@ -29,8 +29,7 @@ class Verdict:
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (it cannot run) or
             ``"stuck"`` (the rewritten side does not run);
             ``"dependent"``: a sequence of a batch changes it for another one; ``"ends"``: the model takes no more
-            tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch; ``"counted"``:
-            how many tokens come at once changes it.
+            tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch.
         why: the reason in words; empty for most equal regions.
         layer: see `Region`.
     """

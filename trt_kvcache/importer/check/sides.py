@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.compare import joined, last, sequence_axis, take, token
+from trt_kvcache.importer.check.compare import joined, last, sequence_axis, take
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
 from trt_kvcache.importer.check.shapes import UNKNOWN
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions
@@ -226,8 +226,6 @@ class Sides:
             RunError: it does not run the step.
             UnsupportedModelError: a join has fewer axes than inference says.
         """
-        if self.interface is not None and self.interface.singles(feeds) > 1:
-            return self._singly(self.interface, step, feeds, together=together)
         runs = self._of_original(step, feeds, together=together)
         ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
         outputs: Feeds = {}
@@ -239,25 +237,6 @@ class Sides:
         if self.interface is None:
             return outputs | {name: ran[0][1][name] for name in self.region.presents}
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
-
-    def _singly(self, interface: OriginalInterface, step: Step, feeds: Feeds, *, together: bool) -> Feeds:
-        """Run the original on the tokens of a step one by one; see `original`."""
-        read = {c.role.name: c.output for c in self.caches if c.role.name in self._needed[1]}
-        if missing := [name for name, present in read.items() if present not in self.region.presents]:
-            raise UnsupportedModelError(f"nothing says what '{missing[0]}' holds after each token of a step")
-
-        def run(place: int, inputs: Feeds) -> Feeds:
-            starts = tuple(start + place for start in step.starts)
-            for number, b in enumerate(self.region.boundaries):
-                inputs[f"boundary {number}"] = token(feeds[f"boundary {number}"], b.shape, place)
-            return self.original(Step(1, starts, tuple(start + 1 for start in starts)), inputs, together=together)
-
-        parts = interface.one_by_one(feeds, run)
-        outputs = parts[-1]
-        for name, shape in self.region.joins.items():
-            if (axis := sequence_axis(shape)) is not None:
-                outputs[name] = np.concatenate([part[name] for part in parts], axis)
-        return outputs
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
         """The original's inputs, for one or several runs; each run takes some rows of the batch."""

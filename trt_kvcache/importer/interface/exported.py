@@ -90,14 +90,6 @@ class Interface:
         Raises:
             OptionError: `asked` contradicts it.
         """
-        if (rows := self.fixed_rows) is not None:
-            whole = rows + (self._new_tokens() or 1)
-            if asked not in (None, whole):
-                raise OptionError(
-                    f"--capacity is {asked}, but the model has {rows} rows of a past beside the new ones, {whole} "
-                    "in all: leave the option out, or export with another length"
-                )
-            return whole
         shifted = {f.past.name: f.kept for f in self._updates.values() if f.shifted and f.kept is not None}
         growing = [t for t in self.of(OriginalRole.GROWING_CACHE) if t.name not in shifted]
         caches = self.of(OriginalRole.FIXED_CACHE)
@@ -109,23 +101,6 @@ class Interface:
                 "leave the option out, or export with a symbolic length"
             )
         return max(fixed, default=None)
-
-    @property
-    def fixed_rows(self) -> int | None:
-        """Rows of a past with a fixed length, in which a mask hides rows without a token; None: the past grows.
-
-        Raises:
-            UnsupportedModelError: caches have different fixed lengths.
-        """
-        growing = self.of(OriginalRole.GROWING_CACHE)
-        lengths = {t.fixed_rows for t in growing}
-        if len(lengths) > 1 or (lengths > {None} and self.of(OriginalRole.FIXED_CACHE)):
-            shown = ", ".join(f"'{t.name}' {list(t.shape)}" for t in growing[:4])
-            raise UnsupportedModelError(
-                f"some caches have another fixed length, or none ({shown}); supported are new rows after pasts that "
-                "all grow, or that all have one fixed length"
-            )
-        return lengths.pop() if lengths else None
 
     def _embeddings(self) -> str:
         """The only input that may hold embeddings of the new tokens."""
@@ -160,10 +135,6 @@ class Interface:
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
         by_step = "sequence" in axes  # such as hidden states for a draft: new ones come with each step
         return OriginalRole.CONSTANT if role.dtype in _FLOATS and not by_step else OriginalRole.OTHER
-
-    def _new_tokens(self) -> int | None:
-        tokens = self._inputs[self.tokens].shape
-        return tokens[1] if len(tokens) > 1 and isinstance(tokens[1], int) else None
 
     def _check_names(self) -> None:
         """Refuse inputs that look like positions or masks, but have neither a known name nor a role in the graph.

@@ -7,9 +7,6 @@ outputs. So code that runs the rewritten model can run the original, too:
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
-    several tokens after others, singly     ->   one by one, where the original takes no more
-    new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
-    past of F rows, and masks over F + S    <-   its first P rows, and masks that hide the others
     shifted cache of W rows, masks over W   <->  the newest rows, last in it; masks that hide what is before them
     where only the newest rows stay         <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
@@ -79,7 +76,6 @@ class OriginalInterface(SingleTokens):
             )
         self._tokens = tokens
         self._counted = (tokens.name, tokens.axes.index("sequence") if "sequence" in tokens.axes else 1)
-        self._rows = next((t.fixed_rows for t in self._inputs if t.role is OriginalRole.GROWING_CACHE), None)
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
         self._same = {
             t.name for t in self._inputs if t.name in roles and roles[t.name] is COUNTED.get(t.role, roles[t.name])
@@ -90,20 +86,6 @@ class OriginalInterface(SingleTokens):
         self.unseen = tuple(
             t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in names
         )
-
-    def singles(self, feeds: Mapping[str, Array]) -> int:
-        """Number of tokens of a step that the original takes one by one; 0: it takes them together."""
-        return self._length(feeds) if self._tokens.singly and np.any(feeds[self._starts]) else 0
-
-    def joined(self, steps: Sequence[Feeds]) -> Feeds:
-        """Join the outputs of steps of one token each into the outputs of one step."""
-        axes = {name: tensor.axes for name, tensor in self._outputs.items()}
-        return {
-            name: np.concatenate([s[name] for s in steps], axes[name].index("sequence"))
-            if name not in self._carried and "sequence" in axes[name]
-            else steps[-1][name]
-            for name in steps[-1]
-        }
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
         """Rows that the original runs together, and the number of tokens that each holds before the step.
@@ -147,8 +129,6 @@ class OriginalInterface(SingleTokens):
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             taken = _take(feeds[tensor.name], axes, rows)
-            if tensor.role is OriginalRole.MASK and self._rows is not None:
-                return _spread(taken, self._rows, sizes).astype(dtype)
             return _slice_mask(taken, tensor, sizes).astype(dtype)
         if tensor.role not in COUNTED:  # normalization dropped it, because only a copy reads it
             return np.zeros(
@@ -166,7 +146,7 @@ class OriginalInterface(SingleTokens):
                 return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
             case OriginalRole.PADDING_MASK:
                 places = np.arange(shape[-1])
-                filled = places < past + length if self._rows is None else (places < past) | (places >= self._rows)
+                filled = places < past + length
                 if tensor.kept is not None:  # the last column is that of the newest token
                     filled = places >= shape[-1] - past - length
                 return np.broadcast_to(filled, shape).astype(dtype)
@@ -183,24 +163,18 @@ class OriginalInterface(SingleTokens):
         whole, dtype = feeds[tensor.name][rows], numpy_dtype(tensor.dtype, twin=self._twin)
         if tensor.role is OriginalRole.FIXED_CACHE:
             return _cast(whole, dtype)
-        order = tensor.order or tuple(range(whole.ndim))
-        axis = order[tensor.axes.index("past")]
+        axis = tensor.axes.index("past")
         first = 0 if tensor.kept is None else max(0, past - tensor.kept)
         values = _cast(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
         size = tensor.shape[tensor.axes.index("past")]
-        if isinstance(
-            size, int
-        ):  # it always has as many rows; those of no token come first if it is shifted, else last
+        if isinstance(size, int):  # it is shifted: it always has as many rows, those of no token first
             free = size - values.shape[axis]
-            ends = (0, free) if tensor.kept is None else (free, 0)
-            values = np.pad(values, [ends if a == axis else (0, 0) for a in range(values.ndim)])
-        return np.ascontiguousarray(values.transpose(order))
+            values = np.pad(values, [(free, 0) if a == axis else (0, 0) for a in range(values.ndim)])
+        return np.ascontiguousarray(values)
 
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
         known = {**sizes, "capacity": self._plan.options.capacity or capacity}
-        if self._rows is not None:
-            known["total"] = self._rows + sizes["sequence"]
         if tensor.kept is not None:
             known["total"] = min(sizes["past"], tensor.kept) + sizes["sequence"]
         shape = []
@@ -225,8 +199,7 @@ class OriginalInterface(SingleTokens):
         for rows, before, outputs in ran:
             for name, tensor in seen.items():
                 if name in caches:
-                    cache = self._in_order(tensor, results[name].shape, outputs[name], self._length(feeds))
-                    self._place(tensor, results[name], cache, rows, before + self._length(feeds))
+                    self._place(tensor, results[name], outputs[name], rows, before + self._length(feeds))
                 else:
                     parts[name].append(outputs[name])
         for name, values in parts.items():
@@ -240,21 +213,11 @@ class OriginalInterface(SingleTokens):
             results[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
         return {name: results[name] for name in seen}
 
-    def _in_order(self, tensor: OriginalTensor, cache: tuple[int, ...], values: Array, length: int) -> Array:
-        """Transpose the original's cache output to the axes of the rewritten model's cache."""
-        if tensor.order is None:
-            return values
-        sizes = list(cache)
-        axis = self._row_axis(tensor)
-        sizes[0], sizes[axis] = -1, length if tensor.rows_only else values.shape[tensor.order.index(axis)]
-        ordered: Array = values.reshape([sizes[a] for a in tensor.order]).transpose(np.argsort(tensor.order))
-        return ordered
-
     def _row_axis(self, tensor: OriginalTensor) -> int:
         """The axis of tokens in the rewritten model's cache."""
         places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
-        if places and not tensor.rows_only:
-            return places[0] if tensor.order is None else tensor.order[places[0]]
+        if places:
+            return places[0]
         return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
 
     def _place(self, tensor: OriginalTensor, present: Array, values: Array, rows: slice, tokens: int) -> None:
@@ -265,9 +228,9 @@ class OriginalInterface(SingleTokens):
         axis = self._row_axis(tensor)
         if tensor.kept is not None:
             values = np.moveaxis(np.moveaxis(values, axis, 0)[-tokens:], 0, axis)
-        elif not tensor.rows_only and self._past_of[tensor.name] not in self._circular:
+        elif self._past_of[tensor.name] not in self._circular:
             values = np.moveaxis(np.moveaxis(values, axis, 0)[:tokens], 0, axis)
-        first = 0 if tensor.kept is None and not tensor.rows_only else tokens - values.shape[axis]
+        first = 0 if tensor.kept is None else tokens - values.shape[axis]
         place = [rows, *[slice(None)] * (axis - 1), slice(first, first + values.shape[axis])]
         present[tuple(place)] = values
 
@@ -300,12 +263,3 @@ def _slice_mask(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int])
     if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
         return np.ascontiguousarray(values[..., : sizes["total"]])
     return values
-
-
-def _spread(mask: Array, rows: int, sizes: Mapping[str, int]) -> Array:
-    """Convert a mask over the capacity to one over `rows` past rows and the new rows. Unused rows are hidden."""
-    past, total = sizes["past"], sizes["total"]
-    hidden = np.finfo(mask.dtype).min if mask.dtype.kind == "f" else 0
-    spread = np.full((*mask.shape[:-1], rows + total - past), hidden, mask.dtype)
-    spread[..., :past], spread[..., rows:] = mask[..., :past], mask[..., past:total]
-    return spread
