@@ -17,7 +17,7 @@ from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.graph import Emitter, export_inferred
 from trt_kvcache.importer.plan import AttentionKind
 from trt_kvcache.importer.planning import attention
-from trt_kvcache.importer.rewrite.repeats import copy_repeats
+from trt_kvcache.importer.rewrite import copy_repeats
 from trt_kvcache.verify import verify_model
 
 

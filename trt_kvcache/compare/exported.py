@@ -25,7 +25,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.interface.mrope import place_positions
+from trt_kvcache.importer.interface.axes import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role, TensorRole, UpdateMode
 from trt_kvcache.importer.steps.contents import find_caches, find_states, size_of
 from trt_kvcache.importer.steps.element_types import has_bfloat16

@@ -13,7 +13,7 @@ import msgspec
 from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.importer.files.flipped import Flipped
+from trt_kvcache.importer.files.signed_weights import Flipped
 from trt_kvcache.importer.plan import CachePlan, Target
 from trt_kvcache.progress import ProgressEvent
 

@@ -17,9 +17,9 @@ import onnx
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.capacity import USUAL
-from trt_kvcache.importer.interface.changes import PASSED_ON
+from trt_kvcache.importer.interface.exported import PASSED_ON
 from trt_kvcache.importer.normalize import normalize
-from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.canonical import Findings
 from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op, shape_of

@@ -62,7 +62,7 @@ from trt_kvcache.importer.plan import (
     cache_bytes,
     dtype_bits,
 )
-from trt_kvcache.importer.planning.routes import NATIVE_DTYPES
+from trt_kvcache.importer.planning.caches import NATIVE_DTYPES
 
 _ROW = 2
 """Axis of the rows in every cache of a rewritten model; the numbers of a row follow."""

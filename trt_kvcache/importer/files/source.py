@@ -19,8 +19,7 @@ from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text, stamp
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.files.checks import check_graph, check_text
-from trt_kvcache.importer.files.defaults import drop_defaults
+from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.links import read_data
 from trt_kvcache.importer.files.save import save_model

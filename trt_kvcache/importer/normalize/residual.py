@@ -42,11 +42,11 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.rotary import Positioned
+from trt_kvcache.importer.normalize.rows import Positioned
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
 from trt_kvcache.importer.recognize.fixed import chosen_by_length
-from trt_kvcache.importer.recognize.samples import Sample, Samples
+from trt_kvcache.importer.recognize.probe import Sample, Samples
 
 Array = npt.NDArray[Any]
 

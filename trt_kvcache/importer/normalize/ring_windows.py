@@ -42,11 +42,10 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
-from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.masks import emit_visible
+from trt_kvcache.importer.normalize.canonical import Findings, emit_visible
 from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.planning.attention_facts import reads_columns
+from trt_kvcache.importer.planning.attention import reads_columns
 
 __all__ = ["Rings", "make_circular", "slide"]
 

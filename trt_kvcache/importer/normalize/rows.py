@@ -9,24 +9,57 @@
 This module follows tensors forward, operator by operator, and reads no values. Shapes in a few samples show the axis of
 rows: one axis is as long as the text, another one as the batch. An operator may still mix rows, as a softmax over rows
 does. The check refuses such models.
+
+Give rotary factors that a graph computes from its own positions the new tokens' positions.
+
+    cos = Cos(Range(0, P + S) x frequencies)[P : P + S]  [S, D]           Mul(query [B, H, S, D], cos)
+becomes
+    cos = Cos((write_indices + arange(S))  [B * S] x frequencies)  ->  [B, 1, S, D]
+
+The same operators run over the new tokens' positions of all sequences, one after the other. So the result does not
+depend on how the exported model picks the rows, or on the order of its operators.
+
+    Gather(Cos(Range(0, P + S) x frequencies), position_ids)   becomes   Gather(Cos(Range(0, L) x frequencies), ...)
+
+Emit keys and values that a graph computes from caches row by row, as multi-head latent attention does.
+
+    latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
+    rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
+
+Once caches have a fixed capacity, the graph computes keys and values again from constants and the cache rows in use.
+Plain attention over these keys and values remains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, is_constant, is_op
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    FLOATS,
+    INT32,
+    INT64,
+    Emitter,
+    dims,
+    elem_type,
+    input_or_none,
+    is_constant,
+    is_op,
+    producer,
+)
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.operators import MOVES
-from trt_kvcache.importer.recognize.probe import Array
-from trt_kvcache.importer.recognize.records import Cache
-from trt_kvcache.importer.recognize.samples import Samples
+from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
+from trt_kvcache.importer.recognize.probe import Array, Samples
+from trt_kvcache.importer.recognize.records import Attention, Cache
 
 Axes = tuple[int, ...]
 _OTHERS = ("Attention", "Shape", "Size")
@@ -323,3 +356,163 @@ def _places(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
 def is_float_cast(node: gs.Node) -> bool:
     """True for a Cast to a float type, which changes only the precision of numbers."""
     return is_op(node, "Cast") and node.attrs.get("to") in FLOATS
+
+
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div")
+
+
+class Positioned:
+    """Tensors that a model computes from positions, row by row."""
+
+    def __init__(self, graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
+        self._canonical = canonical
+        self._samples = samples
+        self._fed = {str(t.name) for t in interface.of(OriginalRole.POSITIONS)}  # and what is computed from these
+        for node in graph.nodes:
+            if any(t.name in self._fed for t in node.inputs):
+                self._fed.update(str(t.name) for t in node.outputs)
+        self._rows = Rows(graph, (), samples, self._fed)
+        self._new: dict[str, gs.Tensor] = {}
+        self._all: dict[str, gs.Tensor] = {}
+
+    def meets_tokens(self, node: gs.Node) -> bool:
+        """Feed `node` the new tokens' rows of each sequence, if it combines rows computed from positions with tokens.
+
+        Returns:
+            True if it was done.
+        """
+        operands = [(i, f) for i, t in enumerate(node.inputs) if (f := self._rows.known.get(t.name)) and f.is_new]
+        if is_op(node, "RotaryEmbedding"):
+            operands = [(i, f) for i in (1, 2) if (f := self._tables(node.inputs[i])) is not None]
+            if len(operands) != 2 or input_or_none(node, 3) is not None:
+                return False
+        elif not is_op(node, *_ELEMENTWISE) or len(operands) != 1:
+            return False
+        shapes = [self._shape(node, function) for _, function in operands]
+        if None in shapes:
+            return False
+        for (place, function), shape in zip(operands, shapes, strict=True):
+            if shape is not None:
+                node.inputs[place] = self._placed(function, *shape)
+        return True
+
+    def _tables(self, tensor: gs.Tensor) -> RowFunction | None:
+        """The rows that a rotary operator reads, before an Expand repeats them for each sequence."""
+        node = producer(tensor)
+        function = self._rows.known.get((node.inputs[0] if node is not None and is_op(node, "Expand") else tensor).name)
+        return function if function is not None and function.is_new else None
+
+    def _placed(self, function: RowFunction, before: tuple[int, ...], after: tuple[int, ...]) -> gs.Tensor:
+        """Compute a row function at the new tokens' positions, ``[B, before, S, after]``."""
+        emit, tokens = self._canonical.emit, self._canonical.tokens
+        flat = emit.once(
+            "flat positions",
+            lambda: emit.op("Reshape", [self._canonical.positions(), emit.ints([-1])], "flat_positions"),
+        )
+        values = self._emit(function, flat, self._new)
+        sizes = [emit.once((tokens.name, i), partial(_size, emit, tokens, i)) for i in (0, 1)]
+        parts = [sizes[0], emit.ints(list(before)), sizes[1], emit.ints(list(after))]
+        whole = emit.op("Concat", [p for p in parts if p.shape != [0]], "rows_shape", INT64, axis=0)
+        rows: gs.Tensor = emit.once(
+            ("rows", function.tensor.name, before, after), lambda: emit.op("Reshape", [values, whole], "rows")
+        )
+        return rows
+
+    def holds(self, tensor: gs.Tensor) -> bool:
+        """True if a tensor is computed from positions, row by row."""
+        return tensor.name in self._rows.known
+
+    def is_looked_up(self, node: gs.Node) -> bool:
+        """Feed a Gather a table of all positions, if its own table is only as long as the text.
+
+        Returns:
+            True if it was done.
+        """
+        function = self._rows.known.get(node.inputs[0].name) if is_op(node, "Gather") else None
+        if function is None or function.is_new or node.inputs[1].name not in self._fed:
+            return False
+        every = self._canonical.emit.ints(range(self._canonical.capacity))
+        node.inputs = [self._emit(function, every, self._all), node.inputs[1]]
+        return True
+
+    def _shape(self, node: gs.Node, function: RowFunction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The sizes between batch and tokens, and after tokens, in which `node` can read rows; None if none fit."""
+        shapes = set()
+        for sample in (*self._samples.plain, *self._samples.twins):
+            rows, whole = (sample.probe.shape(t.name) for t in (function.tensor, node.outputs[0]))
+            if whole is not None and is_op(node, "RotaryEmbedding"):  # its tables have no heads
+                whole = (whole[0], whole[-2], whole[-1])
+            if rows is None or whole is None:
+                return None
+            axis = function.axes[0]
+            front, place = (*[1] * (len(whole) - len(rows)), *rows[:axis]), axis + len(whole) - len(rows)
+            if place < 1 or any(d != 1 for d in front) or whole[0] != sample.batch or whole[place] != sample.length:
+                return None
+            shapes.add((front[1:], rows[axis + 1 :]))
+        return shapes.pop() if len(shapes) == 1 else None
+
+    def _emit(self, function: RowFunction, positions: gs.Tensor, emitted: dict[str, gs.Tensor]) -> gs.Tensor:
+        canonical = self._canonical
+
+        def leaf(source: RowFunction) -> gs.Tensor:
+            assert source.positions is not None
+            return source.positions.emit(canonical, positions)
+
+        return self._rows.emit(str(function.tensor.name), emitted, canonical, leaf)
+
+
+def _size(emit: Emitter, tensor: gs.Tensor, axis: int) -> gs.Variable:
+    """One dimension, int64 ``[1]``."""
+    return emit.op("Shape", [tensor], "tokens_size", INT64, start=axis, end=axis + 1)
+
+
+class Computed:
+    """Computes keys and values from canonical caches.
+
+    Args:
+        graph: sorted, as exported.
+        caches: of the model.
+        samples: of the model.
+    """
+
+    def __init__(self, graph: gs.Graph, caches: Sequence[Cache], samples: Samples) -> None:
+        self._rows = Rows(graph, caches, samples)
+
+    def place(self, attention: Attention, canonical: Canonical) -> Attention:
+        """Emit the keys and values of an attention; returns the plain attention over them.
+
+        Raises:
+            UnsupportedModelError: keys or values are not computed row by row.
+        """
+        emitted: dict[str, gs.Tensor] = {}
+        key, value = (
+            self._placed(cache, attention, size, emitted, canonical)
+            for cache, size in ((attention.key, attention.sizes["d"]), (attention.value, attention.sizes["v"]))
+        )
+        return replace(attention, key=key, value=value)
+
+    def _placed(
+        self, cache: Cache, attention: Attention, size: int, emitted: dict[str, gs.Tensor], canonical: Canonical
+    ) -> Cache:
+        name = str(cache.present.name)
+        if name not in self._rows.known:
+            raise UnsupportedModelError(
+                f"'{name}', which '{attention.name}' attends to, is computed from caches"
+                + (f", and {self._rows.broken}" if self._rows.broken else "")
+                + "; supported are keys and values that are computed row by row with constants"
+            )
+        tensor = self._rows.emit(name, emitted, canonical, lambda leaf: _rows_in_use(leaf, canonical))
+        kind = elem_type(cache.present) or elem_type(attention.computed_from[0].past) or 0
+        if cache.axis == 3:
+            tensor = canonical.emit.op("Transpose", [tensor], "rows_first", kind, perm=[0, 1, 3, 2])
+        tensor.dtype = kind
+        shape = (canonical.batch, attention.sizes["n"], canonical.capacity, size)
+        canonical.known[tensor.name] = (kind, shape)
+        return replace(cache, past=tensor, present=tensor, axis=2)
+
+
+def _rows_in_use(leaf: RowFunction, canonical: Canonical) -> gs.Tensor:
+    """Slice a cache to its rows in use."""
+    cache = leaf.writes[0]
+    rows = (cache.present.shape or ())[cache.axis]
+    return emit_row_slice(canonical.emit, cache.present, cache.axis, int(rows))

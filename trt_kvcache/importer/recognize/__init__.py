@@ -29,10 +29,10 @@ from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, ex
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.plan import PlanOptions, StateUpdate
 from trt_kvcache.importer.protos import elem_type_of, shape_of
-from trt_kvcache.importer.recognize.caches import find_caches, stack_in_words, state_inner_sizes
+from trt_kvcache.importer.recognize.caches import find_caches, find_states, stack_in_words, state_inner_sizes
 from trt_kvcache.importer.recognize.cut import Cutter, Region
 from trt_kvcache.importer.recognize.fixed import fold_fixed
-from trt_kvcache.importer.recognize.probe import Blueprint
+from trt_kvcache.importer.recognize.probe import Blueprint, Samples
 from trt_kvcache.importer.recognize.read import Reader, reading_step
 from trt_kvcache.importer.recognize.records import (
     Attention,
@@ -42,10 +42,7 @@ from trt_kvcache.importer.recognize.records import (
     RecognizeError,
     UnknownError,
 )
-from trt_kvcache.importer.recognize.samples import Samples
-from trt_kvcache.importer.recognize.states import find_states
-from trt_kvcache.importer.recognize.step import Runner
-from trt_kvcache.importer.recognize.updates import read_updates
+from trt_kvcache.importer.recognize.step import Runner, read_updates
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import RunError, open_session
 

@@ -25,8 +25,8 @@ from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import POINTS, terms
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import FLOATS, copied, part_of
+from trt_kvcache.importer.recognize.probe import Samples
 from trt_kvcache.importer.recognize.records import Cache, RecognizeError
-from trt_kvcache.importer.recognize.samples import Samples
 from trt_kvcache.importer.steps.runnable import runnable
 
 _PASTS = (6, 8)  # short, and no products of batch and new tokens, alone or with these

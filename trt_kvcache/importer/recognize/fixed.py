@@ -20,8 +20,7 @@ from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.protos import is_op
-from trt_kvcache.importer.recognize.probe import Array
-from trt_kvcache.importer.recognize.samples import Sample, Samples
+from trt_kvcache.importer.recognize.probe import Array, Sample, Samples
 from trt_kvcache.importer.simplify import splice_body
 
 _LARGEST = 1 << 16  # elements of a constant

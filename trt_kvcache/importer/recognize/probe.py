@@ -10,10 +10,13 @@ for requested tensors. Equal operators with equal inputs, as in the layers of a 
 
     layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
     layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
+
+Samples of a decode step of a model as exported: a shape and a value for each of its inputs.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,10 @@ import onnx
 from onnx import numpy_helper
 from onnx.reference.ops import load_op
 
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.interface.axes import place_positions
+from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import is_op, may_be_bias, sliced_squares
 
 Array = npt.NDArray[Any]
@@ -343,3 +350,150 @@ def _shape(kind: bytes | None) -> Shape | None:
 
 def _elem_type(kind: bytes) -> int:
     return int(onnx.TypeProto.FromString(kind).tensor_type.elem_type)
+
+
+_LONG = 512  # new tokens, at most, of the longest update: masks have that squared
+_OTHER_SIZE = 6  # of unexplained axes, such as the length of an encoder's output
+_FEW_SIZES = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
+_HIDDEN_SHARE = 0.3
+_MOST = 1 << 28  # numbers of an input in a step
+_VALUED = (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK, OriginalRole.MASK)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One decode step of the model as exported.
+
+    Attributes:
+        batch, past, length, capacity: B, P, S and L.
+        probe: evaluates the model in this step.
+        own: the caller's own masks, by name, as what they let a query see, bool.
+        wrapped: P is beyond the capacity, which only circular caches support.
+    """
+
+    batch: int
+    past: int
+    length: int
+    capacity: int
+    probe: Probe
+    own: Mapping[str, Array]
+    wrapped: bool = False
+
+    @property
+    def total(self) -> int:
+        """P + S."""
+        return self.past + self.length
+
+    def rows_in_cache(self, kept: int | None) -> int:
+        """Rows that a growing past holds, if it keeps at most `kept` rows."""
+        return self.past if kept is None else min(self.past, kept)
+
+
+class Samples:
+    """Samples of one model.
+
+    Attributes:
+        plain: steps in which every token is visible; the last one ends at the capacity.
+        few: the first and the last of `plain`; recognizers make guesses on these two.
+        wrapped: steps beyond the capacity, for caches that may be circular.
+        twins: two steps that differ in nothing but the past, unless the caches of the model fit one only.
+        blueprint: the model.
+        capacity: tokens per sequence.
+        fixed_length: S where the model fixes it, else 0.
+    """
+
+    def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
+        self.blueprint = blueprint
+        self.capacity = capacity
+        self._interface = interface
+        self._rng = np.random.default_rng(0)
+        self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
+        fixed = self.fixed_length = d if isinstance(d := self._sizes.get("sequence"), int) else 0
+        small = [s for s in _FEW_SIZES if s[1] + (fixed or s[2]) <= capacity] or [(1, 0, 1)]
+        last = fixed or min(2, capacity)
+        # The last two differ in nothing but the past, from none to all that there is room for.
+        ends = [(1, 0, fixed or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
+        self.plain = tuple({(s.batch, s.past, s.length): s for s in (self.step(*s) for s in (*small, *ends))}.values())
+        self.few = self.plain[0], self.plain[-1]
+        length = fixed or min(3, max(1, capacity // 2))
+        has_ends = bool(interface.of(OriginalRole.FIXED_CACHE))  # a past that grows has none
+        longest = max(0, capacity - length) if has_ends else 9
+        self.twins = self.step(2, min(5, longest // 2), length), self.step(2, min(9, longest), length)
+        beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2)) if has_ends else ()
+        self.wrapped = tuple(self.step(*s, wrapped=True) for s in beyond)
+
+    def step(
+        self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int | None = _OTHER_SIZE
+    ) -> Sample:
+        """Make a step of these sizes, or of the model's own sizes where the model fixes them.
+
+        `other` is the size of unexplained axes. If it is None, inputs with an unexplained axis have no known shape.
+        """
+        batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
+                         (("batch", batch), ("sequence", length)))  # fmt: skip
+        shapes: dict[str, Shape] = {}
+        values: dict[str, Array] = {}
+        own: dict[str, Array] = {}
+        for tensor in self._interface.inputs.values():
+            in_cache = past if tensor.kept is None else min(past, tensor.kept)
+            total = in_cache + length
+            sizes = {
+                "batch": batch, "sequence": length, "capacity": self.capacity, "past": in_cache, "total": total,
+            }  # fmt: skip
+            axes = list(zip(tensor.shape, tensor.axes, strict=True))
+            if other is None and not all(isinstance(d, int) or a in sizes for d, a in axes):
+                continue
+            known = (d if isinstance(d, int) else sizes.get(a, other or 0) for d, a in axes)
+            shapes[tensor.name] = shape = tuple(known)
+            if tensor.role not in _VALUED:
+                continue
+            _check_sizes(tensor, shape, batch, length)
+            dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, tensor.dtype.upper())))
+            if tensor.role is OriginalRole.POSITIONS:
+                rows = np.broadcast_to(past + np.arange(length), (batch, length))
+                value = place_positions(rows, shape, tensor.axes)
+            elif tensor.role is OriginalRole.PAST_LENGTH:
+                value = np.full(shape, past)
+            elif tensor.role is OriginalRole.PADDING_MASK:
+                value = np.zeros(shape)
+                value[:, :total] = 1
+            else:
+                own[tensor.name] = value = self._mask(shape)
+                if np.issubdtype(dtype, np.floating):
+                    value = np.where(value, 0, -256 * self._rng.integers(128, 256, shape))
+            values[tensor.name] = value.astype(dtype)
+        return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
+
+    def _mask(self, shape: Shape) -> Array:
+        """Make a random mask, as a caller could give it: True for keys that queries see."""
+        seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
+        seen[..., 0] = True
+        if seen.all() and shape[-1] > 1:  # it would not show what is done with its numbers
+            seen[..., -1] = False
+        return seen
+
+
+def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
+    """Refuse inputs whose sizes do not fit: one position for each token, and one row for each sequence.
+
+    Raises:
+        UnsupportedModelError: naming them; or inputs that are too large for any machine.
+    """
+    shown = f"the {tensor.role.value.replace('_', ' ')} '{tensor.name}' {list(tensor.shape)}"
+    if math.prod(shape) > _MOST:
+        raise UnsupportedModelError(
+            f"{shown} has {math.prod(shape)} numbers in one step; supported are up to {_MOST}: export it with smaller "
+            "sizes"
+        )
+    rows = [size for size, axis in zip(shape, tensor.axes, strict=True) if axis == "batch"]
+    if tensor.role is OriginalRole.POSITIONS and shape[-1] != length:
+        raise UnsupportedModelError(
+            f"{shown} are {shape[-1]} for a step of {length} tokens; supported is one for each token: export tokens "
+            "and positions with the same length"
+        )
+    alike = (batch,) if tensor.role is OriginalRole.PADDING_MASK else (1, batch)
+    if tensor.role in (OriginalRole.POSITIONS, OriginalRole.PADDING_MASK) and any(size not in alike for size in rows):
+        raise UnsupportedModelError(
+            f"{shown} has {rows[0]} rows for a batch of {batch}; supported is a row for each sequence: export it with "
+            "the same batch as the tokens"
+        )

@@ -22,11 +22,20 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.graph import elem_type, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.recognize.cut import Region
-from trt_kvcache.importer.recognize.layout import ATTENTION, Layout, brought, layouts
-from trt_kvcache.importer.recognize.records import Attention, Cache, ComputedError, FartherError, Mask, RecognizeError
-from trt_kvcache.importer.recognize.samples import Sample, Samples
-from trt_kvcache.importer.recognize.step import Array, Feeds, Runner
-from trt_kvcache.importer.recognize.updates import read_updates
+from trt_kvcache.importer.recognize.probe import Sample, Samples
+from trt_kvcache.importer.recognize.records import (
+    ATTENTION,
+    Attention,
+    Cache,
+    ComputedError,
+    FartherError,
+    Layout,
+    Mask,
+    RecognizeError,
+    brought,
+    layouts,
+)
+from trt_kvcache.importer.recognize.step import Array, Feeds, Runner, read_updates
 
 Scores = tuple[float, Array, Array]
 """A factor of the queries, the scores that weights then show, ``[b, n, g, s, keys]``, and True where they show one."""

@@ -35,7 +35,7 @@ from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.graph import Emitter, dims, dtype_name, elem_type, export_inferred, fold_identities
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, TensorRole
 from trt_kvcache.importer.planning.attention import analyze_attention
-from trt_kvcache.importer.planning.routes import check_dtypes
+from trt_kvcache.importer.planning.caches import check_dtypes
 from trt_kvcache.importer.prepare import attach_weights, detach_weights, fix_digit_dims, flatten
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
 from trt_kvcache.importer.recognize.probe import Blueprint, Probe
