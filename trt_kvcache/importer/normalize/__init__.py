@@ -22,9 +22,9 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.graph import INT32, INT64, consumers, contains, elem_type, tidy
 from trt_kvcache.importer.interface.exported import find_changes
 from trt_kvcache.importer.normalize.canonical import Canonical, Findings
+from trt_kvcache.importer.normalize.computed import Computed
 from trt_kvcache.importer.normalize.residual import NOTE, check_readers, drop_copies, free_positions, free_shapes
 from trt_kvcache.importer.normalize.ring_windows import Rings, make_circular, slide
-from trt_kvcache.importer.normalize.rows import Computed
 from trt_kvcache.importer.plan import PlanOptions, Sliding
 from trt_kvcache.importer.recognize import Recognized, recognize
 from trt_kvcache.importer.recognize.probe import Samples

@@ -176,8 +176,6 @@ class Canonical:
         emit, seen, mask = self.emit, attention.mask, attention.mask.own
         if attention.key.shifted and (rows := attention.key.kept) is not None:
             mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
-        if seen.by_position:
-            mask = emit_by_position(emit, self.positions(), self.capacity)
         if seen.bias is not None:
             mask = emit_bias(emit, seen.bias, self.positions())
         if seen.slopes is not None:
@@ -264,22 +262,6 @@ def emit_visible(
         return op("And", [visible, op("Greater", [valid, emit.ints(0)], "window_in_use", BOOL)], "window_rows", BOOL)
 
     return emit.once(("window", write_indices.name, lengths and lengths.name, length_of, window, rows), make)
-
-
-def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Variable:
-    """Emit a mask that shows rows up to the position of each query: bool ``[B, 1, S, rows]``; positions ``[B, S]``.
-
-    Positions keep growing after the end of a circular cache, where each row holds a token. The lengths that sessions
-    give stay at L there: a mask by lengths shows query ``i`` of S only rows ``j <= L - S + i``; a mask by positions
-    shows all rows.
-    """
-
-    def make() -> gs.Variable:
-        numbers = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
-        own = emit.op("Unsqueeze", [positions, emit.ints([1, 3])], "ring_position", INT64)
-        return emit.op("LessOrEqual", [numbers, own], "ring_visible", BOOL)
-
-    return emit.once(("ring", positions.name, rows), make)
 
 
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:

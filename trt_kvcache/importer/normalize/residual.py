@@ -17,8 +17,7 @@ are read off removed inputs (``Shape(attention_mask)`` becomes ``Shape(tokens)``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from trt_kvcache.importer.graph import (
     consumers,
     contains,
     elem_type,
-    is_constant,
     is_op,
     producer,
     replace_uses,
@@ -42,10 +40,8 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.rows import Positioned
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
-from trt_kvcache.importer.recognize.fixed import chosen_by_length
 from trt_kvcache.importer.recognize.probe import Sample, Samples
 
 Array = npt.NDArray[Any]
@@ -74,11 +70,6 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     Raises:
         UnsupportedModelError: a live node computes with the length of the past.
     """
-
-    @cache
-    def positioned() -> Positioned:
-        return Positioned(graph, canonical, interface, samples)
-
     sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
     queue = [t for t in graph.inputs if t.name in sources]
     updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
@@ -106,12 +97,9 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                     if output.name in marks:
                         _fill(graph, output, canonical.emit, interface, samples)
                     continue
-                looks_up = is_op(node, "Gather") and not any(map(is_constant, node.inputs))
                 if _count_per_row(node, canonical, samples):
                     by_tokens = True
-                elif looks_up and positioned().is_looked_up(node):  # of a table that is as long as the text
-                    continue
-                elif _follow(graph, node, output, canonical, samples, positioned):
+                elif _follow(graph, node, output, canonical, samples):
                     queue.append(output)
     tidy(graph)
     return by_tokens
@@ -224,22 +212,17 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
     return tensor
 
 
-def _follow(
-    graph: gs.Graph,
-    node: gs.Node,
-    output: gs.Tensor,
-    canonical: Canonical,
-    samples: Samples,
-    positioned: Callable[[], Positioned],
-) -> bool:
+def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
     """True if tensors computed from `output` still have to be looked at."""
     if any(s.probe.value(output.name) is None for s in samples.twins):
-        if _gather_rows(graph, node, canonical, samples) or positioned().meets_tokens(node):
+        if _gather_rows(graph, node, canonical, samples):
             return False
-        if positioned().holds(output):  # rows of a table that is too large to be evaluated
-            return True
         if is_op(node, "If"):
-            raise chosen_by_length(node, output, samples)
+            raise UnsupportedModelError(
+                f"If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a batch, such as "
+                "rotary factors (LongRoPE, dynamic NTK); supported are sequences that do not depend on each other: "
+                "take a capacity below the length at which it changes"
+            )
         raise UnsupportedModelError(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
             "tokens; supported are caches that only attention reads, and positions counted from their length"
@@ -250,8 +233,6 @@ def _follow(
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_place(t, samples) is not None for t in after_all):
             return True
-        if not _keeps_shapes(graph, output, place[1], samples.twins[0]) and positioned().holds(output):
-            return True  # a later tensor, computed row by row, may fit positions per sequence
         replace_uses(output, _positions(output, *place, canonical, samples))
         return False
     if _gather_rows(graph, node, canonical, samples):
@@ -303,15 +284,6 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
     number = emit.constant(first.reshape(-1)[:1].reshape([1] * first.ndim))
     shape = emit.op("Concat", known, "filled_shape", INT64, axis=0) if len(known) > 1 else known[0] if known else None
     replace_uses(output, number if shape is None else emit.op("Expand", [number, shape], "filled", elem_type(output)))
-
-
-def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, axis: int, sample: Sample) -> bool:
-    """True if all graph outputs keep their shapes when each row of the batch has its own positions."""
-    value = sample.probe.value(output.name)
-    assert value is not None
-    rows = sample.probe.with_values({output.name: np.repeat(value[:1], sample.batch, 0)})
-    shapes = [(sample.probe.shape(t.name), rows.shape(t.name)) for t in graph.outputs]
-    return all(before is None or before == after for before, after in shapes)
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:

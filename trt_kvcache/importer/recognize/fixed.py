@@ -15,10 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.recognize.probe import Array, Sample, Samples
 from trt_kvcache.importer.simplify import splice_body
@@ -66,32 +64,3 @@ def _same(name: str, steps: Sequence[Sample]) -> Array | None:
     if first is None or first.size > _LARGEST or first.dtype.kind not in "iub":
         return None
     return first if all(value is not None and np.array_equal(first, value) for value in others) else None
-
-
-def chosen_by_length(node: gs.Node, output: gs.Tensor, samples: Samples) -> UnsupportedModelError:
-    """Make the error for an If that chooses its output by the length of the cache."""
-    last = _last_unchanged(str(node.inputs[0].name), samples)
-    where, what = "", "take a capacity below the length at which it changes"
-    if last is not None:
-        where, what = f", another one from {last + 1} tokens on", f"take a capacity of at most {last}"
-    return UnsupportedModelError(
-        f"If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a batch{where}, such as "
-        f"rotary factors (LongRoPE, dynamic NTK); supported are sequences that do not depend on each other: {what}"
-    )
-
-
-def _last_unchanged(condition: str, samples: Samples) -> int | None:
-    """The longest sequence, in tokens, for which a condition has the value it has at one token; None if unknown."""
-
-    def chosen(tokens: int) -> bool | None:
-        value = samples.step(1, tokens - 1, 1).probe.value(condition)
-        return None if value is None else bool(value.any())
-
-    first = chosen(1)
-    same, changed = 1, samples.capacity
-    if samples.fixed_length > 1 or first is None or chosen(changed) == first:
-        return None
-    while changed - same > 1:
-        middle = (same + changed) // 2
-        same, changed = (middle, changed) if chosen(middle) == first else (same, middle)
-    return same

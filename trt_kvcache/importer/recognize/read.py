@@ -307,8 +307,11 @@ class Reader:
         if not (seen == shown).all():
             raise RecognizeError(f"heads or sequences of '{self._region.result}' see different keys")
         mask = self._biased(base, Mask())
-        if self._key.circular and np.array_equal(shown, tokens <= own):
-            return self._beyond(mask)
+        if self._key.circular and not self._sees_lengths():
+            raise RecognizeError(
+                f"the cache '{self._key.past.name}' is circular, and after the end of its rows queries see other rows "
+                "than those up to their own; supported are masks of the caller: give the mask [B, 1, S, L] as an input"
+            )
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
         window = self._window() if mask.slopes is None and mask.bias is None else None
@@ -333,8 +336,8 @@ class Reader:
             return Mask(causal=True, own=own)
         raise RecognizeError(f"the mask '{name}' is not what queries of '{self._region.result}' see")
 
-    def _beyond(self, mask: Mask) -> Mask:
-        """The mask over a circular cache after its end, where each row holds a token."""
+    def _sees_lengths(self) -> bool:
+        """True if queries after the end of a circular cache see the rows that a mask by lengths shows."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -342,15 +345,7 @@ class Reader:
             np.arange(sample.total - rows, sample.total) % rows
             <= rows - sample.length + np.arange(sample.length)[:, None]
         )
-        if np.array_equal(seen, np.broadcast_to(counted, seen.shape)):
-            return mask  # the same keys as a mask by lengths shows
-        if not seen.all():
-            raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, and after the end of its rows a query does not see "
-                "all of them; supported are masks that show every row there, and the caller's own: give the mask "
-                "[B, 1, S, L] as an input"
-            )
-        return replace(mask, causal=False, by_position=True)
+        return np.array_equal(seen, np.broadcast_to(counted, seen.shape))
 
     def _biased(self, base: Array, mask: Mask) -> Mask:
         """Add slopes, or a bias for each distance, to the mask if keys of 0 get different weights."""

@@ -128,7 +128,6 @@ class Mask:
         window: ``j > write_index + i - window``: as many keys, the query's own included; None: all.
         own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: none.
         bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
-        by_position: ``j <= write_index + i``, as a mask: the write index goes on after the end of a circular cache.
         slopes: float32 ``[H]``, added times key position minus query position; None: none.
         bias: float32 ``[L, H]``, added for distances of key and query ``-(L - 1) .. 0``; None: none.
     """
@@ -137,7 +136,6 @@ class Mask:
     window: int | None = None
     own: gs.Tensor | None = None
     bounded: bool = True
-    by_position: bool = False
     slopes: Array | None = None
     bias: Array | None = None
 
