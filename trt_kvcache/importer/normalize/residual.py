@@ -33,6 +33,7 @@ from trt_kvcache.importer.graph import (
     consumers,
     contains,
     elem_type,
+    is_constant,
     is_op,
     producer,
     replace_uses,
@@ -334,14 +335,31 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
     An offset to P stays: a table may have other rows before the row of the first position, as BART's has.
     """
     rows = node.outputs[0]
-    if not is_op(node, "Slice", "Gather") or not all(_added_per_row(graph, rows, s) for s in samples.twins):
-        return False
-    offsets = {_rows_taken(node, sample) for sample in samples.twins}
+    offsets = {_rows_taken(node, sample) for sample in samples.twins} if is_op(node, "Slice", "Gather") else {None}
     offset = offsets.pop()
     if offsets or offset is None or offset < 0:
         return False
-    index = _shifted(canonical, offset)
-    replace_uses(rows, canonical.emit.op("Gather", [node.inputs[0], index], "position_rows", axis=0))
+    found = _readers_of_rows(graph, rows, samples.twins)
+    if found is None:
+        return False
+    (chain, readers), emit = found, canonical.emit
+    gathered = emit.op("Gather", [node.inputs[0], _shifted(canonical, offset)], "position_rows", axis=0)
+    if all(tensor is rows and not before and len(after) == 1 for _, tensor, before, after in readers):
+        replace_uses(rows, gathered)  # [B, S, H] already
+        return True
+    width = (samples.twins[0].probe.shape(rows.name) or (1,))[-1]
+    flat = emit.op("Reshape", [gathered, emit.ints([-1, width])], "position_rows")  # of all sequences, [B * S, H]
+    replace_uses(rows, flat)
+    for between, shape in chain:
+        if is_op(between, "Reshape"):
+            between.inputs[1] = emit.ints(shape)
+    for reader, tensor, before, after in readers:
+        operand = flat if tensor is rows else tensor
+        batch, length = (_size(emit, canonical.tokens, axis, axis) for axis in ("batch", "sequence"))
+        sizes = [batch, emit.ints([1] * before) if before else None, length, emit.ints(after) if after else None]
+        whole = emit.op("Concat", [size for size in sizes if size is not None], "rows_shape", INT64, axis=0)
+        placed = emit.op("Reshape", [operand, whole], "placed_rows", elem_type(tensor))
+        reader.inputs = [placed if t is operand else t for t in reader.inputs]
     return True
 
 
@@ -358,17 +376,65 @@ def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
     return offset if (rows == sample.past + offset + np.arange(sample.length)[:, None]).all() else None
 
 
-def _added_per_row(graph: gs.Graph, rows: gs.Tensor, sample: Sample) -> bool:
-    """True if the graph only adds rows ``[S, H]`` to ``[B, S, H]``, so that rows per sequence fit, too."""
-    shape = sample.probe.shape(rows.name)
-    if shape is None or len(shape) != 2 or contains(graph.outputs, rows):
-        return False
-    sums = (sample.batch, sample.length, shape[1])
-    return all(
-        (is_op(n, "Cast") and _added_per_row(graph, n.outputs[0], sample))
-        or (is_op(n, "Add") and sample.probe.shape(n.outputs[0].name) == sums)
-        for n in consumers(rows)
-    )
+_Chain = list[tuple[gs.Node, list[int]]]
+_Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
+
+
+def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
+    """The nodes that bring rows ``[S, H]`` together with what has a batch; None if rows cannot be of each sequence.
+
+    Returns:
+        The nodes between, which compute row by row from these and constants, with the shapes that they make (-1 for the
+        rows); and for each reader the operand, how many axes its result has between batch and tokens, and the sizes of
+        the operand after that of tokens.
+    """
+    chain: _Chain = []
+    readers: _Readers = []
+    made, pending = {rows.name}, [rows]
+    while pending:
+        tensor = pending.pop()
+        if contains(graph.outputs, tensor):
+            return None
+        for node in consumers(tensor):
+            output = node.outputs[0]
+            if output.name in made:
+                continue
+            if all(t.name in made or is_constant(t) for t in node.inputs):
+                axes = {_axis_of_rows(output, sample) for sample in samples}
+                axis = axes.pop()
+                if axes or axis is None or is_op(node, "Transpose", "Expand"):
+                    return None
+                shape = list(samples[0].probe.shape(output.name) or ())
+                shape[axis] = -1
+                chain.append((node, shape))
+                made.add(output.name)
+                pending.append(output)
+                continue
+            places = {_place_of_rows(node, tensor, sample) for sample in samples}
+            place = places.pop()
+            if places or place is None:
+                return None
+            readers.append((node, tensor, *place))
+    return chain, readers
+
+
+def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
+    """The axis of the new tokens in a tensor whose first other axes are 1; None if there is none."""
+    shape = sample.probe.shape(tensor.name) or ()
+    first = next((a for a, d in enumerate(shape) if d != 1), len(shape))
+    axis = first - (sample.length == 1)
+    return axis if 0 <= axis < len(shape) and shape[axis] == sample.length else None
+
+
+def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int, tuple[int, ...]] | None:
+    """How many axes lie between batch and tokens where a node reads rows, and the sizes after that of tokens."""
+    own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
+    axis = _axis_of_rows(rows, sample)
+    if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div"):
+        return None
+    place = len(whole) - len(own) + axis
+    fits = place > 0 and (whole[0], whole[place]) == (sample.batch, sample.length)
+    return (place - 1, own[axis + 1 :]) if fits else None
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
