@@ -37,13 +37,13 @@ from trt_kvcache.compare.rounding import UNITS, with_rounding
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
-from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role, UpdateMode
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
-from trt_kvcache.importer.rewritten import check_same_interface, recorded_options
+from trt_kvcache.importer.recorded_options import check_same_interface, recorded_options
 from trt_kvcache.importer.steps.contents import fixed_rows, original_rows
 from trt_kvcache.importer.steps.element_types import all_types
 from trt_kvcache.importer.steps.inputs import draw_constants
@@ -232,7 +232,7 @@ class _Verification:
         ends = [n for n in (limits.linear, *self.rings, *self.limits.positions.values()) if n is not None]
         limits = replace(limits, linear=min(ends, default=None), ragged=one_row_each(plan, limits))
         pieces = plan_pieces(
-            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.whole_prompts, full=not self.large
+            limits, plan, self.verify.chunks, self.verify.tokens, whole=plan.prefill_in_one_step, full=not self.large
         )
         if not pieces:
             raise OptionError("the caches of this model hold no step of this size; give shorter --chunks")

@@ -94,7 +94,7 @@ ONCE = (
     r"created_by|backend_version|options\..*|warnings\..*|generation\..*|max_positions|vocab|compute_capabilities\..*",
     r"(engine|model\.0)\.(name|size|blake3)",  # compared with the files
     r"encoder|network|proof|model\.0\..*",  # there is none
-    r"plan\.(opset|weights|whole_prompts|options\..*)",
+    r"plan\.(opset|weights|prefill_in_one_step|options\..*)",
     r"plan\.caches\.\d+\.(node|update|write_indices|update_lengths|reason|idiom|update_length|form|mode|contract)",
     r"plan\.attention\.\d+\.(dtype|query_heads|kv_heads|head_size|value_head_size|kind|reason|mask|keys)",
     r"plan\.masks\.\d+\.(causal|lengths|\w+_window|mask|additive|span|guarded)",

@@ -155,7 +155,7 @@ def test_masks_of_static_models_are_run(
     g.output("logits", TensorProto.FLOAT, ["B", length, 32])
     onnx.save(g.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx")
-    assert plan.whole_prompts is whole
+    assert plan.prefill_in_one_step is whole
     assert any("tokens of one step see each other" in note for note in plan.notes) is whole
 
 
@@ -165,4 +165,4 @@ def test_masks_of_static_models_are_run(
 )
 def test_causal_decoders_take_prompts_in_pieces(how: dict[str, Any], tmp_path: Path) -> None:
     onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")
-    assert not plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).whole_prompts
+    assert not plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).prefill_in_one_step

@@ -22,10 +22,10 @@ from trt_kvcache.compare.inputs import by_position, guessed, numbers_of
 from trt_kvcache.cpu import RunError, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import define, for_cpu
+from trt_kvcache.importer.families import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
-from trt_kvcache.importer.interface.axes import place_positions
+from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalTensor, Role, TensorRole, UpdateMode
 from trt_kvcache.importer.steps.contents import find_caches, find_states, size_of
 from trt_kvcache.importer.steps.element_types import has_bfloat16
@@ -166,7 +166,7 @@ class Exported:
     def _fill(self, name: str, number: int, past: int, piece: Sequence[int]) -> Array:
         """Return the value of an input in a step with `past` tokens before it."""
         tensor, dtype, new = self._inputs[name], self._types[name], len(piece)
-        kept = tensor.kept if isinstance(tensor, OriginalTensor) else None
+        kept = tensor.window_rows if isinstance(tensor, OriginalTensor) else None
         shape, axes = self._shape(tensor, past if kept is None else min(past, kept), new)
         if name in self._given:
             values = self._given[name]

@@ -31,7 +31,7 @@ from trt_kvcache.compare.tolerance import MEASURED, Share, allowed, share_of, un
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
@@ -289,7 +289,7 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
             plan,
             _PROMPT,
             tokens,
-            whole=plan.whole_prompts,
+            whole=plan.prefill_in_one_step,
             places=places,
             chunk=_CHUNK,
             far=True,

@@ -23,7 +23,7 @@ from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheEr
 from trt_kvcache.files import atomic_file
 from trt_kvcache.importer.files.signed_weights import Flipped
 from trt_kvcache.importer.plan import Route, Target
-from trt_kvcache.importer.planning.caches import without_plugin
+from trt_kvcache.importer.planning.cache_plans import without_plugin
 
 _NO_KERNEL = "not supported by a dedicated kernel"
 

@@ -52,7 +52,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
     Raises:
         OptionError: an encoder is named but does not exist, or the decoder takes nothing from one.
     """
-    from trt_kvcache.importer.extensions.encoders.files import find_encoder, named_encoder
+    from trt_kvcache.importer.families.encoders.files import find_encoder, named_encoder
 
     if build.encoder == "none":
         return None
@@ -80,9 +80,9 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
             positions.
         ModelError: the encoder cannot be used.
     """
-    from trt_kvcache.importer.extensions.encoders.files import find_first_step
-    from trt_kvcache.importer.extensions.encoders.model import import_encoder
-    from trt_kvcache.importer.extensions.encoders.positions import check_positions, count_positions, most_ids
+    from trt_kvcache.importer.families.encoders.files import find_first_step
+    from trt_kvcache.importer.families.encoders.model import import_encoder
+    from trt_kvcache.importer.families.encoders.positions import check_positions, count_positions, most_ids
 
     path = which_encoder(model, plan, build)
     if path is None:

@@ -1,6 +1,6 @@
 """The importer from end to end: the functions behind `trt_kvcache.importer`.
 
-Analyze a prepared graph into a plan: caches, attention, spans, and the role of every input and output.
+`analyze` makes a plan of a prepared graph: caches, attention, spans, and the role of every input and output.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.arguments import as_options
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer import families
 from trt_kvcache.importer.capacity import longest_text, usual_capacity
 from trt_kvcache.importer.check import Checked, check_rewrite, start_process
+from trt_kvcache.importer.emit.canonical_nodes import Findings
 from trt_kvcache.importer.files.signed_weights import for_tensorrt
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, fold_identities, is_op, producer
 from trt_kvcache.importer.interface import Known, carry_roles, find_roles, open_axes
-from trt_kvcache.importer.normalize.canonical import Findings
 from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,
@@ -43,17 +43,17 @@ from trt_kvcache.importer.plan import (
     UpdateContract,
     UpdateForm,
 )
-from trt_kvcache.importer.planning.attention import analyze_attention
-from trt_kvcache.importer.planning.caches import analyze_caches, check_dtypes
+from trt_kvcache.importer.planning.attention_plans import analyze_attention
+from trt_kvcache.importer.planning.cache_plans import analyze_caches, check_dtypes
 from trt_kvcache.importer.planning.experts import EXPERTS
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.planning.weights_read import weights_read
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
 from trt_kvcache.importer.protos import all_nodes, copied, replace_field
-from trt_kvcache.importer.recognize.caches import find_states, stack_in_words
+from trt_kvcache.importer.recognize.carried import find_states, stack_in_words
+from trt_kvcache.importer.recorded_options import record_options, refuse_rewritten
 from trt_kvcache.importer.rewrite import rewrite_graph
-from trt_kvcache.importer.rewritten import record_options, refuse_rewritten
 from trt_kvcache.importer.steps.later_tokens import see_later_tokens
 from trt_kvcache.progress import phase
 
@@ -99,7 +99,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     prepared, plan, rewritten = _rewrite(source, options)
     plan = _check(source, options, prepared, plan, rewritten).on(plan)
     plan = _adapt(source, prepared, plan, rewritten)
-    extensions.for_tensorrt(rewritten, source.path.parent)  # refuses some rounding; nobody gets the model
+    families.for_tensorrt(rewritten, source.path.parent)  # refuses some rounding; nobody gets the model
     return _quantize(plan, rewritten)[0]
 
 
@@ -232,7 +232,7 @@ def _plan_and_rewrite(
     check_unique_outputs(graph)
     fold_identities(graph)
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
-    plan = replace(plan, notes=(*plan.notes, *extensions.notes(prepared.model, source.path.parent)))
+    plan = replace(plan, notes=(*plan.notes, *families.notes(prepared.model, source.path.parent)))
     for finish in prepared.finishes:
         plan = finish(plan)
     plan = replace(plan, warnings=(*plan.warnings, *_beyond_texts(source.path.parent, options.capacity)))
@@ -293,7 +293,7 @@ def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
     if plan.options.lora_rank is None:
         return plan
     weights, folder = prepared.weights, source.path.parent
-    return extensions.adapters.add_adapters(rewritten, plan, source.proto, folder, weights)
+    return families.adapters.add_adapters(rewritten, plan, source.proto, folder, weights)
 
 
 def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:
@@ -318,7 +318,7 @@ def _quantize(plan: CachePlan, model: onnx.ModelProto, *, plain: bool = False) -
     if plan.options.cache_dtype is None:
         return plan, model
     graph = gs.import_onnx(model)
-    plan = extensions.quantized_caches.quantize(graph, plan, plain=plain)
+    plan = families.quantized_caches.quantize(graph, plan, plain=plain)
     return plan, _export(model, graph)
 
 
@@ -331,7 +331,7 @@ def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     model.graph.doc_string = source.graph.doc_string
     replace_field(model.metadata_props, source.metadata_props)
     del model.functions[:]  # those that are left define updates outside of ONNX, in the words of the model
-    return extensions.define(model)
+    return families.define(model)
 
 
 _WHOLE = (
@@ -394,7 +394,7 @@ def analyze(
         logits_span=logits,
     )
     if see_later_tokens(model, plan):
-        plan = replace(plan, whole_prompts=True, notes=(*plan.notes, _WHOLE))
+        plan = replace(plan, prefill_in_one_step=True, notes=(*plan.notes, _WHOLE))
     return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
 
 

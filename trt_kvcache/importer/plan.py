@@ -2,14 +2,6 @@
 
 `CachePlan` is the dry run of a build: the rewrites, the network patch, the manifest and the runtime follow it and never
 decide again. Nothing here imports ONNX or TensorRT.
-
-Changes of a model's interface on the way: plain data of the plan, about the model as exported.
-
-Nothing here imports ONNX or TensorRT.
-
-The places at which adapters (LoRA) act, as a plan says them: plain data.
-
-Nothing here imports ONNX or TensorRT.
 """
 
 from __future__ import annotations
@@ -86,9 +78,9 @@ class OriginalTensor:
         shape: as exported; fixed sizes and symbols.
         axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
-        kept: rows, at most, of a growing cache of which only the newest ones stay: ``min(P, kept)`` in,
-            ``min(P + S, kept)`` out; of a padding mask over it, which has ``min(P, kept) + S`` columns; None: it is as
-            long as the text. Where the axis of the past has a fixed size, the cache is shifted: it always has `kept`
+        window_rows: rows, at most, of a growing cache of which only the newest ones stay: ``min(P, rows)`` in,
+            ``min(P + S, rows)`` out; of a padding mask over it, which has ``min(P, rows) + S`` columns; None: it is as
+            long as the text. Where the axis of the past has a fixed size, the cache is shifted: it always has as many
             rows, and a mask over it as many columns, those of tokens last.
         on: of a switch: what takes the branch with a past.
     """
@@ -99,7 +91,7 @@ class OriginalTensor:
     dtype: str
     shape: tuple[Dim, ...]
     axes: tuple[str, ...]
-    kept: int | None = None
+    window_rows: int | None = None
     on: bool = True
 
 
@@ -313,7 +305,7 @@ class CacheUpdate:
 
 
 @dataclass(frozen=True)
-class MaskGeometry:
+class Mask:
     """One attention mask, computed once in the graph and shared by every node that names it.
 
     A key ``j`` is visible to query ``i`` of row ``b`` where each of these conditions holds: ``j < lengths[b]``; causal:
@@ -348,7 +340,7 @@ class AttentionPlan:
 
     Attributes:
         caches: names of the past tensors of the caches that it reads.
-        mask: name of the `MaskGeometry`, or None where no mask is needed.
+        mask: name of the `Mask`, or None where no mask is needed.
         keys: ``"span"`` (rows up to the span), ``"mask"`` (as many rows as the model's own, shorter mask has) or
             ``"all"``.
     """
@@ -442,7 +434,7 @@ class CachePlan:
         original: the interface of the model as exported; empty where normalization left it as it is.
         states: state that is no attention cache.
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
-        whole_prompts: tokens of one step depend on each other, so that a prompt must come in one step.
+        prefill_in_one_step: tokens of one step depend on each other, so that a prompt must come in one step.
         adapters: what adapters (LoRA) change; None: the model takes none.
         weights: bytes that a step of one token reads of them: a table that is looked up, such as that of embeddings,
             counts with the rows that a token takes. 0: not counted.
@@ -452,7 +444,7 @@ class CachePlan:
     opset: int
     caches: tuple[CacheUpdate, ...]
     attention: tuple[AttentionPlan, ...]
-    masks: tuple[MaskGeometry, ...]
+    masks: tuple[Mask, ...]
     spans: tuple[SpanInput, ...]
     tensors: tuple[TensorRole, ...]
     warnings: tuple[str, ...] = ()
@@ -462,7 +454,7 @@ class CachePlan:
     original: tuple[OriginalTensor, ...] = ()
     states: tuple[StateUpdate, ...] = ()
     logits_span: LogitsSpan | None = None
-    whole_prompts: bool = False
+    prefill_in_one_step: bool = False
     adapters: AdapterPlan | None = None
     weights: int = 0
     schema_version: int = field(default=1)

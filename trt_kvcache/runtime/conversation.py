@@ -108,7 +108,7 @@ class Conversation:
         cache = self._session.cache
         if self._slot not in cache:
             return 0
-        if self._session.plan.whole_prompts:  # the whole conversation is one prompt
+        if self._session.plan.prefill_in_one_step:  # the whole conversation is one prompt
             self._free()
             return 0
         cached = cache.tokens(self._slot)

@@ -29,7 +29,7 @@ def check_crop(plan: CachePlan, slot: int, entry: Slot, length: int) -> None:
             f"slot {slot} cannot be cropped to {length} tokens: the model keeps state ('{name}') that every step "
             "replaces, and what it was at that length is gone; reset the slot, or fork it before it grows"
         )
-    if plan.whole_prompts and 0 < length < entry.length:
+    if plan.prefill_in_one_step and 0 < length < entry.length:
         raise CapacityError(
             f"slot {slot} cannot be cropped to {length} tokens: tokens of one step see later ones in this model, and "
             "the rows that stay would know those that go; reset the slot, or fork it before it grows"

@@ -50,7 +50,7 @@ class DraftModel:
                 f"the draft cannot take back tokens that were rejected: '{name}' keeps no earlier state; use another "
                 "draft, or plan it with linear caches"
             )
-        if plan.whole_prompts:
+        if plan.prefill_in_one_step:
             raise OptionError(
                 "the draft cannot take back tokens that were rejected: tokens of one step see later ones in it; use "
                 "another draft"

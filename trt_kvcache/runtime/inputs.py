@@ -145,7 +145,7 @@ class StepInputs:
         allowed = min([allowed, *(b for b in bounds if b is not None)])
         if self.fixed_length is not None:
             allowed = self.fixed_length
-        if self._plan.whole_prompts:
+        if self._plan.prefill_in_one_step:
             default = allowed
         if asked is not None and asked > allowed:
             raise OptionError(f"max_chunk is {asked}, and this model takes at most {allowed} tokens per update")
@@ -295,7 +295,7 @@ class StepInputs:
                 "where each sequence chooses its own"
             )
         if tensor.role in (Role.OTHER, Role.LOGITS):
-            from trt_kvcache.importer.interface.config import example  # loads YAML and RE2
+            from trt_kvcache.importer.interface.role_patterns import example  # loads YAML and RE2
 
             # A value for each token of a step is not a constant of the sequence.
             by_row = tensor.axes[:1] == ("batch",) and not {"sequence", "tokens"} & set(tensor.axes)
@@ -323,7 +323,7 @@ class StepInputs:
             )
 
     def _check_cache(self, cache: CacheUpdate) -> None:
-        if self._plan.whole_prompts and isinstance(cache.update_length, int) and cache.update_length > 1:
+        if self._plan.prefill_in_one_step and isinstance(cache.update_length, int) and cache.update_length > 1:
             raise UnsupportedModelError(
                 f"the model's number of tokens per step is fixed at {cache.update_length}, and tokens of one step see "
                 "each other, so that those which only fill a step up would change the others: export the model with a "

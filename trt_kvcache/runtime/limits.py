@@ -57,7 +57,7 @@ class SequenceLimits:
                 fewer.
         """
         free_tokens, count = self.free_tokens(slot), len(slot.tokens)
-        if self._runner.plan.whole_prompts and slot.pending > (most := largest_update(self._runner, slot.length)):
+        if self._runner.plan.prefill_in_one_step and slot.pending > (most := largest_update(self._runner, slot.length)):
             raise CapacityError(
                 f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, so "
                 f"that they have to come in one step, which takes at most {most} here; shorten it, or allow more "

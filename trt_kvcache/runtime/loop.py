@@ -315,7 +315,7 @@ class DecodeLoop:
         prompts.sort(key=lambda slot: self._cache.slot(slot).used)
         rows = [self._cache.slot(slot).row for slot in decoding]
         between = [slot for slot in prompts if min(rows) < self._cache.slot(slot).row < max(rows)]
-        whole = self._runner.plan.whole_prompts
+        whole = self._runner.plan.prefill_in_one_step
         yield from self._groups([*([] if whole else self._pieces(between, most=1)), *last])
         left = self._budget
         for slot in prompts:
@@ -343,7 +343,7 @@ class DecodeLoop:
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
         wanted = max(0, count - unwanted)
-        if self._runner.plan.whole_prompts and count < slot.pending:
+        if self._runner.plan.prefill_in_one_step and count < slot.pending:
             raise CapacityError(
                 f"slot {name} has {slot.pending} tokens to write in one step, since they see each other in this model, "
                 f"and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"

@@ -164,7 +164,7 @@ def _check(plan: CachePlan) -> None:
         why = f"the model keeps state ('{plan.states[0].past}'), which is known after the last token alone"
     elif ring is not None:
         why = f"circular cache '{ring.past}' holds the last {ring.capacity} tokens of a text, and not its beginning"
-    elif plan.whole_prompts:
+    elif plan.prefill_in_one_step:
         why = "tokens of one step see later ones, so that a row depends on what follows it"
     elif constants:
         why = f"each row depends on what the text was given beside its tokens ('{constants[0].name}')"

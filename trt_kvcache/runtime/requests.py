@@ -313,7 +313,7 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
             f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "
             f"('{plan.states[0].past}') that every step replaces for good; generate without it"
         )
-    if config.prompt_lookup_num_tokens and plan.whole_prompts:
+    if config.prompt_lookup_num_tokens and plan.prefill_in_one_step:
         raise OptionError(
             "prompt_lookup_num_tokens guesses tokens, and tokens of one step see each other in this model, so that a "
             "guess would change the scores before it; generate without it"

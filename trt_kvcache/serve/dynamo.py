@@ -140,7 +140,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:
-        if session.plan.whole_prompts:
+        if session.plan.prefill_in_one_step:
             raise OptionError(
                 "tokens of one step see each other in this model, and a sequence that moves to another worker is "
                 "written anew in one step; use 'trt-kvcache serve'"

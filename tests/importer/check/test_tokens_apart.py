@@ -59,7 +59,7 @@ def write(folder: Path, after: Callable[[Build, str], str], **how: object) -> Pa
 def test_prompts_are_not_cut(form: str, batch: str | int, tmp_path: Path) -> None:
     model = write(tmp_path, FORMS[form], batch=batch)
     plan = plan_model(model, PlanOptions(capacity=24))
-    assert plan.whole_prompts
+    assert plan.prefill_in_one_step
     assert f"'{named(model, form)}' of a token is not the same in a step of several tokens" in plan.notes[-1]
     too_long = pytest.raises(CapacityError, match="has 11 tokens to write")
     with DecodeSession.open(model, capacity=24, max_chunk=4) as session, too_long:
@@ -79,14 +79,14 @@ def named(model: Path, form: str) -> str:
 def test_what_each_token_makes_of_its_own_is_taken(after: Callable[[Build, str], str], tmp_path: Path) -> None:
     model = write(tmp_path, after)
     with DecodeSession.open(model, capacity=24, max_chunk=4) as session:
-        assert not session.plan.whole_prompts
+        assert not session.plan.prefill_in_one_step
         assert session.generate([PROMPT], max_new_tokens=4)[0].tokens == greedy(model, PROMPT, 4)
 
 
 def test_models_that_write_their_caches_themselves_are_told_apart_too(tmp_path: Path) -> None:
     small = DecoderConfig(layers=1, hidden=16, vocab=32, capacity=16, positions=32)
     path = write_decoder(tmp_path / "model.onnx", small)
-    assert not plan_model(path, PlanOptions()).whole_prompts
+    assert not plan_model(path, PlanOptions()).prefill_in_one_step
     model = onnx.load(path)
     graph = model.graph
     head = [node for node in graph.node if node.op_type == "MatMul"][-1]
@@ -101,11 +101,11 @@ def test_models_that_write_their_caches_themselves_are_told_apart_too(tmp_path: 
     graph.node[place + 2].input[0] = "apart"
     onnx.save(model, path)
     plan = plan_model(path, PlanOptions())
-    assert plan.whole_prompts
+    assert plan.prefill_in_one_step
     assert "'apart' of a token is not the same in a step of several tokens" in plan.notes[-1]
 
 
 def test_an_engine_says_so(tmp_path: Path) -> None:
     """The build begins before the check has ended."""
     manifest = build_engine(write(tmp_path, mean), tmp_path / "engine", options=PlanOptions(capacity=24))
-    assert manifest.plan.whole_prompts
+    assert manifest.plan.prefill_in_one_step

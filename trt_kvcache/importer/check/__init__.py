@@ -34,7 +34,7 @@ from trt_kvcache.child import ChildError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.process import check_in_process, start_process
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.rewritten import misfit
+from trt_kvcache.importer.recorded_options import misfit
 
 __all__ = ["Checked", "check_rewrite", "start_process"]
 
@@ -47,16 +47,16 @@ class Checked:
 
     Attributes:
         notes: name parts that were not compared, and facts that only running the model shows.
-        whole_prompts: see `CachePlan`.
+        prefill_in_one_step: see `CachePlan`.
     """
 
     notes: tuple[str, ...] = ()
-    whole_prompts: bool = False
+    prefill_in_one_step: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
         """Return the plan with these facts."""
-        whole = plan.whole_prompts or self.whole_prompts
-        return replace(plan, notes=(*plan.notes, *self.notes), whole_prompts=whole)
+        whole = plan.prefill_in_one_step or self.prefill_in_one_step
+        return replace(plan, notes=(*plan.notes, *self.notes), prefill_in_one_step=whole)
 
 
 def check_rewrite(
@@ -104,7 +104,7 @@ def check_rewrite(
             "this model"
             for name in mixed
         ]
-        return Checked(tuple(notes), whole_prompts=bool(mixed))
+        return Checked(tuple(notes), prefill_in_one_step=bool(mixed))
     if first.answer == "ends":
         longest = max(c.capacity for c in plan.caches)
         raise OptionError(

@@ -105,7 +105,7 @@ def _tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None
     steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     rows = min((c.capacity for c in pair.plan.caches), default=0)
-    if pair.plan.whole_prompts or pair.plan.states or not 1 < length <= rows:
+    if pair.plan.prefill_in_one_step or pair.plan.states or not 1 < length <= rows:
         return None
     start = min(_PAST, rows - length) if steps.indexed else 0
     name = outside(steps.batch, length, whole=False).first_counted(start)

@@ -21,7 +21,7 @@ import onnx
 from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer import families
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
@@ -47,7 +47,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         UnsupportedModelError: TensorRT does not take quantized weights as they are: a scale of 8 bits is not positive,
             a zero point is not in the middle, or a family cannot be changed.
     """
-    extensions.for_tensorrt(model, folder)
+    families.for_tensorrt(model, folder)
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))
     outputs = {value.name for value in model.graph.output}
@@ -80,7 +80,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
 
 
 def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse zero points that are not the middle; see `normalize.zero_points` for those that could be taken out."""
+    """Refuse zero points that are not the middle; see `lower.matmul_nbits` for those that could be taken out."""
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
     middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0

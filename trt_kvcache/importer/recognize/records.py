@@ -1,9 +1,8 @@
-"""Records of recognized caches and attentions. Normalization builds the canonical form from these records.
+"""Records of recognized caches and attentions. `emit` builds the canonical form from these records.
 
-Layouts: the axes of a tensor as products of the sizes of an attention.
-
-The sizes are the batch ``b``, the heads of keys ``n``, the queries that read one of them ``g``, the new tokens ``s``,
-and the numbers of a head ``d``. A layout names, for each axis of a tensor, the sizes that it consists of:
+A layout gives the axes of a tensor as products of the sizes of an attention. The sizes are the batch ``b``, the heads
+of keys ``n``, the queries that read one of them ``g``, the new tokens ``s``, and the numbers of a head ``d``. A
+layout names, for each axis of a tensor, the sizes that it consists of:
 
     [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
 """
@@ -96,8 +95,8 @@ class Cache:
         present: the graph output.
         axis: of the rows. Its other axes are batch, heads and numbers of a head, the last two in one or two axes.
         growing: past holds as many rows as there are tokens, present S more; else both always have as many.
-        kept: past and present hold so many rows at most, the newest; None: all.
-        shifted: past and present always have `kept` rows: new rows push out the oldest, and the last rows hold tokens.
+        window_rows: past and present hold so many rows at most, the newest; None: all.
+        shifted: past and present always have so many rows: new rows push out the oldest, and the last rows hold tokens.
         circular: token t goes to row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
         update: the new rows; None until the region that writes them was run, and for keys and values that are computed
@@ -110,7 +109,7 @@ class Cache:
     present: gs.Tensor
     axis: int
     growing: bool
-    kept: int | None = None
+    window_rows: int | None = None
     shifted: bool = False
     circular: bool = False
     positions: tuple[str, ...] = ()

@@ -28,12 +28,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer import families
 from trt_kvcache.importer.graph import INT64, Emitter, dims, is_op, small_constant, tidy
 from trt_kvcache.importer.plan import CachePlan, Role, Route
-from trt_kvcache.importer.planning.attention import nodes_before_scans
-from trt_kvcache.importer.rewrite.attention import rewrite_attention
-from trt_kvcache.importer.rewrite.caches import rewrite_caches
+from trt_kvcache.importer.planning.attention_plans import nodes_before_scans
+from trt_kvcache.importer.rewrite.attention_nodes import rewrite_attention
+from trt_kvcache.importer.rewrite.cache_updates import rewrite_caches
 
 __all__ = ["rewrite_graph"]
 
@@ -47,7 +47,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     views = rewrite_caches(emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     if any(cache.route is Route.PLUGIN for cache in plan.caches):
-        extensions.plugin_route.rewrite_updates(graph, emitter, plan)
+        families.plugin_route.rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
     _declare_logits(graph, plan)
     tidy(graph)

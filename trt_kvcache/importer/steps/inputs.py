@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.interface.axes import place_positions
+from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.contents import numpy_dtype

@@ -66,7 +66,9 @@ class OriginalInterface(SingleTokens):
         self._twin = twin
         self._inputs = [t for t in plan.original if t.io == "input"]
         self._outputs = {t.name: t for t in plan.original if t.io == "output"}
-        self.past_rows = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
+        self.past_rows = {
+            t.name: t.window_rows for t in self._inputs if t.window_rows is not None and t.role in _CACHES
+        }
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
         if not self._starts or tokens is None:
@@ -147,10 +149,10 @@ class OriginalInterface(SingleTokens):
             case OriginalRole.PADDING_MASK:
                 places = np.arange(shape[-1])
                 filled = places < past + length
-                if tensor.kept is not None:  # the last column is that of the newest token
+                if tensor.window_rows is not None:  # the last column is that of the newest token
                     filled = places >= shape[-1] - past - length
                 return np.broadcast_to(filled, shape).astype(dtype)
-        places = np.arange(shape[-1])[None] + (0 if tensor.kept is None else past + length - shape[-1])
+        places = np.arange(shape[-1])[None] + (0 if tensor.window_rows is None else past + length - shape[-1])
         visible = (places >= 0) & (places <= past + np.arange(length)[:, None])
         allowed = np.broadcast_to(visible, shape)
         return np.where(allowed, 0, np.finfo(dtype).min).astype(dtype) if dtype.kind == "f" else allowed.astype(dtype)
@@ -164,7 +166,7 @@ class OriginalInterface(SingleTokens):
         if tensor.role is OriginalRole.FIXED_CACHE:
             return _cast(whole, dtype)
         axis = tensor.axes.index("past")
-        first = 0 if tensor.kept is None else max(0, past - tensor.kept)
+        first = 0 if tensor.window_rows is None else max(0, past - tensor.window_rows)
         values = _cast(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
         size = tensor.shape[tensor.axes.index("past")]
         if isinstance(size, int):  # it is shifted: it always has as many rows, those of no token first
@@ -175,8 +177,8 @@ class OriginalInterface(SingleTokens):
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
         known = {**sizes, "capacity": self._plan.options.capacity or capacity}
-        if tensor.kept is not None:
-            known["total"] = min(sizes["past"], tensor.kept) + sizes["sequence"]
+        if tensor.window_rows is not None:
+            known["total"] = min(sizes["past"], tensor.window_rows) + sizes["sequence"]
         shape = []
         for place, (dim, axis) in enumerate(zip(tensor.shape, tensor.axes, strict=True)):
             size = size_of(dim)
@@ -226,11 +228,11 @@ class OriginalInterface(SingleTokens):
         A circular cache is copied whole.
         """
         axis = self._row_axis(tensor)
-        if tensor.kept is not None:
+        if tensor.window_rows is not None:
             values = np.moveaxis(np.moveaxis(values, axis, 0)[-tokens:], 0, axis)
         elif self._past_of[tensor.name] not in self._circular:
             values = np.moveaxis(np.moveaxis(values, axis, 0)[:tokens], 0, axis)
-        first = 0 if tensor.kept is None else tokens - values.shape[axis]
+        first = 0 if tensor.window_rows is None else tokens - values.shape[axis]
         place = [rows, *[slice(None)] * (axis - 1), slice(first, first + values.shape[axis])]
         present[tuple(place)] = values
 

@@ -1,7 +1,7 @@
 """The encoder of a decoder: it takes audio, images or text, and returns the decoder's constants.
 
 It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder`), or on the
-CPU with ONNX Runtime. `trt_kvcache.importer.extensions.encoders.outputs` finds the outputs that become constants.
+CPU with ONNX Runtime. `trt_kvcache.importer.families.encoders.outputs` finds the outputs that become constants.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
-from trt_kvcache.importer.extensions.encoders.files import find_encoder, find_first_step, named_encoder
-from trt_kvcache.importer.extensions.encoders.outputs import find_later, find_parts, present_names
+from trt_kvcache.importer.families.encoders.files import find_encoder, find_first_step, named_encoder
+from trt_kvcache.importer.families.encoders.outputs import find_later, find_parts, present_names
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
 from trt_kvcache.runtime.encoders.source_reader import IDS, Source, SourceInput, SourceReader

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.encoders.outputs import HIDDEN, IDS, MASK, keep_outputs, take_first_branch
+from trt_kvcache.importer.families.encoders.outputs import HIDDEN, IDS, MASK, keep_outputs, take_first_branch
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 

@@ -47,7 +47,7 @@ class SpeculationStats:
 
 def why_no_drafts(runner: Runner) -> str:
     """Return why a model cannot verify drafts (it needs logits of several positions of one step); empty if it can."""
-    if runner.plan.whole_prompts:
+    if runner.plan.prefill_in_one_step:
         return "tokens of one step see each other, and a guess would change the scores before it"
     if runner.max_logits == 1 and runner.plan.logits_span is None:
         return "the model gives the logits of the last position only: export it with logits of all positions"

@@ -114,7 +114,7 @@ class OnnxRuntimeRunner:
             raise
         checked = verdict.result()
         self._plan = checked.on(self._plan)
-        if checked.whole_prompts:  # only the check's runs can show this
+        if checked.prefill_in_one_step:  # only the check's runs can show this
             self._inputs = StepInputs(checked.on(imported.plan))
             self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
         if imported.plan.logits_span is not None:

@@ -1,11 +1,9 @@
 """The canonical form of a model whose caches and attentions were recognized.
 
-    the canonical form                                  canonical, layouts
-    masks and biases that it needs                      masks
-    keys and values that are computed from caches       computed (rows)
-    what else depends on the length of the past         residual (rotary, rows)
+    the canonical form, with its masks and biases       canonical_nodes
+    keys and values that are computed from caches       computed_keys
+    what else depends on the length of the past         past_lengths
     windows as circular buffers                         ring_windows
-    what was done, for the plan                         findings
 
 Models without caches, or with canonical caches, stay unchanged.
 """
@@ -19,16 +17,16 @@ from pathlib import Path
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.emit.canonical_nodes import Canonical, Findings
+from trt_kvcache.importer.emit.computed_keys import Computed
+from trt_kvcache.importer.emit.past_lengths import NOTE, check_readers, drop_copies, free_positions, free_shapes
+from trt_kvcache.importer.emit.ring_windows import Rings, make_circular, slide
 from trt_kvcache.importer.graph import INT32, INT64, consumers, contains, elem_type, tidy
-from trt_kvcache.importer.interface.exported import find_changes
-from trt_kvcache.importer.normalize.canonical import Canonical, Findings
-from trt_kvcache.importer.normalize.computed import Computed
-from trt_kvcache.importer.normalize.residual import NOTE, check_readers, drop_copies, free_positions, free_shapes
-from trt_kvcache.importer.normalize.ring_windows import Rings, make_circular, slide
+from trt_kvcache.importer.interface.exported_interface import find_changes
 from trt_kvcache.importer.plan import PlanOptions, Sliding
 from trt_kvcache.importer.recognize import Recognized, recognize
-from trt_kvcache.importer.recognize.probe import Samples
 from trt_kvcache.importer.recognize.records import Attention
+from trt_kvcache.importer.recognize.sample_steps import Samples
 
 __all__ = ["normalize"]
 
@@ -98,8 +96,10 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
     for name, (kind, shape) in canonical.known.items():
         named = [None if d == "?" else d for d in shape]
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
-    shifted = {a.mask.own.name: a.key.kept for a in recognized.attentions if a.key.shifted and a.mask.own is not None}
-    tensors = tuple(replace(t, kept=shifted.get(t.name, t.kept)) for t in interface.tensors)
+    shifted = {
+        a.mask.own.name: a.key.window_rows for a in recognized.attentions if a.key.shifted and a.mask.own is not None
+    }
+    tensors = tuple(replace(t, window_rows=shifted.get(t.name, t.window_rows)) for t in interface.tensors)
     changes = find_changes(tensors, model, counts, copies)
     notes = (
         *_own_masks(recognized.attentions),

@@ -25,8 +25,8 @@ from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import POINTS, terms
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import FLOATS, copied, part_of
-from trt_kvcache.importer.recognize.probe import Samples
 from trt_kvcache.importer.recognize.records import Cache, RecognizeError
+from trt_kvcache.importer.recognize.sample_steps import Samples
 from trt_kvcache.importer.steps.runnable import runnable
 
 _PASTS = (6, 8)  # short, and no products of batch and new tokens, alone or with these
@@ -113,8 +113,8 @@ class Cutter:
         shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
         if shape is not None and (cache.shifted or not cache.growing):
             yield from (shape[cache.axis], shape[cache.axis] + 1)  # with a sink
-        elif cache.kept is not None and cache.kept <= _PASTS[0]:
-            yield from (cache.kept, cache.kept + step.length)
+        elif cache.window_rows is not None and cache.window_rows <= _PASTS[0]:
+            yield from (cache.window_rows, cache.window_rows + step.length)
 
     def _split(self, tokens: str) -> None:
         """Tell text from long tensors, and find the fronts."""

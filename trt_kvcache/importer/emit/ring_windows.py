@@ -31,6 +31,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.emit.canonical_nodes import Findings, emit_visible
 from trt_kvcache.importer.graph import (
     Emitter,
     consumers,
@@ -42,10 +43,9 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
-from trt_kvcache.importer.normalize.canonical import Findings, emit_visible
 from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.planning.attention import reads_columns
+from trt_kvcache.importer.planning.attention_plans import reads_columns
 
 __all__ = ["Rings", "make_circular", "slide"]
 

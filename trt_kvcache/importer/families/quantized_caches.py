@@ -44,7 +44,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer import families
 from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, consumers, is_op, small_constant
 from trt_kvcache.importer.plan import (
     CacheDtype,
@@ -62,7 +62,7 @@ from trt_kvcache.importer.plan import (
     cache_bytes,
     dtype_bits,
 )
-from trt_kvcache.importer.planning.caches import NATIVE_DTYPES
+from trt_kvcache.importer.planning.cache_plans import NATIVE_DTYPES
 
 _ROW = 2
 """Axis of the rows in every cache of a rewritten model; the numbers of a row follow."""
@@ -147,7 +147,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
         each.edit()
     planned = _plan(plan, [each.planned() for each in caches])
     if any(cache.route is Route.PLUGIN for cache in planned.caches):
-        extensions.plugin_route.rewrite_updates(graph, emitter, planned)
+        families.plugin_route.rewrite_updates(graph, emitter, planned)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
     return planned
 

@@ -8,10 +8,8 @@ becomes
 W stays unchanged, quantized or not. This module edits a model after the check, which runs without adapters. It only
 adds operators, which follow the definition of LoRA.
 
-Names in the model tell which module of the checkpoint a product is (`names`); else a comparison of weights with the
-checkpoint does (`contents`). A product may fuse several modules: each has its own columns in A and B.
-
-Find products with a weight in a rewritten model, and facts about their operands.
+Names in the model tell which module of the checkpoint a product is; else a comparison of weights with the
+checkpoint does (`adapter_weights`). A product may fuse several modules: each has its own columns in A and B.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.adapters.contents import Contents, module_names
+from trt_kvcache.importer.families.adapters.adapter_weights import Contents, module_names
 from trt_kvcache.importer.graph import free_name
 from trt_kvcache.importer.plan import (
     AdapterPart,

@@ -174,7 +174,7 @@ class Canonical:
     def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
         """The mask of an attention, bool or in the type of its queries; None if its attributes say all."""
         emit, seen, mask = self.emit, attention.mask, attention.mask.own
-        if attention.key.shifted and (rows := attention.key.kept) is not None:
+        if attention.key.shifted and (rows := attention.key.window_rows) is not None:
             mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
         if seen.bias is not None:
             mask = emit_bias(emit, seen.bias, self.positions())

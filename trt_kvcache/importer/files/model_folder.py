@@ -19,7 +19,7 @@ from onnx import GraphProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.protos import FLOATS, elem_type_of, shape_of
-from trt_kvcache.importer.rewritten import was_rewritten
+from trt_kvcache.importer.recorded_options import was_rewritten
 
 # The better file, and what it makes superfluous: of optimum, of transformers' own exporter.
 _INSTEAD_OF = {

@@ -16,7 +16,7 @@ from functools import partial
 import onnx
 from onnx import numpy_helper
 
-from trt_kvcache.importer.extensions import Finish
+from trt_kvcache.importer.families import Finish
 from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import (
@@ -36,7 +36,7 @@ _END = (1 << 31) - 1  # where a Slice that takes all to the end ends, at least
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Make the model return logits of all positions; see `trt_kvcache.importer.extensions`.
+    """Make the model return logits of all positions; see `trt_kvcache.importer.families`.
 
     The model stays unchanged if it uses the input in another way: a tensor of indices may have the same name.
     """

@@ -18,7 +18,7 @@ import onnx
 from onnx import numpy_helper
 
 from trt_kvcache.importer.protos import is_op
-from trt_kvcache.importer.recognize.probe import Array, Sample, Samples
+from trt_kvcache.importer.recognize.sample_steps import Array, Sample, Samples
 from trt_kvcache.importer.simplify import splice_body
 
 _LARGEST = 1 << 16  # elements of a constant

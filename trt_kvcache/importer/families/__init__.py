@@ -1,7 +1,7 @@
 """Support for rare families of models. Each family has its own module, which loads only for a model of that family.
 
 To add a family, write a module with a function for each station that it needs, named after the station. Add a test for
-each of these stations to `EXTENSIONS`, below.
+each of these stations to `FAMILIES`, below.
 
     read(model)                 edits a file's model before it is checked            -> whether it did
     choose(model)               takes one branch of a decoder, before inlining       -> the model, Finish or None
@@ -33,7 +33,7 @@ from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of,
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = [
-    "EXTENSIONS",
+    "FAMILIES",
     "define",
     "edit",
     "for_cpu",
@@ -54,9 +54,9 @@ def _module(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.extensions import adapters as adapters
-    from trt_kvcache.importer.extensions import plugin_route as plugin_route
-    from trt_kvcache.importer.extensions import quantized_caches as quantized_caches
+    from trt_kvcache.importer.families import adapters as adapters
+    from trt_kvcache.importer.families import plugin_route as plugin_route
+    from trt_kvcache.importer.families import quantized_caches as quantized_caches
 else:
 
     def __getattr__(name: str) -> Any:
@@ -71,7 +71,7 @@ else:
 
 def _at(station: str, model: onnx.ModelProto) -> Iterator[Callable[..., Any]]:
     """Yield the function of every extension that applies at a station. Each sees the edits of those before it."""
-    for name, stations in EXTENSIONS.items():
+    for name, stations in FAMILIES.items():
         if station in stations and stations[station](model):
             yield getattr(_module(name), station)
 
@@ -84,7 +84,7 @@ def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[An
         model: may be changed at the first two stations.
     """
     more = []
-    for name, stations in EXTENSIONS.items():
+    for name, stations in FAMILIES.items():
         if station in stations and stations[station](model):
             model, said = getattr(_module(name), station)(model)
             more += [] if said is None else [said]
@@ -212,7 +212,7 @@ def _keeps_logits(model: onnx.ModelProto) -> bool:
     return keeps and "TensorScatter" not in _operators(model)
 
 
-EXTENSIONS: dict[str, dict[str, Test]] = {
+FAMILIES: dict[str, dict[str, Test]] = {
     "tool_repairs": {"read": _breaks_rules, "choose": _chooses_branch, "rewrite": _is_in_parts},
     "quantizers": {
         "read": _by_quantizer,

@@ -20,11 +20,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.emit.canonical_nodes import Canonical
 from trt_kvcache.importer.graph import INT32, INT64, elem_type, is_constant, is_op
-from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
-from trt_kvcache.importer.recognize.probe import Array, Samples
 from trt_kvcache.importer.recognize.records import Attention, Cache
+from trt_kvcache.importer.recognize.sample_steps import Array, Samples
 
 Axes = tuple[int, ...]
 _OTHERS = ("Attention", "Shape", "Size")

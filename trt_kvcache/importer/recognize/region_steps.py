@@ -4,7 +4,7 @@ grows      past [.., P, ..]: token t in row t; of a cache that keeps K rows, the
 fixed      past [.., L, ..]: token t in row t; of a circular one, in row t mod L
 shifted    past [.., L, ..]: the newest token in the last row
 
-Find out how a step writes a cache: run it on numbered rows, and look these up in the present.
+`read_updates` finds out how a step writes a cache: it runs the step on numbered rows, and looks them up.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.protos import INTEGERS
-from trt_kvcache.importer.recognize.cut import Region
-from trt_kvcache.importer.recognize.probe import Sample
 from trt_kvcache.importer.recognize.records import Cache, FartherError, RecognizeError, UnknownError
+from trt_kvcache.importer.recognize.regions import Region
+from trt_kvcache.importer.recognize.sample_steps import Sample
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
@@ -114,7 +114,7 @@ class Runner:
     def held(self, cache: Cache, sample: Sample) -> int:
         """Tokens in the past of a cache."""
         if cache.growing and not cache.shifted:
-            return sample.rows_in_cache(cache.kept)
+            return sample.rows_in_cache(cache.window_rows)
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
@@ -222,9 +222,9 @@ def read_updates(
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
     """Find the kind of a cache, and its new rows in the cache's layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
-    if cache.growing and not cache.shifted and cache.kept == whole.shape[axis] <= length:
+    if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole
-    if before.shape[axis] != whole.shape[axis] or cache.kept == whole.shape[axis]:
+    if before.shape[axis] != whole.shape[axis] or cache.window_rows == whole.shape[axis]:
         old = whole.shape[axis] - length
         same = old <= before.shape[axis] and np.array_equal(_rows(whole, axis, 0, old), _rows(before, axis, -old, None))
         if old < 0 or (old and not same):
@@ -237,14 +237,14 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
         old = whole.shape[a] - length
         if old > 0 and np.array_equal(_rows(whole, a, 0, old), _rows(before, a, length, None)):
             kept = whole.shape[a]
-            return replace(cache, axis=a, growing=True, shifted=True, kept=kept), _rows(whole, a, old, None)
+            return replace(cache, axis=a, growing=True, shifted=True, window_rows=kept), _rows(whole, a, old, None)
     changed = np.argwhere(whole != before)
     if not len(changed):
         raise RecognizeError(f"'{cache.present.name}' comes back as '{past}' went in")
     rows = list(range(sample.past, sample.total))
     for a in axes:
         if rows == sorted({*changed[:, a]}) and len(rows) < whole.shape[a]:
-            fixed = replace(cache, axis=a, growing=False, shifted=False, kept=None, circular=False)
+            fixed = replace(cache, axis=a, growing=False, shifted=False, window_rows=None, circular=False)
             return fixed, np.take(whole, rows, a)
     seen = sorted({*map(int, changed[:, axis])})
     raise RecognizeError(

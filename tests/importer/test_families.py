@@ -11,8 +11,8 @@ import pytest
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 
-from trt_kvcache.importer import extensions
-from trt_kvcache.importer.extensions import EXTENSIONS
+from trt_kvcache.importer import families
+from trt_kvcache.importer.families import FAMILIES
 
 # torch's DeepSeek V3 has assigned slices.
 NOT_PLAIN = {"deepseek_v3_dynamic_eager", "bloom", "t5"}  # the last two compute biases by distance in parts
@@ -32,19 +32,19 @@ for path in sys.argv[1:]:
         except (OptionError, UnsupportedModelError):
             pass
 assert planned > 0.8 * len(sys.argv[1:])
-folder = "trt_kvcache.importer.extensions."
+folder = "trt_kvcache.importer.families."
 print(*sorted({name[len(folder):].split(".")[0] for name in sys.modules if name.startswith(folder)}))
 """
 
 
 def loaded_for(*paths: Path) -> list[str]:
-    """The extensions that a fresh process loads to plan models."""
+    """The families that a fresh process loads to plan models."""
     done = subprocess.run([sys.executable, "-c", LOADED, *paths], check=True, capture_output=True, text=True)
     return done.stdout.split()
 
 
 def loaded(path: Path, model: onnx.ModelProto) -> list[str]:
-    """The extensions that a fresh process loads to plan a model."""
+    """The families that a fresh process loads to plan a model."""
     onnx.save(model, path)
     return loaded_for(path)
 
@@ -64,16 +64,16 @@ def test_no_stored_export_of_a_plain_decoder_loads_a_family_or_repairs() -> None
 
 
 def test_records_name_what_can_be_loaded() -> None:
-    for name, stations in EXTENSIONS.items():
-        assert all(hasattr(getattr(extensions, name), station) for station in stations)
+    for name, stations in FAMILIES.items():
+        assert all(hasattr(getattr(families, name), station) for station in stations)
 
 
-def test_what_an_extension_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not hasattr(extensions, "no_extension")
+def test_what_a_family_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hasattr(families, "no_extension")
 
     def lacking(name: str) -> object:
         raise ModuleNotFoundError("No module named 'lacking'", name="lacking")
 
-    monkeypatch.setattr(extensions, "import_module", lacking)
+    monkeypatch.setattr(families, "import_module", lacking)
     with pytest.raises(ModuleNotFoundError, match="lacking"):
-        extensions.no_extension  # noqa: B018
+        families.no_extension  # noqa: B018

@@ -1,6 +1,6 @@
 """Describe an attention by running its region in ONNX Runtime on chosen numbers.
 
-    new rows of each cache                   numbered rows, looked up in the presents: `updates`
+    new rows of each cache                   numbered rows, looked up in the presents: `region_steps`
     values, keys                             the result is linear in values
     heads, layouts, sinks                    numbered values with one key; weights that are the same for a whole head
     weights of keys                          values of 1 in one row and number of a head
@@ -20,9 +20,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import elem_type, producer
-from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.recognize.cut import Region
-from trt_kvcache.importer.recognize.probe import Sample, Samples
+from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.recognize.records import (
     ATTENTION,
     Attention,
@@ -35,7 +33,9 @@ from trt_kvcache.importer.recognize.records import (
     brought,
     layouts,
 )
-from trt_kvcache.importer.recognize.step import Array, Feeds, Runner, read_updates
+from trt_kvcache.importer.recognize.region_steps import Array, Feeds, Runner, read_updates
+from trt_kvcache.importer.recognize.regions import Region
+from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 
 Scores = tuple[float, Array, Array]
 """A factor of the queries, the scores that weights then show, ``[b, n, g, s, keys]``, and True where they show one."""
@@ -388,7 +388,7 @@ class Reader:
 
     def _window(self) -> int | None:
         """Count the keys that a query sees after a past longer than any number in the region; None if it sees all."""
-        capacity, kept, length = self._far.capacity, self._key.kept, self._step(1, 0, 1).length
+        capacity, kept, length = self._far.capacity, self._key.window_rows, self._step(1, 0, 1).length
         fits = max((n for n in (*self._region.integers, kept or 0) if n <= capacity), default=0)
         most = _LONGEST // (self._sizes["n"] * self._sizes["d"])
         sample = self._far.step(self._sample.batch, max(0, min(capacity - length, fits + 2, most)), 1)
@@ -404,7 +404,7 @@ class Reader:
 
 def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) -> Sample:
     """A step whose batch divides no dimension of the region's text inputs."""
-    shifted = [c.kept for n in region.caches if (c := caches[n]).shifted and c.kept is not None]
+    shifted = [c.window_rows for n in region.caches if (c := caches[n]).shifted and c.window_rows is not None]
     step, capacity = samples.step, min(samples.capacity, *shifted, samples.capacity)
     one = step(1, 1, 1).probe
     taken = {d for name in region.texts for d in one.shape(name) or ()}

@@ -8,8 +8,8 @@ values that are stated twice    ONNX Runtime's float16 converter states outputs 
 names of its own casts          its optimizer saves them, and gives them again when it loads what became of the model:
                                 "Duplicate definition of name" (1.32)
 scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX asks for lists
-two steps in one model          `merged`: optimum joins the first step and all others
-slices that are assigned to     `assigned_slices`: torch.onnx writes parts of keys into zeros by ScatterND
+two steps in one model          optimum joins the first step and all others
+slices that are assigned to     torch.onnx writes parts of keys into zeros by ScatterND
 
 Merged exports: one model contains the first step and all other steps, and an input chooses.
 
@@ -41,7 +41,7 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, helper, numpy_helper
 
-from trt_kvcache.importer.extensions import Finish
+from trt_kvcache.importer.families import Finish
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,

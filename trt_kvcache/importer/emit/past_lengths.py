@@ -25,6 +25,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.emit.canonical_nodes import Canonical
 from trt_kvcache.importer.graph import (
     FLOAT,
     INT32,
@@ -39,11 +40,10 @@ from trt_kvcache.importer.graph import (
     replace_uses,
     tidy,
 )
-from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
-from trt_kvcache.importer.recognize.probe import Sample, Samples
+from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 
 Array = npt.NDArray[Any]
 

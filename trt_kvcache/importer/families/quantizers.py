@@ -1,13 +1,8 @@
 """Quantizers other than those of weights in 4 and 8 bits: how their operators become those of ONNX and TensorRT.
 
-NVIDIA ModelOpt, FP8, NVFP4, MXFP8          modelopt, blocks_on_cpu
-ONNX Runtime's, which are refused           integers
+See `trt_kvcache.importer.families` for when each function is called.
 
-See `trt_kvcache.importer.extensions` for when each function is called.
-
-Write new nodes and constants that replace nodes of a model.
-
-Refuse models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators, or their types.
+`standardize` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
 
     quantize_dynamic    DynamicQuantizeLinear, MatMulInteger and what ONNX Runtime fuses of them; tables of 8 bits
     quantize_static     QLinear operators; rounding around another number than 0, to uint8, to 16 bits; biases of int32
@@ -15,7 +10,7 @@ Refuse models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their
 Scales of `quantize_dynamic` follow from the whole batch, so that sequences change each other's numbers. TensorRT for
 RTX 1.7.1 takes uint8 for int8 without a word. Rounding to int8 or float8 around 0, as NVIDIA ModelOpt does, stays.
 
-Operators that NVIDIA ModelOpt writes in the domain ``trt``.
+`read` renames operators that NVIDIA ModelOpt writes in the domain ``trt``.
 
     TRT_FP8QuantizeLinear(x, scale)           ->  QuantizeLinear(x, scale, 0 of float8e4m3fn)
     TRT_FP8DequantizeLinear(q, scale)         ->  DequantizeLinear(q, scale)
@@ -35,7 +30,7 @@ ONNX has no operator that chooses scales while it runs, and none of exponents in
 them (measured on TensorRT for RTX 1.7.1). Importing this registers them with ONNX, which then infers the shapes of
 what they make; their kernels are in no package that runs without a GPU.
 
-Operators of TensorRT that quantize in blocks (`modelopt`), for ONNX Runtime on the CPU.
+`for_cpu` replaces operators that quantize in blocks, for ONNX Runtime on the CPU.
 
     weights of float4       numbers  -> their doubles in int8, by a table of 16; scales  -> half of them
     weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))

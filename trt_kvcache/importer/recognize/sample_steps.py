@@ -11,7 +11,7 @@ for requested tensors. Equal operators with equal inputs, as in the layers of a 
     layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
     layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
 
-Samples of a decode step of a model as exported: a shape and a value for each of its inputs.
+`Samples` makes the steps: a shape and a value for each input of the model as exported.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from onnx import numpy_helper
 from onnx.reference.ops import load_op
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.interface.axes import place_positions
-from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.interface.exported_interface import Interface
+from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import is_op, may_be_bias, sliced_squares
 
@@ -435,7 +435,7 @@ class Samples:
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
         for tensor in self._interface.inputs.values():
-            in_cache = past if tensor.kept is None else min(past, tensor.kept)
+            in_cache = past if tensor.window_rows is None else min(past, tensor.window_rows)
             total = in_cache + length
             sizes = {
                 "batch": batch, "sequence": length, "capacity": self.capacity, "past": in_cache, "total": total,

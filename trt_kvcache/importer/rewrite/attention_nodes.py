@@ -38,10 +38,10 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, Emitter, dims, elem_type, is_op, producer, small_constant
-from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan, MaskGeometry
-from trt_kvcache.importer.planning.attention import AttentionFacts, read_attention, sequence_source, whole_query
+from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan, Mask
+from trt_kvcache.importer.planning.attention_plans import AttentionFacts, read_attention, sequence_source, whole_query
 from trt_kvcache.importer.planning.rows_in_use import cut_rows, end_with, row_slices
-from trt_kvcache.importer.rewrite.caches import CacheView
+from trt_kvcache.importer.rewrite.cache_updates import CacheView
 
 
 def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views: dict[str, CacheView]) -> None:
@@ -81,7 +81,7 @@ def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], ke
 
 
 def _rewrite(
-    emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, mask: Mask, views: dict[str, CacheView]
+    emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, mask: BuiltMask, views: dict[str, CacheView]
 ) -> None:
     node = facts.node
     query, key, value = node.inputs[0], *(slice_keys(emitter, t, mask.end, views) for t in node.inputs[1:3])
@@ -168,7 +168,7 @@ def lower_attention(
     query: gs.Tensor,
     key: gs.Tensor,
     value: gs.Tensor,
-    mask: Mask,
+    mask: BuiltMask,
     scores_output: gs.Tensor | None,
 ) -> gs.Variable:
     """Emit the operators; Q, K and V are 4-D. Returns ``[B, N, S_q, H_v]`` in Q's type."""
@@ -238,7 +238,7 @@ class _Plain:
         within = self.emitter.op("Tanh", [parts], "tanh", self.dtype)
         return self.emitter.op("Mul", [within, limit], "softcapped", self.dtype)
 
-    def weights(self, scores: gs.Variable, mask: Mask) -> gs.Variable:
+    def weights(self, scores: gs.Variable, mask: BuiltMask) -> gs.Variable:
         """Softmax of masked scores; 0 in rows that see no key."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         precision = facts.softmax_precision or dtype
@@ -308,7 +308,7 @@ def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
     return parts if len(parts) == len(widths) else [(key, 0)]
 
 
-def _masked(emitter: Emitter, scores: gs.Variable, mask: Mask, dtype: int) -> gs.Variable:
+def _masked(emitter: Emitter, scores: gs.Variable, mask: BuiltMask, dtype: int) -> gs.Variable:
     if mask.bias is None:
         return scores
     if elem_type(mask.bias) == BOOL:
@@ -318,7 +318,7 @@ def _masked(emitter: Emitter, scores: gs.Variable, mask: Mask, dtype: int) -> gs
 
 
 @dataclass(frozen=True)
-class Mask:
+class BuiltMask:
     """A built mask.
 
     Attributes:
@@ -332,23 +332,23 @@ class Mask:
     end: gs.Tensor | None
 
 
-def build_mask(emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: MaskGeometry | None) -> Mask:
+def build_mask(emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask | None) -> BuiltMask:
     """The mask of one Attention node; nodes with the same geometry share it."""
     if geometry is None:
-        return Mask(None, None, None)
+        return BuiltMask(None, None, None)
     return emitter.once(("mask", geometry.name), _Builder(emitter, facts, plan, geometry).build)
 
 
 class _Builder:
     """One mask, part by part."""
 
-    def __init__(self, emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: MaskGeometry) -> None:
+    def __init__(self, emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask) -> None:
         self.emitter, self.facts, self.plan, self.geometry = emitter, facts, plan, geometry
         self.windowed = geometry.left_window >= 0 or geometry.right_window >= 0
         self.span = next((t for t in emitter.graph.inputs if t.name == geometry.span), None)
         self.end: gs.Tensor | None = None
 
-    def build(self) -> Mask:
+    def build(self) -> BuiltMask:
         """All of the mask."""
         emitter, facts, geometry = self.emitter, self.facts, self.geometry
         self.end = self._end()
@@ -370,7 +370,7 @@ class _Builder:
             bias = emitter.op("Expand", [bias, shape], "mask", facts.dtype if geometry.additive else BOOL)
         if bias is not None:  # the name that the plan gave
             bias.name = geometry.name
-        return Mask(bias, row_visible if geometry.guarded else None, self.end)
+        return BuiltMask(bias, row_visible if geometry.guarded else None, self.end)
 
     def _end(self) -> gs.Tensor | None:
         """The number of keys that take part: the span, or the length of a mask that is shorter, or both."""

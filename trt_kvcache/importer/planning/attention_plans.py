@@ -40,7 +40,7 @@ from trt_kvcache.importer.plan import (
     AttentionPlan,
     CacheUpdate,
     Dim,
-    MaskGeometry,
+    Mask,
     PlanOptions,
     SpanInput,
     UpdateMode,
@@ -68,7 +68,7 @@ class AttentionAnalysis:
     """
 
     attention: tuple[AttentionPlan, ...]
-    masks: tuple[MaskGeometry, ...]
+    masks: tuple[Mask, ...]
     spans: tuple[SpanInput, ...]
     warnings: tuple[str, ...]
     relaxed: dict[str, str]
@@ -96,7 +96,7 @@ class _Planner:
         self._options = options
         self._queries: Counter[str] = Counter()
         self._before_scans = {id(node) for node in nodes_before_scans(graph)}
-        self.masks: dict[tuple[object, ...], MaskGeometry] = {}
+        self.masks: dict[tuple[object, ...], Mask] = {}
         self.spans: dict[tuple[int, str], SpanInput] = {}
         self.warnings: dict[str, None] = {}
         self.relaxed: dict[str, str] = {}
@@ -210,7 +210,7 @@ class _Planner:
             return length < facts.keys or may_be_shorter
         return length != facts.keys or length == "?"
 
-    def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> MaskGeometry | None:
+    def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> Mask | None:
         """The mask of a node, shared by all nodes with the same geometry; None if the node needs no mask."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
@@ -223,7 +223,7 @@ class _Planner:
             _sequence_input(self._graph, facts),
         )  # fmt: skip
         if key not in self.masks:
-            self.masks[key] = MaskGeometry(
+            self.masks[key] = Mask(
                 name=free_name(f"{NAME_PREFIX}mask_{len(self.masks)}", set(self._graph.tensors())),
                 causal=facts.causal,
                 lengths=lengths,

@@ -7,16 +7,15 @@ TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
 two updates of one layer, at the same write indices
     -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
 
-The nodes carry their meaning as ONNX functions (`functions`), as TensorRT's own packed updates do. TensorRT's parser
+The nodes carry their meaning as ONNX functions, as TensorRT's own packed updates do. TensorRT's parser
 prefers a registered plugin to a model-local function of that name (its source, ModelImporter.cpp:
 ``isNodeInPluginRegistry``).
 
-ONNX functions that define the plugin's operators by plain operators.
-
-In words, for sequence ``b`` with tokens ``start[b] .. end[b]`` of its update (padded: 0 to S_new; packed:
-``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row ``write_indices[b] + t - start[b]``, circular:
-modulo the capacity, where the last tokens win. A sequence whose bounds lie outside the update writes nothing, nor does
-a linear one that does not fit into the cache; packed lengths that do not ascend write nothing at all.
+The functions define the plugin's operators by plain operators. For sequence ``b`` with tokens ``start[b] .. end[b]``
+of its update (padded: 0 to S_new; packed: ``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row
+``write_indices[b] + t - start[b]``, circular: modulo the capacity, where the last tokens win. A sequence whose bounds
+lie outside the update writes nothing, nor does a linear one that does not fit into the cache; packed lengths that do
+not ascend write nothing at all.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import is_update_outside_onnx
+from trt_kvcache.importer.families import is_update_outside_onnx
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,
@@ -48,7 +47,7 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, opset_version
-from trt_kvcache.importer.rewrite.caches import first_rows
+from trt_kvcache.importer.rewrite.cache_updates import first_rows
 from trt_kvcache.importer.simplify import OPSET
 from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
 

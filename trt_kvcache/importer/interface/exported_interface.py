@@ -13,7 +13,7 @@ import onnx
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.interface import NOTHING, Known, find_roles
-from trt_kvcache.importer.interface.config import example
+from trt_kvcache.importer.interface.role_patterns import example
 from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Interface:
             original = self._role(role)
             axes = self._axes(role, original)
             cache = self._updates.get(role.name) or self._presents.get(role.name)
-            rows = None if cache is None else cache.kept
+            rows = None if cache is None else cache.window_rows
             tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
             if original is OriginalRole.POSITIONS and role.role is Role.OTHER:
                 self._inputs[role.name] = replace(
@@ -97,7 +97,9 @@ class Interface:
         Raises:
             OptionError: `asked` contradicts it.
         """
-        shifted = {f.past.name: f.kept for f in self._updates.values() if f.shifted and f.kept is not None}
+        shifted = {
+            f.past.name: f.window_rows for f in self._updates.values() if f.shifted and f.window_rows is not None
+        }
         growing = [t for t in self.of(OriginalRole.GROWING_CACHE) if t.name not in shifted]
         caches = self.of(OriginalRole.FIXED_CACHE)
         sizes = [t.shape[t.axes.index("capacity")] for t in caches if "capacity" in t.axes]

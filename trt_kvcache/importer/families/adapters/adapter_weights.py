@@ -1,4 +1,4 @@
-"""Find the modules of a checkpoint that products compute, by comparing weights.
+"""Find the modules of a checkpoint that products compute, by comparing weights, or by names that exporters keep.
 
 A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several of them side
 by side. The first numbers of a column find a candidate tensor; then the corners of both are compared. So the search
@@ -7,8 +7,6 @@ does not read the whole checkpoint.
 A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. Its rows are close to the rows of its
 source tensor, except for a zero point in each block. So two rows are compared by their angle, after subtracting the
 mean of each block.
-
-Find the modules of a checkpoint that products compute, by names that exporters keep.
 
 weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
 nodes      /model/layers.0/self_attn/q_proj/MatMul
